@@ -1,7 +1,7 @@
-"""The wing for what MLCommons asks of a submission, made from run directories: rules, scores, tests, files.
+"""Plugin package for submissions to MLCommons from run directories: rules, scores, tests, files.
 
-It imports the core of mpillm; the core does not import it, but finds here by name what it brings
-(`core_names.PLUGIN_PACKAGES`). So this file imports nothing. `commands/`: one file for each of its commands.
+It imports mpillm's main packages. They do not import it, but read this file by name
+(`core_names.PLUGIN_PACKAGES`), so it imports nothing. `commands/` has one file for each command.
 """
 
 COMMANDS = {
@@ -10,7 +10,7 @@ COMMANDS = {
     "submission": "arrange runs as a submission to MLPerf Inference",
     "endpoints-submission": "measure a curve at fixed concurrency, for a submission to MLPerf Endpoints",
 }
-"""Each is the `main` of a file in `commands/`."""
+"""Commands, each the `main` of a file in `commands/`."""
 
 GROUPS = {"submit": (*COMMANDS,)}
-"""Where --help shows them."""
+"""Groups of the commands in --help."""

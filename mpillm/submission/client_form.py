@@ -1,7 +1,7 @@
-"""A result in the shape of MLPerf Endpoints, for runs whose load MLCommons' client made (v6.1 and later).
+"""Results in the form of MLPerf Endpoints, for runs with MLCommons' load client (v6.1 and later).
 
-Its files are those of submission_structure.md in mlcommons/inference (tools/submission, August 2026), and its
-checks those that the submission checker makes of them.
+Sources in mlcommons/inference: submission_structure.md (tools/submission, August 2026) for the files, and the
+submission checker for the checks.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ from mpillm.workloads.rounds import Round, round_of_client
 CLIENT = "inference-endpoint"
 CONFIG, SUMMARY, ACCURACY = "config.yaml", "result_summary.json", "accuracy_results.json"
 _ROUNDS = ("v6.1",)
-_NOT_TAKEN = "results of MLCommons' client are not taken for {}"
+_NOT_ACCEPTED = "results of MLCommons' client are not accepted for {}"
 NO_ACCURACY = ("accuracy_result_check", "dataset_check")
-"""The checks that fail without scores."""
+"""Checks that fail without scores."""
 _MS = 1e-6
 
 
 class ClientReport(NamedTuple):
-    """What the client left of a run."""
+    """Files that the client wrote in a run."""
 
-    config: Mapping[str, Any]  # with all its values
+    config: Mapping[str, Any]  # with all values
     summary: Mapping[str, Any]  # times in nanoseconds
 
     @staticmethod
     def read(run: Path) -> ClientReport:
-        """Raises ConfigError if a file is not there, or damaged."""
+        """Read the files. Raises ConfigError if one is missing or damaged."""
         file = run / HARNESS / CONFIG_LEFT
         with as_written(file):
             config = value_of(read_text(str(file)), str(file))
             runtime, kind = config["settings"]["runtime"], config["settings"]["load_pattern"]["type"]
-            found = ClientReport(config, read_json(run / HARNESS / SUMMARY_LEFT))
+            report = ClientReport(config, read_json(run / HARNESS / SUMMARY_LEFT))
             for name in ("scheduler_random_seed", "dataloader_random_seed", "min_duration_ms"):
                 int(runtime[name])
         with as_written(run / HARNESS / SUMMARY_LEFT):
-            summary = found.summary
+            summary = report.summary
             _ = str(kind), int(summary["n_samples_failed"]), float(summary["duration_ns"] or 0)
             for name in ("ttft", "tpot", "output_sequence_lengths"):
                 _ = summary[name].keys()
-        return found
+        return report
 
     @property
     def _runtime(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.config["settings"]["runtime"]
-        return found
+        runtime: Mapping[str, Any] = self.config["settings"]["runtime"]
+        return runtime
 
     @property
     def round(self) -> Round | None:
-        """The round whose seeds it had."""
+        """The round with the client's seeds."""
         return round_of_client(
             self._runtime["dataloader_random_seed"], self._runtime["scheduler_random_seed"]
         )
@@ -77,32 +77,33 @@ class ClientReport(NamedTuple):
         return float(self.summary["duration_ns"] or 0) * _MS
 
     def p99_ms(self, name: str) -> float | None:
-        """Return what early stopping says of a latency, in milliseconds; None: they were too few."""
+        """Return early stopping's p99 of a latency, in milliseconds; None: too few requests."""
         value = (self.summary[name].get("early_stopping_percentiles") or {}).get("99.0")
         return None if value is None else float(value) * _MS
 
 
 def performance(report: ClientReport, scenario: str, workload: Workload) -> Iterator[Problem]:
-    """Yield why the checker rejects a performance run, as its PerformanceCheck and ComplianceCheck do."""
-    found = report.round
-    if found is None:
+    """Yield the problems that the checker finds in a performance run (PerformanceCheck, ComplianceCheck)."""
+    if report.round is None:
         yield Problem("its seeds are of no round with this layout (--round)", ("seeds_check",))
-    elif found.name not in _ROUNDS:
-        what = f"round {found.name} takes no results of MLCommons' client"
-        yield Problem(what, ("get_performance_metric_check",))
+    elif report.round.name not in _ROUNDS:
+        text = f"round {report.round.name} accepts no results of MLCommons' client"
+        yield Problem(text, ("get_performance_metric_check",))
     if workload.submission.interactive is None:
-        yield Problem(_NOT_TAKEN.format(workload.name), ("endpoints_model_check",))
-    if (least := report.min_duration_ms) < MIN_DURATION_MS:
-        what = f"min_duration_ms was {least} ms; must be at least {MIN_DURATION_MS}"
-        yield Problem(what, ("min_duration_check",))
+        yield Problem(_NOT_ACCEPTED.format(workload.name), ("endpoints_model_check",))
+    if (duration_ms := report.min_duration_ms) < MIN_DURATION_MS:
+        text = f"min_duration_ms was {duration_ms} ms; must be at least {MIN_DURATION_MS}"
+        yield Problem(text, ("min_duration_check",))
     if scenario != "Offline":
         yield from _latencies(report, scenario, workload)
     if "TEST09" in workload.compliance:
-        least_tokens, most = TEST09_BOUNDS
+        min_tokens, max_tokens = TEST09_BOUNDS
         mean = report.summary["output_sequence_lengths"].get("avg")
-        if mean is None or not least_tokens <= mean <= most:
-            what = f"the answers' mean length was {mean} tokens; must be {least_tokens} to {most} (TEST09)"
-            yield Problem(what, ("compliance_endpoints_check",))
+        if mean is None or not min_tokens <= mean <= max_tokens:
+            text = (
+                f"the answers' mean length was {mean} tokens; must be {min_tokens} to {max_tokens} (TEST09)"
+            )
+            yield Problem(text, ("compliance_endpoints_check",))
 
 
 def _latencies(report: ClientReport, scenario: str, workload: Workload) -> Iterator[Problem]:
@@ -111,42 +112,42 @@ def _latencies(report: ClientReport, scenario: str, workload: Workload) -> Itera
         if (value := report.p99_ms(name)) is None:
             yield Problem(f"too few requests for {title} at p99 (early stopping)", ("llm_check",))
         elif value >= limit:
-            what = f"{title} at p99 was {value:.1f} ms (early stopping); it must be below {limit:g} ms"
-            yield Problem(what, ("llm_check",))
+            text = f"{title} at p99 was {value:.1f} ms (early stopping); it must be below {limit:g} ms"
+            yield Problem(text, ("llm_check",))
 
 
 def accuracy(run: Path, workload: Workload, samples: int) -> Iterator[Problem]:
-    """Yield why the checker rejects an accuracy run in `run`, as its AccuracyCheck does."""
+    """Yield the problems that the checker finds in the accuracy run in `run` (AccuracyCheck)."""
     if workload.submission.interactive is None:
-        yield Problem(_NOT_TAKEN.format(workload.name), ("endpoints_model_check",))
+        yield Problem(_NOT_ACCEPTED.format(workload.name), ("endpoints_model_check",))
     file = run / ACCURACY
     if not file.exists():
-        what = f"no {ACCURACY}: `python -m mpillm accuracy {run}` makes it"
-        yield Problem(what, NO_ACCURACY)
+        text = f"no {ACCURACY}: `python -m mpillm accuracy {run}` makes it"
+        yield Problem(text, NO_ACCURACY)
         return
     with as_written(file):
         count = sum(int(one["total_samples"]) for one in read_json(file)["accuracy_scores"])
     if count != samples:
-        what = f"accuracy_sample_count was {count} samples; the benchmark has {samples}"
-        yield Problem(what, ("dataset_check",))
+        text = f"accuracy_sample_count was {count} samples; the benchmark has {samples}"
+        yield Problem(text, ("dataset_check",))
 
 
 def against_rules(report: ClientReport, is_accuracy: bool) -> list[str]:
-    """Return what the rules forbid in a run and the checker does not check."""
-    found = []
+    """Return violations of the rules that the checker does not find."""
+    violations = []
     if n := int(report.summary["n_samples_failed"]):
-        found.append(f"{n:,} requests failed")
+        violations.append(f"{n:,} requests failed")
     if not report.summary.get("complete", True):
-        found.append(f"the client's report is not complete: it says {report.summary.get('state')}")
+        violations.append(f"the client's report is not complete: state {report.summary.get('state')}")
     if not is_accuracy and report.lasted_ms < report.min_duration_ms:
-        found.append(
+        violations.append(
             f"it lasted {report.lasted_ms:,.0f} ms, less than min_duration_ms {report.min_duration_ms}"
         )
-    return found
+    return violations
 
 
 def accuracy_results(dataset: str, n_samples: int, scores: Mapping[str, float], by: str) -> dict[str, Any]:
-    """Return `accuracy_results.json` in the client's form, of one pass over a data set."""
+    """Return `accuracy_results.json` in the client's form, for one pass over a data set."""
     return {
         "scored_by": by,
         "accuracy_scores": [

@@ -1,7 +1,7 @@
-"""How a finished run of one of MLCommons' compliance tests is verified.
+"""Verification of finished runs of MLCommons' compliance tests.
 
-Bounds and files are those of mlcommons/inference, compliance/TEST06, TEST07 and TEST09
-(`run_verification.py`). Each is a performance run whose answers LoadGen logs: see `loadgen.audit`.
+Source of bounds and files: `run_verification.py` in compliance/TEST06, TEST07 and TEST09 of
+mlcommons/inference. Each test is a performance run whose answers LoadGen logs (`loadgen.audit`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpillm.submission.scores import printed_scores
 
 @dataclass(frozen=True)
 class Test06:
-    """The results of the three checks; `first_token` is None if LoadGen gets no first tokens (Offline)."""
+    """Results of the three checks; `first_token` is None in scenario Offline, without first tokens."""
 
     samples: int
     first_token: bool | None
@@ -46,7 +46,7 @@ class Test06:
 
 
 def check_test06(answers: Sequence[LoggedAnswer], scenario: str, end_ids: Sequence[int]) -> Test06:
-    """Check the answers of a TEST06 run in LoadGen's `scenario`. Any of the `end_ids` is an end token."""
+    """Check the answers of a TEST06 run in LoadGen's `scenario`. `end_ids`: all end tokens."""
     first = None
     if scenario != "Offline":
         first = all(_begins_with_first(answer) for answer in answers)
@@ -59,7 +59,7 @@ def check_test06(answers: Sequence[LoggedAnswer], scenario: str, end_ids: Sequen
 
 
 def _begins_with_first(answer: LoggedAnswer) -> bool:
-    """Fail an answer whose first token was never reported."""
+    """Return whether an answer begins with its reported first tokens; False if none were reported."""
     return (
         answer.first is not None
         and len(answer.first) > 0
@@ -68,30 +68,30 @@ def _begins_with_first(answer: LoggedAnswer) -> bool:
 
 
 def _end_tokens(answer: LoggedAnswer, end_ids: Sequence[int]) -> int:
-    """Count the end tokens at an answer's end; as in the original, its first token does not count."""
+    """Count the end tokens at an answer's end. As in MLCommons' script, its first token does not count."""
     at_end = np.isin(answer.tokens[1:], end_ids)[::-1]
     return len(at_end) if at_end.all() else int(np.argmin(at_end))
 
 
-_BY_SAMPLED = {settings["accuracy_log_sampling_target"]: name for name, settings in AUDITS.items()}
-TEST07_LEAST = 60.698  # exact match, in percent, on its data set
-TEST09_BOUNDS = (1150.38, 1406.02)  # mean tokens of an answer: 90 and 110 % of the reference's 1,278.20
+_TEST_BY_SAMPLING = {settings["accuracy_log_sampling_target"]: name for name, settings in AUDITS.items()}
+TEST07_MIN_SCORE = 60.698  # exact match, in percent, on its data set
+TEST09_BOUNDS = (1150.38, 1406.02)  # mean tokens of an answer: 90 and 110 % of the reference, 1,278.20
 
 FILES = {"TEST06": "verify_accuracy.txt", "TEST07": "verify_accuracy.txt", "TEST09": "verify_output_len.txt"}
-"""What a verification writes into its folder, by test."""
+"""File that a verification writes, by test."""
 _RULE = "=" * 80
 
 
 def compliance_of(detail: Mapping[str, Any]) -> str | None:
-    """Return the test of a run from its detailed log, wherever LoadGen's settings came from; None if none."""
+    """Return the compliance test of a run according to its detailed log, or None."""
     if detail.get("effective_test_mode") != "PerformanceOnly":
         return None
-    return _BY_SAMPLED.get(int(detail.get("effective_accuracy_log_sampling_target") or 0))
+    return _TEST_BY_SAMPLING.get(int(detail.get("effective_accuracy_log_sampling_target") or 0))
 
 
 @dataclass(frozen=True)
-class Verified:
-    """What a verification found: a file's text, and whether the test is passed."""
+class ComplianceResult:
+    """Result of a verification: the text of its file, and whether the run passes."""
 
     test: str
     samples: int
@@ -99,25 +99,25 @@ class Verified:
     text: str
 
 
-def verify(run: JudgedRun, end_ids: Sequence[int], evaluated: str | None = None) -> Verified:
+def verify(run: JudgedRun, end_ids: Sequence[int], evaluated: str | None = None) -> ComplianceResult:
     """Verify a compliance run and write the test's folder in it.
 
-    `evaluated`: for TEST07, a file with what the reference's evaluator printed. Raises ConfigError if it is
-    no such run, it failed, or its log was cut.
+    `evaluated`: for TEST07, a file with the output of the reference's evaluator. Raises ConfigError if the
+    run is not a compliance run, or a file cannot be read.
     """
     detail = read_detail(run.path)
     test = compliance_of(detail)
     if test is None:
         raise ConfigError(f"{run.path} is not a compliance run: start one with --compliance_test TEST06")
     if (evaluated is not None) != (test == "TEST07"):
-        needs = "needs what the reference's evaluator printed: --evaluated FILE (docs/howto/submission.md)"
+        needs = "needs the output of the reference's evaluator: --evaluated FILE (docs/howto/submission.md)"
         raise ConfigError(
             f"{run.path}: TEST07 {needs}" if evaluated is None else f"{test} takes no --evaluated"
         )
     answers = read_answers(run.path / ACCURACY)
     if test == "TEST06":
-        found = check_test06(answers, str(detail["effective_scenario"]), end_ids)
-        result = Verified(test, found.samples, found.passed, found.text())
+        checks = check_test06(answers, str(detail["effective_scenario"]), end_ids)
+        result = ComplianceResult(test, checks.samples, checks.passed, checks.text())
     else:
         result = _test07(answers, Path(str(evaluated))) if test == "TEST07" else _test09(answers)
     folder = run.path / test
@@ -132,31 +132,33 @@ def verify(run: JudgedRun, end_ids: Sequence[int], evaluated: str | None = None)
     return result
 
 
-def _test07(answers: Sequence[LoggedAnswer], printed: Path) -> Verified:
-    """Check that answers of a performance run are right: exact match on a data set of its own."""
+def _test07(answers: Sequence[LoggedAnswer], printed: Path) -> ComplianceResult:
+    """Check the accuracy of a performance run: exact match on the test's data set."""
     try:
         text = printed.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(f"--evaluated {printed}: {error.strerror}") from None
     if (score := printed_scores(text).get("exact_match")) is None:
         raise ConfigError(f"--evaluated {printed}: no 'exact_match': <number> in it")
-    passed = score >= TEST07_LEAST
+    passed = score >= TEST07_MIN_SCORE
     lines = ["", _RULE, "TEST07 Verification Summary", _RULE, f"Accuracy score: {score}"]
-    lines += [f"Accuracy threshold: {TEST07_LEAST}", f"Accuracy check pass: {passed}", _verdict(passed), ""]
-    return Verified("TEST07", len(answers), passed, text + "\n".join(lines))
+    lines += [f"Accuracy threshold: {TEST07_MIN_SCORE}", f"Accuracy check pass: {passed}"]
+    lines += [_verdict(passed), ""]
+    return ComplianceResult("TEST07", len(answers), passed, text + "\n".join(lines))
 
 
-def _test09(answers: Sequence[LoggedAnswer]) -> Verified:
-    """Check that answers of a performance run are not cut: their mean length."""
+def _test09(answers: Sequence[LoggedAnswer]) -> ComplianceResult:
+    """Check the mean length of a performance run's answers."""
     lengths = [len(answer.tokens) for answer in answers]
-    mean, (least, most) = sum(lengths) / len(lengths), TEST09_BOUNDS
-    passed = least <= mean <= most
+    mean, (min_mean, max_mean) = sum(lengths) / len(lengths), TEST09_BOUNDS
+    passed = min_mean <= mean <= max_mean
     lines = [_RULE, "TEST09: Verify Output Token Length in Performance Mode", _RULE, ""]
     lines += [f"Total samples: {len(lengths)}", f"Mean output tokens: {mean:.2f}"]
     lines += [f"Min output tokens: {min(lengths)}", f"Max output tokens: {max(lengths)}"]
-    lines += [f"Min threshold: {least}", f"Max threshold: {most}", f"Min check pass: {mean >= least}"]
-    lines += [f"Max check pass: {mean <= most}", "", _verdict(passed), ""]
-    return Verified("TEST09", len(lengths), passed, "\n".join(lines))
+    lines += [f"Min threshold: {min_mean}", f"Max threshold: {max_mean}"]
+    lines += [f"Min check pass: {mean >= min_mean}", f"Max check pass: {mean <= max_mean}"]
+    lines += ["", _verdict(passed), ""]
+    return ComplianceResult("TEST09", len(lengths), passed, "\n".join(lines))
 
 
 def _verdict(passed: bool) -> str:

@@ -1,4 +1,4 @@
-"""The files of a submission to MLPerf Endpoints: what each point measured, and what it discloses."""
+"""The files of a submission to MLPerf Endpoints: measurements and disclosures of each point."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ SUMMARY, ACCURACY, POINT, CONFIG, SYSTEM, POWER, WARMUP = (
     "warmup.json",
 )
 NOTES = "measured.yaml"
-"""How a point was measured, where its `config.yaml` is another client's."""
+"""Options of a point's measurement, if its `config.yaml` comes from MLCommons' client."""
 _PERCENTILES = (1, 5, 10, 25, 50, 75, 80, 90, 95, 97, 99, 99.9)
 _NS = 1e9
-_LEAST_PASSES = 4  # over the data set, in a steady state
-_OF_A_SYSTEM = (  # what its description must have (8.2), beside what is known here
+_MIN_PASSES = 4  # over the data set, in a steady state
+_SYSTEM_FIELDS = (  # fields that the submitter must add to the system description (8.2)
     "system_availability_status",
     "system_size",
     "system_node_ensemble_count",
@@ -55,7 +55,7 @@ _OF_A_SYSTEM = (  # what its description must have (8.2), beside what is known h
     "shortened_system_name",
     "node_types",
 )
-_OF_A_POINT = re.compile(r"r\d+")  # what is disclosed of one alone
+_POINT_KEY = re.compile(r"r\d+")  # key of the disclosures for one point
 
 
 def result_summary(records: Sequence[Record], duration_s: float, started: float) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def result_summary(records: Sequence[Record], duration_s: float, started: float)
 
 
 def request_logs(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return what became of each request, in seconds; `sent` is from the first one's."""
+    """Return a log entry for each request, in seconds; `sent` counts from the first request."""
     first = min((record.start for record in records), default=0.0)
     return [
         {
@@ -114,14 +114,14 @@ def _statistics(values: Sequence[float]) -> dict[str, Any]:
 
 
 def accuracy_results(dataset: str, n_samples: int, scores: Scores) -> dict[str, Any]:
-    """Return `accuracy_results.json`, of one pass over a data set."""
+    """Return `accuracy_results.json` for one pass over a data set."""
     entry = {"dataset_name": dataset, "num_samples": n_samples, "n_repeats": 1, "score": scores.values}
     return {dataset: entry}
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What the points of a curve have in common."""
+    """Common values of a curve's points."""
 
     submitter: str
     submission_id: str
@@ -132,9 +132,9 @@ class Curve:
     regions: Regions
     seed_set: str
     target_cohort: str
-    least: int  # samples of a point
-    system_description: Mapping[str, Any]  # the submitter's
-    disclosure: Mapping[str, Any]  # the submitter's, of each point.yaml
+    min_samples: int  # of a point
+    system_description: Mapping[str, Any]  # from the submitter
+    disclosure: Mapping[str, Any]  # from the submitter, for point.yaml
 
     def root(self, output: Path) -> Path:
         """Return the folder of the submission."""
@@ -145,25 +145,25 @@ class Curve:
         return self.root(output) / "results" / self.system / self.benchmark.model / f"r{concurrency}"
 
     def write_point(self, folder: Path, concurrency: int) -> None:
-        """Write a point's `point.yaml`, from how it was measured and what is said of the curve now."""
-        config = how_measured(folder)
+        """Write a point's `point.yaml` from its measurement and the present disclosures."""
+        config = read_measurement(folder)
         with as_written(folder / SUMMARY):
             block = self.steady_state(read_object(folder / SUMMARY), concurrency)
-        made = self.point(concurrency, config["min_duration"], config["warmup"])
-        mine = {name: value for name, value in self.disclosure.items() if not _OF_A_POINT.fullmatch(name)}
-        made |= {"steady_state": block} if block else {}
+        fields = self.point(concurrency, config["min_duration"], config["warmup"])
+        shared = {name: value for name, value in self.disclosure.items() if not _POINT_KEY.fullmatch(name)}
+        fields |= {"steady_state": block} if block else {}
         if not isinstance(own := self.disclosure.get(f"r{concurrency}", {}), dict):
             raise ConfigError(f"--disclosure: r{concurrency}: expected an object, the fields of that point")
-        write_yaml(folder / POINT, made | mine | own)
+        write_yaml(folder / POINT, fields | shared | own)
 
     def steady_state(self, summary: Mapping[str, Any], concurrency: int) -> dict[str, Any] | None:
-        """Return what the rules (4.4) want to know of a point's steady state.
+        """Return a point's steady-state block (rules, 4.4) if the point is too short for a steady state.
 
-        None: it was long enough for one, which MLCommons' detector finds in the client's events.
+        None: MLCommons' detector must find it in the client's events.
         """
-        passes = summary["n_samples_issued"] // self.least
-        block = {"window": {"super_pass_size": self.least}, "state": {}}
-        if passes < _LEAST_PASSES:  # too few for any window
+        passes = summary["n_samples_issued"] // self.min_samples
+        block = {"window": {"super_pass_size": self.min_samples}, "state": {}}
+        if passes < _MIN_PASSES:  # too few for any window
             status = "insufficient_passes" if passes else "partial_dataset"
             return {"status": status, "verdict": "not found", **block}
         if (summary["duration_ns"] or 0) / _NS < min_duration_s(concurrency):
@@ -171,7 +171,7 @@ class Curve:
         return None
 
     def point(self, concurrency: int, min_duration_s: float, warmup: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `point.yaml`, without what the submitter discloses."""
+        """Return `point.yaml` without the submitter's disclosures."""
         return {
             "concurrency": concurrency,
             "region": self.regions.region(concurrency),
@@ -191,33 +191,33 @@ class Curve:
             "runtime_settings": {
                 "load_pattern": "concurrency",
                 "min_duration_ms": round(1000 * min_duration_s),
-                "min_sample_count": self.least,
+                "min_sample_count": self.min_samples,
                 "stream_all_chunks": True,
                 "runtime": dict(SEED_SETS[self.seed_set]),
             },
             "warmup": dict(warmup),
         }
 
-    def left_to_submitter(self, has_power: bool, output: Path, concurrencies: Sequence[int]) -> list[str]:
-        """Return what only the submitter can say and has not, a line for each."""
-        said = []
+    def missing_disclosures(self, has_power: bool, output: Path, concurrencies: Sequence[int]) -> list[str]:
+        """Return a line for each value that the submitter must still provide."""
+        lines = []
         lacks = [c for c in concurrencies if "steady_state" not in read_yaml(self.folder(output, c) / POINT)]
         if lacks:
-            said.append(
-                f"point.yaml: steady_state of {', '.join(f'r{c}' for c in lacks)}, as MLCommons'"
-                " steady_state_diagnostics.py finds it in the client's events.jsonl (--disclosure, below"
+            lines.append(
+                f"point.yaml: steady_state of {', '.join(f'r{c}' for c in lacks)}, from MLCommons'"
+                " steady_state_diagnostics.py on the client's events.jsonl (--disclosure, under"
                 f" r{lacks[0]})"
             )
-        if lacking := [name for name in _OF_A_SYSTEM if name not in self.system_description]:
-            said.append(f"system_desc.json: {', '.join(lacking)} (--system_description)")
+        if lacking := [name for name in _SYSTEM_FIELDS if name not in self.system_description]:
+            lines.append(f"system_desc.json: {', '.join(lacking)} (--system_description)")
         if "model_precision" not in self.disclosure:
-            said.append("point.yaml: model_precision (--disclosure)")
+            lines.append("point.yaml: model_precision (--disclosure)")
         if self.division == "Standardized" and not has_power:
-            said.append("system_power.json: the system's power (--system_power)")
-        return said
+            lines.append("system_power.json: the system's power (--system_power)")
+        return lines
 
     def finish(self, output: Path, concurrencies: Sequence[int]) -> None:
-        """Write what depends on the whole curve, and what the submitter says of it, beside each point."""
+        """Write the files of each point that depend on the whole curve or on the submitter's description."""
         folders = [self.folder(output, c) for c in concurrencies]
         rates = []
         for folder in folders:
@@ -235,86 +235,93 @@ class Curve:
 
 
 def system_tps(summary: Mapping[str, Any]) -> float:
-    """Return the tokens per second of a summary, ours or of MLCommons' client. Raises ValueError."""
-    found = float(summary.get("system_tps") or summary.get("tps") or 0.0)
-    if not 0 <= found < math.inf:
-        raise ValueError(f"{found} tokens/s")
-    return found
+    """Return the tokens per second in a summary of mpillm or MLCommons' client. Raises ValueError."""
+    rate = float(summary.get("system_tps") or summary.get("tps") or 0.0)
+    if not 0 <= rate < math.inf:
+        raise ValueError(f"{rate} tokens/s")
+    return rate
 
 
-def how_measured(folder: Path) -> dict[str, Any]:
-    """Return the options that a point was measured with, and its warm-up. Raises ConfigError."""
+def read_measurement(folder: Path) -> dict[str, Any]:
+    """Return the options and the warm-up of a point's measurement. Raises ConfigError."""
     notes = folder / NOTES
     return read_yaml(notes if notes.exists() else folder / CONFIG)
 
 
 def write_yaml(path: Path, value: Mapping[str, Any]) -> None:
     """Write a mapping as YAML, in its order."""
-    plain = json.loads(json.dumps(value, default=str))  # YAML writes no tuples and paths
+    plain = json.loads(json.dumps(value, default=str))  # YAML does not write tuples and paths
     write_text(path, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a file of `write_yaml`. Raises ConfigError if it is none."""
-    found = value_of(read_text(str(path)), str(path))
-    if not isinstance(found, dict) or not isinstance(found.get("warmup"), dict):
-        raise ConfigError(f"{path}: does not say how its point was measured; remove its folder")
-    return found
+    """Return the mapping in a file of `write_yaml`. Raises ConfigError for another content."""
+    mapping = value_of(read_text(str(path)), str(path))
+    if not isinstance(mapping, dict) or not isinstance(mapping.get("warmup"), dict):
+        raise ConfigError(f"{path}: no options of a measurement in it; remove its folder")
+    return mapping
 
 
-def write_shared(root: Path, source: Path | None, docs: Path | None, said: str) -> None:
-    """Write `src/endpoint` and `docs`: the submitter's folders, or what ran, in a README."""
-    for given, place in ((source, root / "src" / "endpoint"), (docs, root / "docs")):
+def write_shared(root: Path, source: Path | None, docs: Path | None, readme: str) -> None:
+    """Write `src/endpoint` and `docs` from the submitter's folders, with `readme` if they have no README."""
+    for folder, place in ((source, root / "src" / "endpoint"), (docs, root / "docs")):
         place.mkdir(parents=True, exist_ok=True)
-        if given is not None:
-            shutil.copytree(given, place, dirs_exist_ok=True)
+        if folder is not None:
+            shutil.copytree(folder, place, dirs_exist_ok=True)
         if not (place / "README.md").exists():
-            write_text(place / "README.md", said)
+            write_text(place / "README.md", readme)
 
 
-_TRIES = 3  # of a number of requests that takes long enough
-_MORE = 1.3  # requests than the rate so far asks for
-_LONGEST_S = 86400.0  # of a point
+_TRIES = 3
+_MARGIN = 1.3  # factor on the number of requests that the rate so far requires
+_MAX_POINT_S = 86400.0
 _GRACE_S = 5.0
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
 def measured_point(load: LoadSpec, folder: Path, lasts_s: float, rate: float) -> dict[str, Any]:
-    """Measure a point with `load`; leave the client's summary and configuration in `folder`.
+    """Measure a point with `load`, and copy the client's summary and configuration to `folder`.
 
-    The client takes a number of requests and no time: a point that was too short is measured again, with
-    more. `load.order` has the fewest; `rate`: requests per second, as far as that is known. Returns the
-    summary. Raises ConfigError if the client is not there, StageError if it fails.
+    The client accepts a number of requests and no duration, so a point that is too short is measured again
+    with more requests.
+
+    Args:
+        load: `load.order` has the minimum number of requests.
+        rate: Estimated requests per second.
+
+    Returns: The summary.
+    Raises: ConfigError if the client is not installed, StageError if it fails.
     """
-    n = max(len(load.order), math.ceil(_MORE * rate * lasts_s))
+    n = max(len(load.order), math.ceil(_MARGIN * rate * lasts_s))
     for _ in range(_TRIES):
-        if load.folder.exists():  # with the report of an earlier try
+        if load.folder.exists():  # has the report of an earlier try
             shutil.rmtree(load.folder)
-        asked = replace(load, order=range(n))
-        run_client(asked, load.folder.with_suffix(".log"))
+        run_client(replace(load, order=range(n)), load.folder.with_suffix(".log"))
         summary = read_object(load.folder / SUMMARY_LEFT)
         seconds = (summary["duration_ns"] or 0) / 1e9
         if seconds >= lasts_s:
             shutil.copyfile(load.folder / SUMMARY_LEFT, folder / SUMMARY)
             shutil.copyfile(load.folder / CONFIG_LEFT, folder / CONFIG)
             return summary
-        n = max(n + 1, math.ceil(_MORE * n * lasts_s / max(seconds, 1e-3)))
+        n = max(n + 1, math.ceil(_MARGIN * n * lasts_s / max(seconds, 1e-3)))
     raise StageError(f"{n:,} requests would still take less than {lasts_s:g} s")
 
 
 def run_client(load: LoadSpec, log: Path) -> None:
-    """Run MLCommons' client to its end. Raises ConfigError if it is not there, StageError if it fails."""
+    """Run MLCommons' client. Raises ConfigError if it is not installed, StageError if it fails."""
     kind = kind_of("inference-endpoint")
     command = command_of(kind, load)
     load.folder.mkdir(parents=True, exist_ok=True)
     kind.write(load)
     ended = threading.Event()
     program = OwnedServer(command, log, ended.set, _GRACE_S, outlives_s=_GRACE_S)
-    until = time.monotonic() + _LONGEST_S
+    until = time.monotonic() + _MAX_POINT_S
     try:
-        while not ended.wait(_LOOK_S):
+        while not ended.wait(_POLL_S):
             if time.monotonic() > until:
-                raise StageError(f"{kind.title} did not end within {_LONGEST_S:g} s; see {display_path(log)}")
+                raise StageError(
+                    f"{kind.title} did not end within {_MAX_POINT_S:g} s; see {display_path(log)}"
+                )
         if program.code != 0:
             known = kind.explain(program.tail(1000))
             lines = [f"{kind.title}: {program.ended()}", *([known] if known else []), program.tail()]
@@ -325,12 +332,12 @@ def run_client(load: LoadSpec, log: Path) -> None:
         report = kind.report(load)
     except ConfigError as error:
         raise StageError(f"{kind.title}: {error}") from error
-    if problems := [*report.problems, *_of_counts(report.completed, report.failed, load.order)]:
+    if problems := [*report.problems, *_count_problems(report.completed, report.failed, load.order)]:
         raise StageError(f"{kind.title}: {'; '.join(problems)}; see {display_path(log)}")
 
 
-def _of_counts(completed: int, failed: int, order: Sequence[int]) -> list[str]:
-    found = [f"{failed:,} requests failed"] if failed else []
+def _count_problems(completed: int, failed: int, order: Sequence[int]) -> list[str]:
+    problems = [f"{failed:,} requests failed"] if failed else []
     if completed + failed < len(order):
-        found.append(f"{completed:,} of {len(order):,} requests were completed")
-    return found
+        problems.append(f"{completed:,} of {len(order):,} requests were completed")
+    return problems

@@ -1,6 +1,6 @@
-"""What MLPerf Endpoints asks of a curve: points, regions, durations, seeds.
+"""Rules of MLPerf Endpoints for a curve: points, regions, durations, seeds.
 
-Source: MLCommons' endpoints-submission-cli 1.5.3, and the paragraphs of the rules that its checks name.
+Source: MLCommons' endpoints-submission-cli 1.5.3, and the paragraphs of the rules in its checks.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from disagg.errors import ConfigError
 
 ULTRA_LOW = 32
-"""The highest concurrency that may be the lowest of a curve; up to it a point takes 600 s."""
+"""Maximum of a curve's lowest concurrency. Up to it, a point takes 600 s."""
 
-POINTS = 7
-"""Fewest points of a curve, without a run of its own for Offline."""
+MIN_POINTS = 7
+"""Minimum points of a curve without a separate Offline run."""
 
-MOST_POINTS = 32
-"""The most points of a curve (§5.6)."""
+MAX_POINTS = 32
+"""Maximum points of a curve (§5.6)."""
 
 DIVISIONS = ("Standardized", "Serviced", "RDI")
 _SHORT_S, _LONG_S = 600.0, 1200.0
@@ -35,12 +35,12 @@ SEED_SETS = {
         "model_seed": 9315206023656308754,
     }
 }
-"""The sets that MLCommons published for the cohort 2026-10-C1 and the three after it."""
+"""Seeds that MLCommons published for the cohort 2026-10-C1 and the next three."""
 
 
 @dataclass(frozen=True)
 class Regions:
-    """Where the regions of a curve end; each begins after the one before."""
+    """Ends of a curve's regions; each region begins after the previous one."""
 
     low_latency: int
     low_concurrency: int
@@ -58,31 +58,33 @@ class Regions:
         return Regions(c_min, round(c_min + 2**third), round(c_min + 2 ** (2 * third)), c_max)
 
     def region(self, concurrency: int) -> str | None:
-        """Return the name of the region that it is in; None above the curve."""
+        """Return the name of a concurrency's region; None above the curve."""
         for name, end in vars(self).items():
             if concurrency <= end:
                 return str(name)
         return None
 
     def accuracy_points(self, concurrencies: Sequence[int]) -> list[int]:
-        """Return the points whose accuracy is measured: one in each region, the last at the curve's end,
-        which counts for Offline, too (§4.3, §5.7.2)."""
+        """Return the points whose accuracy is measured, one in each region (§4.3, §5.7.2).
+
+        The last one is at the curve's end and also counts for Offline.
+        """
         first = {self.region(c): c for c in sorted(concurrencies, reverse=True)}
         return sorted({*first.values()} - {first.get("high_concurrency")} | {max(concurrencies)})
 
 
 def default_points(c_max: int) -> list[int]:
-    """Return evenly spaced concurrencies, by their logarithms, that lie in all regions."""
-    return sorted({round(c) for c in np.geomspace(1, c_max, POINTS)})
+    """Return logarithmically spaced concurrencies in all regions."""
+    return sorted({round(c) for c in np.geomspace(1, c_max, MIN_POINTS)})
 
 
 def min_duration_s(concurrency: int) -> float:
-    """Return how long a point must take (§6.2)."""
+    """Return the minimum duration of a point (§6.2)."""
     return _SHORT_S if concurrency <= ULTRA_LOW else _LONG_S
 
 
 def next_cohort(today: date) -> str:
-    """Return the cohort of the next month; a submission names its own with --target_cohort."""
+    """Return the cohort of the next month, the default of --target_cohort."""
     year, month = (today.year + 1, 1) if today.month == 12 else (today.year, today.month + 1)
     return f"{year}-{month:02d}-C0"
 
@@ -90,9 +92,9 @@ def next_cohort(today: date) -> str:
 def warm_up_prompts(
     tokens: NDArray[np.int32], lengths: NDArray[np.int64], n: int, seed: int
 ) -> list[NDArray[np.int32]]:
-    """Return `n` prompts of random tokens, as long as those of a data set, which may not warm up (§6.3.1).
+    """Return `n` random prompts with lengths and tokens from a data set.
 
-    `tokens`, `lengths`: of the data set, so that each token is one that the model knows.
+    The data set's own prompts are not allowed for warm-up (§6.3.1). Its tokens are in the model's vocabulary.
     """
     random = np.random.default_rng(seed)
     known = np.unique(tokens)
@@ -100,7 +102,7 @@ def warm_up_prompts(
 
 
 def sample_order(n: int, seed: int) -> Iterator[int]:
-    """Yield the indices of samples without end: all of them, in another order each time."""
+    """Yield the indices of all samples repeatedly, each time in another random order."""
     random = np.random.default_rng(seed)
     while True:
         yield from random.permutation(n).tolist()

@@ -1,4 +1,4 @@
-"""Load at fixed concurrency, as MLPerf Endpoints wants it."""
+"""Load at fixed concurrency, for MLPerf Endpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpillm.report.console import LoadProgress
 
 
 class FixedConcurrency(LoadTest):
-    """So many requests are open at any time, until a time has passed and enough of them were sent."""
+    """Load test with a fixed number of open requests, for a minimum time and number of requests."""
 
     def __init__(
         self,
@@ -24,19 +24,19 @@ class FixedConcurrency(LoadTest):
         order: Iterator[int],
         sampling: Sampling,
         concurrency: int,
-        least: int,
+        min_requests: int,
         min_duration_s: float = 0.0,
     ) -> None:
-        """`order`: which prompt comes next, without end; `least`: of requests."""
+        """`order`: endless indices of prompts."""
         super().__init__((), np.zeros(0), sampling, concurrency)
-        self.indices: list[int] = []  # of each record: its prompt
+        self.indices: list[int] = []  # prompt of each record
         self._prompts = prompts
         self._order = order
-        self._least = least
+        self._min_requests = min_requests
         self._min_duration_s = min_duration_s
 
     async def run(self, client: Client) -> float:
-        """Send requests until it is over, wait for all answers; the seconds it took."""
+        """Send requests, wait for all answers, and return the duration in seconds."""
         self.client = client
         client.listener = self
         self._ended = asyncio.get_running_loop().create_future()
@@ -46,7 +46,7 @@ class FixedConcurrency(LoadTest):
         return time.perf_counter() - self._started
 
     def _so_far(self, elapsed_s: float) -> LoadProgress:
-        planned = None if self._min_duration_s else self._least
+        planned = None if self._min_duration_s else self._min_requests
         lasts_s = self._min_duration_s or None
         return LoadProgress(self._ended_requests, self._issued, self._tokens, elapsed_s, planned, lasts_s)
 
@@ -65,7 +65,7 @@ class FixedConcurrency(LoadTest):
     def _over(self) -> bool:
         assert self._started is not None
         lasted = time.perf_counter() - self._started
-        return self._issued >= self._least and lasted >= self._min_duration_s
+        return self._issued >= self._min_requests and lasted >= self._min_duration_s
 
     def _end(self) -> None:
         self._ended_requests += 1

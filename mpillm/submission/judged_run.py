@@ -1,4 +1,4 @@
-"""A run as a submission counts it: whole, and with LoadGen's verdict. `RunFiles` reads any other."""
+"""A complete run with LoadGen's verdict, for a submission. `RunFiles` reads any other run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mpillm.files import as_written, check_files, read_json
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, read_detail
 from mpillm.report.run_directory import MEASURED, failures_in
 
-# Keys that every reader of a finished run needs from these files.
+# Required keys in result.json and config.json.
 _OF_RESULT = ("test_mode", "scenario", "world_size")
 _OF_CONFIG = ("benchmarks", "accuracy_target", "model_scale", "core_type")
 
 
 @dataclass(frozen=True)
 class JudgedRun:
-    """A run that LoadGen has judged, VALID or INVALID; or one whose load another client made."""
+    """A run with LoadGen's verdict, VALID or INVALID, or with the load of a load client."""
 
     path: Path
     config: dict[str, Any]  # by field name
@@ -30,8 +30,8 @@ class JudgedRun:
     def read(path: Path, clients: Sequence[str] = ()) -> JudgedRun:
         """Read a run.
 
-        Raises ConfigError if `path` is no run directory, a file can't be read, the run failed, or a client
-        that is none of `clients` made its load.
+        Raises ConfigError if `path` is not a run directory, a file cannot be read, the run failed, or its
+        load client is not one of `clients`.
         """
         if not path.is_dir():
             raise ConfigError(
@@ -69,7 +69,7 @@ class JudgedRun:
 
     @property
     def benchmark(self) -> str:
-        """The workload's name. Raises ConfigError if the run had none."""
+        """The workload's name. Raises ConfigError if the run has no workload."""
         name = _one(self.config.get("benchmarks"))
         if not name:
             raise ConfigError(f"{self.path} is not a run of an MLPerf workload: start one with --benchmarks")
@@ -87,7 +87,7 @@ class JudgedRun:
 
     @property
     def client(self) -> str:
-        """The client that made its load in LoadGen's place; "": none."""
+        """The load client that replaced LoadGen; empty: none."""
         return str(self.result["harness"]["name"]) if self.result["status"] == MEASURED else ""
 
     @property
@@ -96,7 +96,7 @@ class JudgedRun:
 
 
 def _one(value: Any) -> str:
-    """Return the one name in a field that may hold several, but not for a run."""
+    """Return the name in a field that may be a list; in a run, the list has one name."""
     if isinstance(value, (list, tuple)):
         value = next(iter(value), "")
     return str(value or "")

@@ -1,7 +1,7 @@
 """The files of a submission, in the layout of MLPerf Inference v6.0 and v6.1.
 
-The layout is that of tools/submission/submission_structure.md in mlcommons/inference; the accuracy log is cut
-as its truncate_accuracy_log.py does.
+tools/submission/submission_structure.md in mlcommons/inference describes the layout. The accuracy log is
+truncated as by truncate_accuracy_log.py there.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from mpillm.report.validity_checks import unchecked
 from mpillm.submission import client_form
 from mpillm.submission.compliance_tests import FILES
 from mpillm.submission.rules import Problem
-from mpillm.submission.submitted_runs import Result, Run
+from mpillm.submission.submitted_runs import Result, SubmittedRun
 from mpillm.submission.system import unknown
 from mpillm.version import __version__
 from mpillm.workloads.rounds import Round
 
-_KEPT = 4096  # bytes kept at each end of an accuracy log
+_EXCERPT = 4096  # bytes at each end of a truncated accuracy log
 _SOURCE = Path(__file__).parents[2]
 
 
@@ -46,14 +46,14 @@ class Submission:
     results: Sequence[Result]
 
     def write(self, output: Path, force: bool) -> Path:
-        """Write ``<output>/<division>/<submitter>`` whole or not at all, and return it.
+        """Write ``<output>/<division>/<submitter>`` completely or not at all. Returns the folder.
 
         Raises ConfigError if it exists and `force` is false, or a file cannot be read or written.
         """
         target = output / self.division / self.submitter
         if target.exists() and not force:
             raise ConfigError(f"{target} exists: choose another --output, or --force to replace it")
-        not_there = [folder for folder in target.parents if not folder.exists()]
+        new_parents = [folder for folder in target.parents if not folder.exists()]
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".mpillm-", dir=target.parent) as folder:
@@ -68,9 +68,9 @@ class Submission:
             raise ConfigError(f"the submission in {output} can't be written: {where}: {why}") from error
         finally:
             if not target.exists():
-                for made in not_there:
+                for parent in new_parents:
                     with contextlib.suppress(OSError):  # not empty: another submission
-                        made.rmdir()
+                        parent.rmdir()
         return target
 
     def _fill(self, tree: Path) -> None:
@@ -107,7 +107,7 @@ class Submission:
                 if (run.path / test / file).is_file():
                     _copy(run.path / test, folder / test, file)
 
-    def _of_client(self, folder: Path, runs: Mapping[str, Run]) -> None:
+    def _of_client(self, folder: Path, runs: Mapping[str, SubmittedRun]) -> None:
         if performance := runs.get("performance"):
             left = performance.path / HARNESS
             _copy((left / CONFIG_LEFT).parent, folder, client_form.CONFIG)
@@ -117,12 +117,12 @@ class Submission:
 
 
 def truncated(log: bytes) -> bytes:
-    """Return an accuracy log as submitted: if it is long, only its two ends."""
-    return log if len(log) < _KEPT else log[:_KEPT] + b"\n\n...\n\n" + log[-_KEPT:]
+    """Return an accuracy log for the submission; of a long log, only its two ends."""
+    return log if len(log) < _EXCERPT else log[:_EXCERPT] + b"\n\n...\n\n" + log[-_EXCERPT:]
 
 
 def check_accuracy_file(result: Result) -> None:
-    """Raise ConfigError if the accuracy run's accuracy.txt was not made from its accuracy log."""
+    """Raise ConfigError if the accuracy run's scores belong to another accuracy log."""
     run = result.runs.get("accuracy")
     if run is not None and run.report is not None and (run.path / "accuracy.json").exists():
         scored, log = read_object(run.path / "accuracy.json").get("sha256"), run.path / HARNESS / EVENTS
@@ -135,17 +135,17 @@ def check_accuracy_file(result: Result) -> None:
     if run is None or not (file := run.path / "accuracy.txt").exists():
         return
     try:
-        found = re.search(r"^hash=(\w+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+        match = re.search(r"^hash=(\w+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from error
-    if found is None or found[1] != digest(run.path / ACCURACY):
+    if match is None or match[1] != digest(run.path / ACCURACY):
         raise ConfigError(
             f"{file} does not belong to the {ACCURACY} beside it: run `python -m mpillm accuracy {run.path}`"
         )
 
 
-def command_of(run: Run) -> str:
-    """Return the command that repeats this run, with environment variables as options."""
+def command_of(run: SubmittedRun) -> str:
+    """Return the command that repeats a run, with environment variables as options."""
     ranks = run.directory.result["world_size"]
     return f"python -m mpillm mpirun -n {ranks} run {shell_line(user_options(run.path))}".rstrip()
 
@@ -185,7 +185,7 @@ def _write(path: Path, content: str | Mapping[str, Any]) -> None:
 def summary(submission: Submission, of_round: Round | None, problems: Sequence[Problem], output: Path) -> str:
     """Return a line for each result and problem, and the checker's command line.
 
-    `of_round`: the one whose seeds the runs have.
+    `of_round`: the round with the runs' seeds.
     """
     lines = [
         f"  {result.benchmark} {result.scenario}: {', '.join(result.runs)}" for result in submission.results
@@ -213,6 +213,6 @@ def summary(submission: Submission, of_round: Round | None, problems: Sequence[P
             "  the checker, from a clone of mlcommons/inference in the current directory:",
             f"    {checker} --input {shlex.quote(str(output))}"
             f" --version {of_round.name if of_round else 'VERSION'} --submitter {submission.submitter}",
-            "  keep the run directories: MLCommons may ask for the whole accuracy logs",
+            "  keep the run directories: MLCommons may request the whole accuracy logs",
         ]
     )

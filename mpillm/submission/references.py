@@ -15,8 +15,8 @@ from mpillm.workloads import Workload
 def read_references(workload: Workload, file: str) -> list[Row]:
     """Read the workload's reference columns of every sample, in the order of the data set.
 
-    From the published data frame (or its folder), or a JSONL file with an object per line. ConfigError names
-    the file, and the line or column that is missing.
+    `file`: the published data frame, its folder, or a JSONL file. Raises ConfigError, with the file and the
+    line or missing column.
     """
     path, columns = Path(file), workload.columns.references
     if path.suffix != ".jsonl":

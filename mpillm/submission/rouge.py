@@ -1,4 +1,4 @@
-"""ROUGE as mlcommons/inference's accuracy scripts compute it: `rouge-score` with stemming, F-measures."""
+"""ROUGE as in mlcommons/inference's accuracy scripts: F-measures of `rouge-score` with stemming."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from disagg.errors import ConfigError
 
 TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
-_CHUNK = 64  # pairs that a process scores at a time: a few seconds of work at most
+_CHUNK = 64  # pairs that a process scores in one task: at most a few seconds
 
 
 def need_libraries() -> None:
@@ -25,11 +25,11 @@ def need_libraries() -> None:
 
 
 def splitter() -> tuple[Callable[[str], list[str]], bool]:
-    """Return a function from a text to its sentences, and whether it is the references': nltk's for English.
+    """Return a function that splits a text into sentences, and whether it is nltk's trained splitter.
 
-    nltk downloads the trained one separately (`python -m nltk.downloader punkt_tab`). Without it nltk's
-    algorithm runs untrained and takes abbreviations for ends of sentences. rougeLsum and gen_len
-    differ slightly.
+    MLCommons' scripts use the trained splitter, which nltk downloads separately (`python -m nltk.downloader
+    punkt_tab`). The untrained one treats abbreviations as ends of sentences, so rougeLsum and gen_len differ
+    slightly.
     """
     import nltk
 
@@ -42,14 +42,14 @@ def splitter() -> tuple[Callable[[str], list[str]], bool]:
 
 
 def as_lines(texts: Sequence[str], split: Callable[[str], list[str]]) -> list[str]:
-    """Return texts as rougeLsum needs them: stripped, one sentence per line."""
+    """Return texts for rougeLsum: stripped, with one sentence per line."""
     return ["\n".join(split(text.strip())) for text in texts]
 
 
 def scores(
     types: Sequence[str], predictions: Sequence[str], targets: Sequence[str]
 ) -> list[dict[str, float]]:
-    """Return the F-measure times 100 of each pair and ROUGE type. Uses all cores."""
+    """Return the F-measure times 100 of each pair and ROUGE type. Uses all CPU cores."""
     pairs = [
         (tuple(types), prediction, target) for prediction, target in zip(predictions, targets, strict=True)
     ]
@@ -69,5 +69,5 @@ def _scorer(types: tuple[str, ...]) -> Any:
 
 def _score(pair: tuple[tuple[str, ...], str, str]) -> dict[str, float]:
     types, prediction, target = pair
-    found = _scorer(types).score(target, prediction)
-    return {name: 100 * found[name].fmeasure for name in types}
+    score = _scorer(types).score(target, prediction)
+    return {name: 100 * score[name].fmeasure for name in types}

@@ -1,7 +1,7 @@
-"""MLCommons' rules for a submission. What they say of one benchmark is in its `Workload`.
+"""MLCommons' rules for a submission. `Workload` has the rules for one benchmark.
 
-The facts are from the submission checker in mlcommons/inference
-(tools/submission/submission_checker/constants.py, August 2026).
+Source: the submission checker in mlcommons/inference (tools/submission/submission_checker/constants.py,
+August 2026).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _SEEDS = ("effective_qsl_rng_seed", "effective_sample_index_rng_seed", "effectiv
 
 
 def logged_round(detail: Mapping[str, object]) -> Round | None:
-    """Return the round of a run from its detailed log; None if no round known here has its seeds."""
+    """Return the round of a run from its detailed log; None if its seeds belong to no known round."""
     return round_of(tuple(detail.get(key) for key in _SEEDS))
 
 
 def place(workload: Workload, accuracy_target: float, loadgen_scenario: str) -> tuple[str, str]:
     """Return the names of the folders for benchmark and scenario.
 
-    A workload's interactive form is a scenario of its benchmark; LoadGen runs it as Server with limits of its
-    own.
+    The interactive form of a workload is a scenario of its benchmark. LoadGen runs it as Server with other
+    limits.
     """
     scenario = loadgen_scenario
     if workload.interactive_of:
@@ -47,15 +47,17 @@ class Problem:
     """A reason why a submission is not accepted."""
 
     text: str
-    checks: tuple[str, ...] = ()  # of the submission checker, that fail; empty if only the rules forbid it
+    checks: tuple[
+        str, ...
+    ] = ()  # checks of the submission checker that fail; empty: only the rules forbid it
 
 
 STOPS = "it stops there"
-"""Stands for a check where the checker ends with a traceback."""
+"""Placeholder for a check at which the checker ends with a traceback."""
 
 
 def has_scenarios(system_type: str) -> bool:
-    """Return whether the closed division has these benchmarks for this kind of system."""
+    """Return whether the closed division has LLM benchmarks for this kind of system."""
     return "datacenter" in system_type
 
 
@@ -69,15 +71,15 @@ def missing_scenarios(workload: Workload, scenarios: set[str]) -> list[str]:
 
 
 MIN_DURATION_MS = 600_000
-"""The shortest duration of a performance test."""
+"""Minimum duration of a performance test."""
 
 FREE_SETTINGS = (
     *("target_qps", "min_duration", "min_query_count", "performance_sample_count_override"),
     *("coalesce_queries", "max_async_queries", "print_timestamps"),
 )
-"""What a submitter's user.conf may set, by the last word of its keys; the benchmark fixes the rest."""
+"""Last parts of the keys that a submitter's user.conf may set; the benchmark fixes the others."""
 
-# The system description: the required fields, and those of them that must not be empty.
+# Required fields of the system description: with a value, and possibly empty.
 SYSTEM_MEANINGFUL = (
     "division",
     "submitter",
@@ -127,7 +129,7 @@ MEASUREMENTS = (
 
 
 def folder_name(option: str, value: str | None) -> str:
-    """Return an option's value that becomes a folder's name. Raises ConfigError if it can't."""
+    """Return the value of an option, checked as a folder's name. Raises ConfigError."""
     if not value:
         raise ConfigError(f"--{option} is missing")
     if not re.fullmatch(r"[\w][\w.+-]*", value):

@@ -19,19 +19,19 @@ from mpillm.submission import client_form
 from mpillm.submission.judged_run import JudgedRun
 from mpillm.submission.references import read_references
 from mpillm.submission.rouge import need_libraries
-from mpillm.submission.scores import METRICS, Answer, Row, Scores, pass_at_1, reference_scores
+from mpillm.submission.scores import METRICS, Row, ScoredResponse, Scores, pass_at_1, reference_scores
 from mpillm.submission.targets import Check, check
 from mpillm.version import __version__
 
 COMPLETIONS = "mbxp_completions.json"
 
 
-class Answers(NamedTuple):
-    """What an accuracy run answered, and what its answers are compared with."""
+class AccuracyRun(NamedTuple):
+    """An accuracy run with its answers and references."""
 
     run: JudgedRun
-    indices: Sequence[int]  # of the answers' samples
-    texts: Callable[[], list[Answer]]  # in the same order, which takes seconds
+    indices: Sequence[int]  # samples of the answers
+    texts: Callable[[], list[ScoredResponse]]  # returns the answers in this order; takes seconds
     rows: Sequence[Row]
 
 
@@ -41,8 +41,8 @@ def read_accuracy_run(
     tokenizer: str | None,
     mbxp: str | None,
     evaluated: str | None,
-) -> Answers:
-    """Read the run's answers and references; options that are None come from the run.
+) -> AccuracyRun:
+    """Read the run's answers and references. The run's values replace options that are None.
 
     Raises ConfigError if something is missing, or does not belong to the run.
     """
@@ -62,38 +62,40 @@ def read_accuracy_run(
         )
     logged = {} if run.client else {answer.index: answer.tokens for answer in _answers(run)}
     if by_reference:
-        return Answers(run, [*logged], lambda: [Answer("", len(tokens)) for tokens in logged.values()], ())
+        return AccuracyRun(
+            run, [*logged], lambda: [ScoredResponse("", len(tokens)) for tokens in logged.values()], ()
+        )
     rows = _rows(run, dataset_path)
     decoder = _tokenizer(run, tokenizer)
     need_libraries()
-    said = _of_client(run) if run.client else {}
-    indices = [*(said or logged)]
+    by_client = _client_texts(run) if run.client else {}
+    indices = [*(by_client or logged)]
     if (worst := max(indices)) >= len(rows):
         raise ConfigError(
             f"the data set has {len(rows)} samples, and the run answered sample {worst}: "
             "it is not the run's data set"
         )
 
-    def texts() -> list[Answer]:
-        if said:
-            return [Answer(text, len(decoder.encode_plain(text))) for text in said.values()]
-        return [Answer(decoder.decode(tokens), len(tokens)) for tokens in logged.values()]
+    def texts() -> list[ScoredResponse]:
+        if by_client:
+            return [ScoredResponse(text, len(decoder.encode_plain(text))) for text in by_client.values()]
+        return [ScoredResponse(decoder.decode(tokens), len(tokens)) for tokens in logged.values()]
 
-    return Answers(run, indices, texts, rows)
+    return AccuracyRun(run, indices, texts, rows)
 
 
-def score_run(given: Answers, mbxp: str | None, evaluated: str | None) -> tuple[Scores, list[Check]]:
-    """Score the answers, which may take minutes, and write both files."""
-    run, accuracy = given.run, given.run.workload.accuracy
-    rows = [given.rows[index] for index in given.indices] if given.rows else ()
-    scores = METRICS[accuracy.metric](given.texts(), rows)
+def score_run(answers: AccuracyRun, mbxp: str | None, evaluated: str | None) -> tuple[Scores, list[Check]]:
+    """Score the answers and write both files. This may take minutes."""
+    run, accuracy = answers.run, answers.run.workload.accuracy
+    rows = [answers.rows[index] for index in answers.indices] if answers.rows else ()
+    scores = METRICS[accuracy.metric](answers.texts(), rows)
     if accuracy.metric == "by_reference":
         scores = _with_evaluation(run, scores, evaluated)
     if scores.completions:
         scores = _with_mbxp(run, scores, mbxp)
     checks = check(accuracy, scores.values, float(run.config["accuracy_target"]))
     with as_writable(run.path / "accuracy.txt"):
-        _write(run, len(given.indices), scores, checks)
+        _write(run, len(answers.indices), scores, checks)
     return scores, checks
 
 
@@ -107,37 +109,39 @@ def _answers(run: JudgedRun) -> list[LoggedAnswer]:
     return answers
 
 
-def _of_client(run: JudgedRun) -> dict[int, str]:
-    """Return the texts that another client got, by sample."""
+def _client_texts(run: JudgedRun) -> dict[int, str]:
+    """Return the texts that a load client received, by sample."""
     kind = kind_of(run.client)
-    asked = int(run.result["harness"]["asked"])
-    found = kind.answers(run.path / HARNESS, asked) if kind.answers is not None else {}
-    if len(found) != asked:
+    n_samples = int(run.result["harness"]["asked"])
+    texts = kind.answers(run.path / HARNESS, n_samples) if kind.answers is not None else {}
+    if len(texts) != n_samples:
         raise ConfigError(
-            f"{run.path / HARNESS}: {run.client} has answers to {len(found)} samples; it was to ask {asked}"
+            f"{run.path / HARNESS}: {run.client} has answers to {len(texts)} of {n_samples} samples"
         )
-    return found
+    return texts
 
 
-def _rows(run: JudgedRun, given: str | None) -> Sequence[Row]:
-    """Read the references: of the data set given, of the one made for this run, or of the run's."""
-    made = run.path / DATASET / REFERENCES
-    path = given or (str(made) if run.workload.scaled and made.exists() else run.config.get("dataset_path"))
+def _rows(run: JudgedRun, dataset_path: str | None) -> Sequence[Row]:
+    """Read the references of `dataset_path`, of the tiny data set in the run, or of the run's data set."""
+    tiny = run.path / DATASET / REFERENCES
+    path = dataset_path
+    path = path or (str(tiny) if run.workload.scaled and tiny.exists() else run.config.get("dataset_path"))
     if not path:
         raise ConfigError(
             f"{run.path}: the run names no data set; name one with reference answers: --dataset_path FILE"
         )
     path = str(path)
-    if not given and not is_there(path):
-        why = f"can't find its data set {path[:300]}"
-        raise ConfigError(f"{run.path}: {why}; name its place with --dataset_path")
+    if not dataset_path and not is_there(path):
+        raise ConfigError(
+            f"{run.path}: its data set {path[:300]} does not exist here; name its path with --dataset_path"
+        )
     return read_references(run.workload, path)
 
 
-def _tokenizer(run: JudgedRun, given: str | None) -> Tokenizer:
-    folder = given or run.config.get("model_path")
-    if given and not (Path(given) / "tokenizer.json").is_file():
-        raise ConfigError(f"--tokenizer {given}: there is no tokenizer.json in it")
+def _tokenizer(run: JudgedRun, option: str | None) -> Tokenizer:
+    folder = option or run.config.get("model_path")
+    if option and not (Path(option) / "tokenizer.json").is_file():
+        raise ConfigError(f"--tokenizer {option}: there is no tokenizer.json in it")
     has_file = folder is not None and is_there(f"{folder}/tokenizer.json")
     is_tiny = run.config.get("model_scale") == "tiny" and (folder is None or is_preset(str(folder)))
     if not has_file and not is_tiny:
@@ -149,7 +153,7 @@ def _tokenizer(run: JudgedRun, given: str | None) -> Tokenizer:
 
 
 def _with_mbxp(run: JudgedRun, scores: Scores, evaluated: str | None) -> Scores:
-    """Write the code to execute; or add its score, if its evaluation is given."""
+    """Write the code to execute, or add its score from the file `evaluated`."""
     if evaluated is None:
         with as_writable(run.path / COMPLETIONS):
             write_json(run.path / COMPLETIONS, scores.completions)
@@ -187,15 +191,15 @@ def _with_evaluation(run: JudgedRun, scores: Scores, evaluated: str | None) -> S
 
 
 def _write(run: JudgedRun, n: int, scores: Scores, checks: Sequence[Check]) -> None:
-    """Write accuracy.json, and accuracy.txt in the form of the references' output, or what a client would.
+    """Write accuracy.json, and accuracy.txt in the references' form or the load client's result file.
 
-    The hash is that of the whole log, as truncate_accuracy_log.py adds it.
+    accuracy.txt ends with the hash of the whole log, like the output of truncate_accuracy_log.py.
     """
     if run.client:
         sha256 = digest(run.path / HARNESS / EVENTS)
         dataset = Path(str(run.config.get("dataset_path") or run.benchmark)).name
-        made = client_form.accuracy_results(dataset, n, scores.values, f"mpillm {__version__}")
-        write_json(run.path / client_form.ACCURACY, made)
+        results = client_form.accuracy_results(dataset, n, scores.values, f"mpillm {__version__}")
+        write_json(run.path / client_form.ACCURACY, results)
     else:
         sha256 = digest(run.path / ACCURACY)
         write_text(run.path / "accuracy.txt", f"\nResults\n\n{scores.values}\n\nhash={sha256}\n")
@@ -208,8 +212,8 @@ def _write(run: JudgedRun, n: int, scores: Scores, checks: Sequence[Check]) -> N
             {
                 "name": c.name,
                 "value": c.value,
-                "at_least": c.at_least,
-                "at_most": c.at_most,
+                "at_least": c.min_value,
+                "at_most": c.max_value,
                 "passed": c.passed,
             }
             for c in checks

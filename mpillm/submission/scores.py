@@ -1,7 +1,7 @@
 """The scores of a run, from decoded answers and the rows of the data set.
 
-Names and rounding are those that the reference scripts of mlcommons/inference print
-(language/<workload>/evaluate-accuracy.py), because the submission checker looks for them.
+Names and rounding match the output of the reference scripts of mlcommons/inference
+(language/<workload>/evaluate-accuracy.py), which the submission checker expects.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from mpillm.workloads.workload import Metric
 _NUMBER = re.compile(r"(?:-|(?<!,))[\d,]*\.?\d+")
 _UUID = re.compile(r"\w{8}-\w{4}-\w{4}-\w{4}-\w{12}")
 _GSM8K_ANSWER = "The answer is"
-_GSM8K_NEXT = "\nQ:"  # where a model continues with a question of its own
+_GSM8K_NEXT = "\nQ:"  # a model may continue with another question
 _QA_ANSWER = "Answer: "
 
 
 def gsm8k(answer: str, expected: str) -> bool:
-    """Compare the answer's number: the first after the last ``The answer is``, else the text's last."""
+    """Compare the answer's number: the first after the last ``The answer is``, or else the last one."""
     text = answer.split(_GSM8K_NEXT)[0]
     _, marker, tail = text.rpartition(_GSM8K_ANSWER)
     numbers = _NUMBER.findall(tail)[:1] if marker else []
     numbers = numbers or _NUMBER.findall(text)[-1:]
-    found = _float(numbers[0].replace(",", "")) if numbers else None
-    return found is not None and found == _float(expected)
+    value = _float(numbers[0].replace(",", "")) if numbers else None
+    return value is not None and value == _float(expected)
 
 
 def _float(text: str) -> float | None:
@@ -43,19 +43,20 @@ def _float(text: str) -> float | None:
 def needle(answer: str, expected: str) -> float:
     """Score the answer's UUIDs against the expected ones, in order, in percent.
 
-    As in the reference, a UUID scores the share of the expected one's characters that occur anywhere in it.
+    As in the reference, the score of a UUID is the share of the expected characters that occur anywhere in
+    it.
     """
-    found, wanted = _UUID.findall(answer), _UUID.findall(expected)
-    if not found:
+    uuids, targets = _UUID.findall(answer), _UUID.findall(expected)
+    if not uuids:
         return 0.0
-    shares = [sum(c.lower() in f.lower() for c in w) / len(w) for f, w in zip(found, wanted, strict=False)]
-    return round(sum(shares) / len(found) * 100, 2)
+    shares = [sum(c.lower() in u.lower() for c in t) / len(t) for u, t in zip(uuids, targets, strict=False)]
+    return round(sum(shares) / len(uuids) * 100, 2)
 
 
 def question(answer: str, expected: str) -> float:
-    """Score 100 or 0: does the text after the last ``Answer: `` match an alternative?
+    """Score 100 if the text after the last ``Answer: `` matches an alternative, otherwise 0.
 
-    `expected` separates the alternatives with bars; one matches if it contains the text or is part of it.
+    `expected` separates the alternatives with bars. One matches if it contains the text or is part of it.
     """
     text = answer.rpartition(_QA_ANSWER)[2]
     if text in expected:
@@ -69,11 +70,11 @@ def _plain(text: str) -> str:
 
 
 Row = Mapping[str, str]
-_ROUNDED = 0.1  # tokens per sample: ours are rounded to this
+_ROUNDED = 0.1  # tokens per sample: mpillm rounds to this
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ScoredResponse:
     """One sample's answer."""
 
     text: str  # decoded, without special tokens
@@ -85,21 +86,21 @@ class Scores:
     """The scores of a run."""
 
     values: dict[str, float]  # by the references' names
-    notes: list[str] = field(default_factory=list)  # what a reader must know about them
-    completions: list[dict[str, str]] = field(default_factory=list)  # code still to be executed (MBXP)
+    notes: list[str] = field(default_factory=list)  # for the user
+    completions: list[dict[str, str]] = field(default_factory=list)  # code to execute (MBXP)
 
 
-def by_rouge(answers: Sequence[Answer], rows: Sequence[Row]) -> Scores:
-    """Score answers by ROUGE against the data set's."""
+def by_rouge(answers: Sequence[ScoredResponse], rows: Sequence[Row]) -> Scores:
+    """Score answers by ROUGE against the data set's references."""
     values, length, notes = _rouge([answer.text for answer in answers], [row["output"] for row in rows])
     return Scores(values | _lengths(answers, length), notes)
 
 
-def openorca_gsm8k_mbxp(answers: Sequence[Answer], rows: Sequence[Row]) -> Scores:
+def openorca_gsm8k_mbxp(answers: Sequence[ScoredResponse], rows: Sequence[Row]) -> Scores:
     """Score OpenOrca's samples by ROUGE, GSM8K's by exact match.
 
-    MBXP's samples are scored by executing what the model wrote, in six languages. The reference's container
-    does that (`Scores.completions` is the input of its `evaluate_mbxp`); see `pass_at_1`.
+    The reference's container scores MBXP's samples by executing the model's code in six languages.
+    `Scores.completions` is the input of its `evaluate_mbxp`; see `pass_at_1`.
     """
     orca = [i for i, row in enumerate(rows) if row["dataset"] == "OpenOrca"]
     math = [i for i, row in enumerate(rows) if row["dataset"] == "GSM8K"]
@@ -124,14 +125,14 @@ def openorca_gsm8k_mbxp(answers: Sequence[Answer], rows: Sequence[Row]) -> Score
     return Scores(values | _lengths(answers, length), notes, completions)
 
 
-def long_context(answers: Sequence[Answer], rows: Sequence[Row]) -> Scores:
-    """Return each sample by its metric: ROUGE-L, needle in a haystack, or question answering."""
+def long_context(answers: Sequence[ScoredResponse], rows: Sequence[Row]) -> Scores:
+    """Score each sample by its metric: ROUGE-L, needle in a haystack, or question answering."""
     split, trained = rouge.splitter()
     texts = rouge.as_lines([answer.text for answer in answers], split)
     targets = rouge.as_lines([row["gt_output"] for row in rows], split)
     summaries = [i for i, row in enumerate(rows) if row["metric"] == "rouge"]
-    found: dict[str, list[float]] = {"exact_match": [], "rougeL": []}
-    found["rougeL"] = [
+    by_name: dict[str, list[float]] = {"exact_match": [], "rougeL": []}
+    by_name["rougeL"] = [
         score["rougeL"]
         for score in rouge.scores(["rougeL"], [texts[i] for i in summaries], [targets[i] for i in summaries])
     ]
@@ -142,43 +143,43 @@ def long_context(answers: Sequence[Answer], rows: Sequence[Row]) -> Scores:
                 f"the data set has a sample with metric '{row['metric']}': not one of rouge, {known}"
             )
         if row["metric"] != "rouge":
-            found["exact_match"].append(_MATCHES[row["metric"]](texts[i], targets[i]))
-    values = {name: sum(scores) / len(scores) for name, scores in found.items() if scores}
+            by_name["exact_match"].append(_MATCHES[row["metric"]](texts[i], targets[i]))
+    values = {name: sum(scores) / len(scores) for name, scores in by_name.items() if scores}
     return Scores(values | _lengths(answers, sum(map(len, texts))), _untrained(trained))
 
 
 _MATCHES: dict[str, Callable[[str, str], float]] = {"niah_em": needle, "qa_em": question}
 
 
-def by_reference(answers: Sequence[Answer], rows: Sequence[Row]) -> Scores:
-    """Return the answers' lengths. The scores are the reference's evaluator's, which executes code that
-    the model wrote (`reference_scores`)."""
+def by_reference(answers: Sequence[ScoredResponse], rows: Sequence[Row]) -> Scores:
+    """Return the answers' lengths. The reference's evaluator, which executes code of the model, computes the
+    scores (`reference_scores`)."""
     return Scores(_lengths(answers, 0))
 
 
 def printed_scores(text: str) -> dict[str, float]:
-    """Return all scores of a text as evaluators print them: ``'rouge1': 44.43`` or ``'rouge1': '44.43'``."""
-    found = re.findall(r"'([\w-]+)':\s*'?(\d+(?:\.\d+)?)", text)
-    return {name: score for name, text in found if isfinite(score := float(text))}
+    """Return all scores in an evaluator's output, such as ``'rouge1': 44.43`` or ``'rouge1': '44.43'``."""
+    matches = re.findall(r"'([\w-]+)':\s*'?(\d+(?:\.\d+)?)", text)
+    return {name: score for name, text in matches if isfinite(score := float(text))}
 
 
 def reference_scores(names: Iterable[str], printed: str, lengths: Mapping[str, float]) -> dict[str, float]:
-    """Return the scores of these names from what the reference's evaluator printed: ``'exact_match': 81.36``.
+    """Return the named scores from the output of the reference's evaluator, ``'exact_match': 81.36``.
 
-    Raises ConfigError if one is not there, or the text is about answers of another number or length.
+    Raises ConfigError if one is missing, or the number or length of the answers differs.
     """
-    said = printed_scores(printed)
-    if missing := [name for name in names if name not in said]:
-        raise ConfigError(f"no '{missing[0]}': <number> in it: is it what the evaluator printed?")
-    for theirs, ours in (("num-samples", "gen_num"), ("tokens_per_sample", "tokens_per_sample")):
-        if theirs in said and abs(said[theirs] - lengths[ours]) > _ROUNDED:
+    scores = printed_scores(printed)
+    if missing := [name for name in names if name not in scores]:
+        raise ConfigError(f"no '{missing[0]}': <number> in it: is it the evaluator's output?")
+    for name, own_name in (("num-samples", "gen_num"), ("tokens_per_sample", "tokens_per_sample")):
+        if name in scores and abs(scores[name] - lengths[own_name]) > _ROUNDED:
             raise ConfigError(
-                f"its {theirs} is {said[theirs]:g}, this run's {lengths[ours]:g}: of another run?"
+                f"its {name} is {scores[name]:g}, this run's {lengths[own_name]:g}: of another run?"
             )
-    return {name: said[name] for name in names}
+    return {name: scores[name] for name in names}
 
 
-METRICS: dict[Metric, Callable[[Sequence[Answer], Sequence[Row]], Scores]] = {
+METRICS: dict[Metric, Callable[[Sequence[ScoredResponse], Sequence[Row]], Scores]] = {
     "rouge": by_rouge,
     "openorca_gsm8k_mbxp": openorca_gsm8k_mbxp,
     "long_context": long_context,
@@ -189,8 +190,7 @@ METRICS: dict[Metric, Callable[[Sequence[Answer], Sequence[Row]], Scores]] = {
 def pass_at_1(completions: Sequence[Mapping[str, str]], evaluated: Mapping[str, Any]) -> float:
     """Return the percentage of completions that passed, from `evaluate_mbxp`'s ``evaluated_test.json``.
 
-    Raises KeyError if a completion was not evaluated. Completions in languages that the reference skips do
-    not count.
+    Completions in languages that the reference skips do not count. Raises KeyError if one is missing.
     """
     counted = [c for c in completions if c["lang"] in MBXP_LANGUAGES]
     return (
@@ -204,11 +204,11 @@ MBXP_LANGUAGES = ("cpp", "python", "php", "javascript", "ruby", "typescript")
 
 
 def _rouge(texts: Sequence[str], targets: Sequence[str]) -> tuple[dict[str, float], int, list[str]]:
-    """Return ROUGE means, characters of the answers, and notes."""
+    """Return the ROUGE means, the number of characters of the answers, and notes."""
     split, trained = rouge.splitter()
     lines = rouge.as_lines(texts, split)
-    found = rouge.scores(rouge.TYPES, lines, rouge.as_lines(targets, split))
-    means = {name: round(sum(score[name] for score in found) / len(found), 4) for name in rouge.TYPES}
+    scores = rouge.scores(rouge.TYPES, lines, rouge.as_lines(targets, split))
+    means = {name: round(sum(score[name] for score in scores) / len(scores), 4) for name in rouge.TYPES}
     return means, sum(map(len, lines)), _untrained(trained)
 
 
@@ -221,7 +221,7 @@ def _untrained(trained: bool) -> list[str]:
     ]
 
 
-def _lengths(answers: Sequence[Answer], characters: int) -> dict[str, float]:
+def _lengths(answers: Sequence[ScoredResponse], characters: int) -> dict[str, float]:
     tokens = sum(answer.n_tokens for answer in answers)
     return {
         "gen_len": characters,

@@ -1,4 +1,4 @@
-"""The runs of a submission, and which of them belong together."""
+"""The runs of a submission, grouped into results."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from mpillm.workloads import WORKLOADS, Workload
 from mpillm.workloads.rounds import Round
 
 KINDS = ("performance", "accuracy", *FILES)
-# What the runs of one result must have in common: they are of one system under test.
+# Options with equal values in all runs of a result.
 _SAME = ("harness", "core_type", "mode", "model_path", "model_scale", "dtype", "quantization", "engine_dir")
-# Options that a workload sets and the closed division does not allow to change.
+# Options of the workload that must not change in the closed division.
 _OF_THE_WORKLOAD = (AllFields.max_output_len, AllFields.min_output_len, AllFields.stop_words)
-# The entries of `describe_machine` that a submission describes.
+# Entries of `describe_machine` that a submission contains.
 _OF_MACHINE = (
     "cpu",
     "memory_bytes",
@@ -43,8 +43,8 @@ _OF_MACHINE = (
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run and its place in the submission."""
+class SubmittedRun:
+    """A run and its place in the submission."""
 
     directory: JudgedRun
     kind: str  # of KINDS
@@ -57,7 +57,7 @@ class Run:
 
     @property
     def workload(self) -> Workload:
-        """The full benchmark, whatever its scale was."""
+        """The full benchmark, for every scale of the run."""
         return WORKLOADS[self.directory.benchmark]
 
     @cached_property
@@ -67,7 +67,7 @@ class Run:
 
     @cached_property
     def report(self) -> ClientReport | None:
-        """What MLCommons' client left, if it made the load."""
+        """Files of MLCommons' client; None: LoadGen made the load."""
         return ClientReport.read(self.path) if self.directory.client else None
 
     @property
@@ -76,7 +76,7 @@ class Run:
 
     @cached_property
     def machines(self) -> dict[str, Any]:
-        """What `describe_machine` said of each node that has workers."""
+        """Result of `describe_machine` on each node with workers."""
         file = self.path / "machines.json"
         with as_written(file):
             machines = read_json(file)
@@ -87,7 +87,7 @@ class Run:
 
     @cached_property
     def workers(self) -> list[dict[str, Any]]:
-        """The plan's ranks that compute answers, or start who does."""
+        """The plan's worker ranks."""
         file = self.path / "plan.json"
         with as_written(file):
             workers = [rank for rank in read_json(file)["ranks"] if {*rank["roles"]} - CONTROL]
@@ -97,34 +97,34 @@ class Run:
 
     @cached_property
     def versions(self) -> dict[str, str]:
-        """The versions that the ranks ran with."""
+        """Versions of the software on the ranks."""
         file = self.path / "ranks.json"
         with as_written(file):
             return dict(read_json(file)[0]["versions"])
 
     def problems(self) -> list[str]:
-        """Return what the rules forbid in both divisions and the submission checker does not check."""
-        found = []
+        """Return violations of the rules of both divisions that the submission checker does not find."""
+        violations = []
         result, config = self.directory.result, self.directory.config
         if self.report is not None:
-            found += against_rules(self.report, self.directory.is_accuracy)
-        # A compliance test has too few queries for early stopping, so in scenario Server it is hardly VALID;
-        # no rule asks.
+            violations += against_rules(self.report, self.directory.is_accuracy)
+        # A compliance test has too few queries for early stopping, so in scenario Server it is rarely VALID.
+        # The rules do not require it.
         elif result["status"] != "VALID" and not failed_checks(result) and self.kind not in FILES:
             conditions = ", ".join(unsatisfied(self.path))
             why = f"not satisfied: {conditions}" if conditions else "not every sample was answered"
-            found.append(f"LoadGen calls it {result['status']} ({why})")
+            violations.append(f"LoadGen calls it {result['status']} ({why})")
         for lost in result.get("lost", ()):
-            found.append(
+            violations.append(
                 f"instance {lost['instance']} ({lost['role']}) was lost, and the run went on without it"
                 " (--on_instance_loss continue)"
             )
-        found += restarts(result)
+        violations += restarts(result)
         if config.get("enable_kv_cache_reuse"):
-            found.append("KV cache reuse was on, which MLPerf forbids")
-        if cached := cached_prompts(result):  # allowed by an option of the run, or not
-            found.append(cached)
-        found += [text for text in failed_checks(result) if not cached or not text.startswith(cached)]
+            violations.append("KV cache reuse was on, which MLPerf forbids")
+        if cached := cached_prompts(result):  # also if an option of the run allows it
+            violations.append(cached)
+        violations += [text for text in failed_checks(result) if not cached or not text.startswith(cached)]
         file = self.path / "user.conf"
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
         keys = [
@@ -133,39 +133,41 @@ class Run:
             if "=" in line and not line.lstrip().startswith("#")
         ]
         fixed = [key for key in dict.fromkeys(keys) if key not in FREE_SETTINGS]
-        return found + ([f"{file} sets {', '.join(fixed)}: that is the benchmark's"] if fixed else [])
+        return violations + ([f"{file} sets {', '.join(fixed)}: that is the benchmark's"] if fixed else [])
 
     def changed(self) -> list[str]:
-        """Return changes to the benchmark's task: forbidden in the closed division, unseen by the checker."""
+        """Return changes to the benchmark that the closed division forbids and the checker does not find."""
         config, workload = self.directory.config, self.directory.workload
         defaults = defaults_of(workload, self.directory.scenario, str(config.get("test_mode")))
-        found = []
+        violations = []
         for option in _OF_THE_WORKLOAD:
-            if (given := config.get(option.name, defaults[option])) != defaults[option]:
-                found.append(f"--{option.name} was {given}, the benchmark's is {defaults[option]}")
+            if (value := config.get(option.name, defaults[option])) != defaults[option]:
+                violations.append(f"--{option.name} was {value}, the benchmark's is {defaults[option]}")
         if more := set(config.get("end_ids") or ()).difference(workload.end_ids):
-            found.append(f"--end_ids had {sorted(more)}, which end no answer of the benchmark")
+            violations.append(f"--end_ids had {sorted(more)}, which end no answer of the benchmark")
         if workload.sampling:
             for name, value in workload.sampling.items():
                 if config.get(name, value) != value:
-                    found.append(f"--{name} was {config[name]}, the benchmark's is {value:g}")
+                    violations.append(f"--{name} was {config[name]}, the benchmark's is {value:g}")
         elif config.get("temperature") and config.get("top_k") != 1:
             temperature = config["temperature"]
-            found.append(f"answers were sampled (--temperature {temperature}), the benchmark's are greedy")
+            violations.append(
+                f"answers were sampled (--temperature {temperature}), the benchmark's are greedy"
+            )
         model = str(config.get("model_path"))
         is_preset = is_there(PRESETS / f"{model}.json") and not is_there(model)
         if not workload.scaled and (is_preset or config.get("load_format") == "dummy"):
-            found.append("the weights were random: a preset's, or --load_format dummy")
+            violations.append("the weights were random: a preset's, or --load_format dummy")
         if config.get("dataset") == "synthetic":
-            found.append("the data set was random tokens (--dataset synthetic)")
-        return found
+            violations.append("the data set was random tokens (--dataset synthetic)")
+        return violations
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> SubmittedRun:
     """Read the run in `path`.
 
-    Raises ConfigError if it is not a run directory of a workload, the run failed, or a submission has no
-    place for it.
+    Raises ConfigError if it is not a run directory of a workload, the run failed, or it cannot be part of a
+    submission.
     """
     directory = JudgedRun.read(path, [CLIENT])
     benchmark, scenario = place(
@@ -181,7 +183,7 @@ def read_run(path: Path) -> Run:
             f"{path} was run with an audit.config of none of {', '.join(FILES)}: "
             "it is neither a performance run nor a compliance run"
         )
-    run = Run(directory, kind, benchmark, scenario)
+    run = SubmittedRun(directory, kind, benchmark, scenario)
     if run.report is not None and run.report.load_pattern == "concurrency":
         raise ConfigError(
             f"{path} was run with --concurrency, which is neither Offline nor Server: a submission has no"
@@ -196,7 +198,7 @@ class Result:
 
     benchmark: str
     scenario: str
-    runs: dict[str, Run] = field(default_factory=dict)  # by kind
+    runs: dict[str, SubmittedRun] = field(default_factory=dict)  # by kind
     measurements: dict[str, Any] = field(default_factory=dict)  # measurements.json
 
     @property
@@ -206,23 +208,25 @@ class Result:
 
     @property
     def by_client(self) -> bool:
-        """MLCommons' client made the load of its runs."""
+        """True if MLCommons' client made the load of its runs."""
         return any(run.report is not None for run in self.runs.values())
 
     def forbidden(self, division: str) -> list[Problem]:
-        """Return what the rules forbid in its runs."""
+        """Return the violations of the rules in its runs."""
         closed = division == "closed"
         tiny = closed and any(run.directory.workload.scaled for run in self.runs.values())
-        found = ["the model is a tiny one (--model_scale tiny)"] if tiny else []
+        violations = ["the model is a tiny one (--model_scale tiny)"] if tiny else []
         for run in self.runs.values():
-            found += [f"{run.path}: {text}" for text in run.problems() + (run.changed() if closed else [])]
-        return [Problem(f"{self.benchmark} {self.scenario}: {text}") for text in found]
+            violations += [
+                f"{run.path}: {text}" for text in run.problems() + (run.changed() if closed else [])
+            ]
+        return [Problem(f"{self.benchmark} {self.scenario}: {text}") for text in violations]
 
 
-def group(runs: Iterable[Run]) -> list[Result]:
-    """Return results by benchmark and scenario.
+def group(runs: Iterable[SubmittedRun]) -> list[Result]:
+    """Group runs by benchmark and scenario.
 
-    Raises ConfigError for two runs for one place, or runs that differ.
+    Raises ConfigError for two runs of one kind, or runs that differ.
     """
     results: dict[tuple[str, str], Result] = {}
     for run in runs:
@@ -237,7 +241,7 @@ def group(runs: Iterable[Run]) -> list[Result]:
     return [results[key] for key in sorted(results)]
 
 
-def _fit(a: Run, b: Run) -> None:
+def _fit(a: SubmittedRun, b: SubmittedRun) -> None:
     for name in _SAME:
         first, second = a.directory.config.get(name), b.directory.config.get(name)
         if first != second:

@@ -1,4 +1,4 @@
-"""The system and measurements descriptions: JSON that the checker requires, from what the runs recorded."""
+"""The system and measurements descriptions that the checker requires, from the runs' records."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from mpillm.submission.rules import (
     SYSTEM_MEANINGFUL,
     SYSTEM_TYPES,
 )
-from mpillm.submission.submitted_runs import Run
+from mpillm.submission.submitted_runs import SubmittedRun
 
 SYSTEM_FIELDS = SYSTEM_MEANINGFUL + SYSTEM_MAY_BE_EMPTY
 _NOT_APPLICABLE = "N/A"
-# What a program without privileges cannot find out. The checker requires a text there.
-_FOR_A_PERSON = (
+# Fields that a program without privileges cannot detect. The checker requires a text in each.
+_NOT_DETECTED = (
     "host_memory_configuration",
     "host_networking_topology",
     "accelerator_host_interconnect",
@@ -36,8 +36,8 @@ _FOR_A_PERSON = (
 )
 
 
-def system_description(run: Run, submitter: str, division: str, system_name: str) -> dict[str, Any]:
-    """Return the ``systems/<system>.json`` of `run`.
+def system_description(run: SubmittedRun, submitter: str, division: str, system_name: str) -> dict[str, Any]:
+    """Return the content of ``systems/<system>.json``.
 
     Raises ConfigError for unreadable files, or nodes that differ.
     """
@@ -63,7 +63,7 @@ def system_description(run: Run, submitter: str, division: str, system_name: str
         "host_storage_type": ", ".join(dict.fromkeys(disk["type"] for disk in machine["storage"]["disks"])),
         "host_networking": ", ".join(_card(card) for card in machine["network"]),
         "host_network_card_count": ", ".join(f"{n}x {kind}" for kind, n in sorted(cards.items())),
-        # A number as text: the checker takes the number 0 for a missing answer.
+        # A number as text, because the checker treats the number 0 as a missing value.
         "accelerators_per_node": str(n_gpus),
         "accelerator_model_name": gpus[0]["name"] if n_gpus else _NOT_APPLICABLE,
         "accelerator_memory_capacity": _gib(gpus[0]["memory_bytes"]) if n_gpus else _NOT_APPLICABLE,
@@ -78,7 +78,7 @@ def system_description(run: Run, submitter: str, division: str, system_name: str
         "system_type_detail": _NOT_APPLICABLE,
     }
     for name in (
-        *_FOR_A_PERSON,
+        *_NOT_DETECTED,
         "host_networking",
         "host_network_card_count",
         "host_storage_type",
@@ -105,13 +105,13 @@ def overlay(
 ) -> dict[str, Any]:
     """Return `description`, overridden by the JSON object in `file`.
 
-    ConfigError names `option`, the file, and a key that is not `known` or a value that is not allowed.
+    Raises ConfigError, with `option` and the file, for a key not in `known` or an invalid value.
     """
     if file is None:
         return dict(description)
-    given = read_object(Path(file))
+    overrides = read_object(Path(file))
     known = tuple(known)
-    for key, value in given.items():
+    for key, value in overrides.items():
         if key not in known:
             raise ConfigError(f"{option} {file}: no field '{key}'{nearest(key, known)}")
         allowed = {"status": STATUSES, "system_type": SYSTEM_TYPES}.get(key)
@@ -122,15 +122,15 @@ def overlay(
     fixed = [
         key
         for key in ("submitter", "division", "system_name")
-        if key in given and given[key] != description.get(key)
+        if key in overrides and overrides[key] != description.get(key)
     ]
     if fixed:
         key = fixed[0]
-        raise ConfigError(f"{option} {file}: {key} is {given[key]!r}, but --{key} {description[key]}")
-    return {**description, **given}
+        raise ConfigError(f"{option} {file}: {key} is {overrides[key]!r}, but --{key} {description[key]}")
+    return {**description, **overrides}
 
 
-def same_system(runs: Sequence[Run]) -> None:
+def same_system(runs: Sequence[SubmittedRun]) -> None:
     """Raise ConfigError if the runs differ in kind or number of nodes, GPUs or versions."""
     first = runs[0]
     for other in runs[1:]:
@@ -138,10 +138,10 @@ def same_system(runs: Sequence[Run]) -> None:
             raise ConfigError(f"{first.path} and {other.path} were not made on the same system: {difference}")
 
 
-def measurements(run: Run) -> dict[str, str]:
-    """Return the ``measurements.json`` of a result; empty strings for what is not known."""
+def measurements(run: SubmittedRun) -> dict[str, str]:
+    """Return the content of ``measurements.json``; unknown values are empty."""
     config = run.directory.config
-    # What a server computes with is not in the options of its client.
+    # The options of a client do not contain the server's weights.
     weights, transformations = ("", "") if of_servers(run) else _weights(config)
     return {
         "input_data_types": "int32",
@@ -153,7 +153,7 @@ def measurements(run: Run) -> dict[str, str]:
 
 
 def _weights(config: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the weights' data type and what was done to them; empty if neither options nor files tell."""
+    """Return the data type and the transformation of the weights; empty if unknown."""
     model_path = str(config.get("model_path") or "")
     engine = Path(str(config.get("engine_dir") or "")) / "config.json"
     dtype, algorithm = config.get("dtype"), str(config.get("quantization") or "")
@@ -174,8 +174,8 @@ def _weights(config: Mapping[str, Any]) -> tuple[str, str]:
 
 def _weight_number(algorithm: str) -> str:
     """Return the weights' type for a TensorRT-LLM algorithm, e.g. FP8_PER_CHANNEL_PER_TOKEN or W4A16_AWQ."""
-    if found := re.match(r"W(\d+)A\d+", algorithm):
-        return f"int{found[1]}"
+    if match := re.match(r"W(\d+)A\d+", algorithm):
+        return f"int{match[1]}"
     return algorithm.partition("_")[0].lower()
 
 
@@ -190,7 +190,7 @@ def _model(model_path: str) -> dict[str, Any]:
 
 
 def _algorithm(quantization: Mapping[str, Any] | None) -> str:
-    """Name a checkpoint's `quantization_config`: compressed-tensors by kind of number, others by method."""
+    """Return the name of a checkpoint's quantization; for compressed-tensors, the type of number."""
     if not quantization:
         return ""
     for group in quantization.get("config_groups", {}).values():
@@ -202,14 +202,14 @@ def _algorithm(quantization: Mapping[str, Any] | None) -> str:
 
 
 def _used_gpus(workers: Iterable[Mapping[str, Any]]) -> Counter[str]:
-    """Return how many GPUs of each node a run used: its ranks, and the servers that they owned."""
+    """Return the number of GPUs that ranks and their servers used on each node."""
     used = Counter[str]()
     for worker in workers:
         used[worker["node"]] += len(worker.get("server_devices", ())) or worker["device"] is not None
     return used
 
 
-def _one_kind(run: Run) -> dict[str, Any]:
+def _one_kind(run: SubmittedRun) -> dict[str, Any]:
     """Return the description that all nodes with workers share."""
     machines = list(run.machines.values())
     for node, machine in run.machines.items():
@@ -222,7 +222,7 @@ def _one_kind(run: Run) -> dict[str, Any]:
     return first
 
 
-def _system(run: Run) -> dict[str, Any]:
+def _system(run: SubmittedRun) -> dict[str, Any]:
     return {
         **_one_kind(run),
         "nodes": len(run.machines),
@@ -232,7 +232,7 @@ def _system(run: Run) -> dict[str, Any]:
 
 
 def _difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    """Return the first entry that differs, with both values; sizes of disks and links of cards may differ."""
+    """Return the first entry that differs, with both values. Storage and network may differ."""
     for key in dict.fromkeys((*a, *b)):
         first, second = a.get(key), b.get(key)
         if first == second or key in ("storage", "network"):
@@ -252,13 +252,13 @@ def _card(card: Mapping[str, Any]) -> str:
     return f"{card['type']} {speed / 1000:g} Gbit/s" if speed else str(card["type"])
 
 
-def of_servers(run: Run) -> bool:
-    """Return whether the run measured servers, whose weights its options don't tell."""
+def of_servers(run: SubmittedRun) -> bool:
+    """Return whether the run measured servers. Its options then do not describe their weights."""
     core = _core(run)
     return core is not None and core.is_client
 
 
-def _core(run: Run) -> type[LLMCore] | None:
+def _core(run: SubmittedRun) -> type[LLMCore] | None:
     """Return the run's core; None for a plug-in that is not installed on this machine."""
     try:
         return BackendRegistry.declared(str(run.directory.config["core_type"]))
@@ -266,19 +266,19 @@ def _core(run: Run) -> type[LLMCore] | None:
         return None
 
 
-def _framework(run: Run, software: Mapping[str, str]) -> str:
-    """Name what computes; N/A if that is servers that do not say."""
+def _framework(run: SubmittedRun, software: Mapping[str, str]) -> str:
+    """Return the name of the framework; N/A for servers that do not report it."""
     core = _core(run)
     if of_servers(run):
-        told = [instance.get("frameworks") for instance in run.directory.result["per_instance"]]
-        names = {name for names in told for name in names or ()}
-        return ", ".join(sorted(names)) if names and all(told) else _NOT_APPLICABLE
+        frameworks = [instance.get("frameworks") for instance in run.directory.result["per_instance"]]
+        names = {name for names in frameworks for name in names or ()}
+        return ", ".join(sorted(names)) if names and all(frameworks) else _NOT_APPLICABLE
     if core is None or core.framework is None:
         return f"mpillm, core {run.directory.config['core_type']}"
     return " ".join([core.framework, *(software[name] for name in core.packages[:1] if name in software)])
 
 
-def _stack(run: Run, machine: Mapping[str, Any]) -> str:
+def _stack(run: SubmittedRun, machine: Mapping[str, Any]) -> str:
     parts = [f"mpillm {run.versions['mpillm']}", run.versions["MPI"], f"Python {run.versions['Python']}"]
     core = _core(run)
     framework = core.packages[:1] if core else ()

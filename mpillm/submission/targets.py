@@ -1,4 +1,4 @@
-"""Whether scores reach a workload's accuracy targets."""
+"""Comparison of scores with a workload's accuracy targets."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ class Check:
 
     name: str
     value: float | None
-    at_least: float
-    at_most: float | None = None
+    min_value: float
+    max_value: float | None = None
 
     @property
     def passed(self) -> bool:
         return (
             self.value is not None
-            and self.value >= self.at_least
-            and (self.at_most is None or self.value <= self.at_most)
+            and self.value >= self.min_value
+            and (self.max_value is None or self.value <= self.max_value)
         )
 
     def text(self) -> str:
-        """Return one phrase: "rouge1 20.10 (at least 44.43)"."""
-        bounds = f"at least {self.at_least:.2f}"
-        bounds += f", at most {self.at_most:.2f}" if self.at_most is not None else ""
+        """Format the check: "rouge1 20.10 (at least 44.43)"."""
+        bounds = f"at least {self.min_value:.2f}"
+        bounds += f", at most {self.max_value:.2f}" if self.max_value is not None else ""
         return f"{self.name} {'missing' if self.value is None else f'{self.value:.2f}'} ({bounds})"
 
 
 def check(accuracy: Accuracy, values: dict[str, float], accuracy_target: float) -> list[Check]:
-    """`accuracy_target`: a fraction of the reference, 0.99 or 0.999."""
+    """Compare scores with the targets. `accuracy_target`: a fraction of the reference, 0.99 or 0.999."""
     checks = [
         Check(name, values.get(name), reference * accuracy_target)
         for name, reference in accuracy.references.items()

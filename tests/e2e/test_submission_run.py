@@ -144,7 +144,7 @@ def test_submission(runs: Runs) -> None:
     ):
         assert option in readme
     assert (
-        "rejected by the checker (scenarios_check): llama2-70b-99.9: the closed division needs Offline too"
+        "rejected by the checker (scenarios_check): llama2-70b-99.9: the closed division also needs Offline"
         in said
     )
     assert (

@@ -26,10 +26,10 @@ class _Options(Values, group=_GROUP):
 
     dataset_path = option("the data set, with its reference answers [default: the run's]")
     tokenizer = option(
-        "a folder with the tokenizer.json that answers are decoded by [default: the run's model_path]"
+        "a folder with the tokenizer.json that decodes the answers [default: the run's model_path]"
     )
-    mbxp = option("mixtral-8x7b: the file that the reference's evaluate_mbxp wrote (evaluated_test.json)")
-    evaluated = option("deepseek-r1: a file with what the reference's eval_accuracy.py printed")
+    mbxp = option("mixtral-8x7b: the output file of the reference's evaluate_mbxp (evaluated_test.json)")
+    evaluated = option("deepseek-r1: a file with the output of the reference's eval_accuracy.py")
 
 
 def _parser() -> Parser:
@@ -41,22 +41,23 @@ def _parser() -> Parser:
         epilog="examples:\n"
         f"  python -m mpillm accuracy {RUNS}/accuracy --dataset_path open_orca.pkl --tokenizer MODEL_DIR\n"
         f"  python -m mpillm accuracy {RUNS}/accuracy --mbxp evaluated_test.json      # mixtral-8x7b:"
-        " docs/howto/submission.md says how",
+        " see docs/howto/submission.md",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="a run directory of --test_mode AccuracyOnly")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Score the run. The exit code is DONE whatever the scores are: they are a result."""
+    """Score the run. The exit code is DONE for all scores: they are a result."""
     parser = _parser()
     options = collect(argv, _Options, parser)
     run = JudgedRun.read(run_path(parser.parse_args(argv).run_dir), [CLIENT])
     with as_written(run.path):
-        given = options.dataset_path, options.tokenizer, options.mbxp, options.evaluated
-        answers = read_accuracy_run(run, *given)
+        answers = read_accuracy_run(
+            run, options.dataset_path, options.tokenizer, options.mbxp, options.evaluated
+        )
         target = 100 * float(run.config["accuracy_target"])
-    # scoring may take minutes
+    # Scoring may take minutes.
     print(
         f"{run.benchmark}: {len(answers.indices)} answers, target {target:g} % of the reference", flush=True
     )
@@ -66,8 +67,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _show(run: JudgedRun, scores: Scores, checks: Sequence[Check]) -> None:
     for c in checks:
-        bounds = f"at least {c.at_least:.4f}" + (
-            f", at most {c.at_most:.4f}" if c.at_most is not None else ""
+        bounds = f"at least {c.min_value:.4f}" + (
+            f", at most {c.max_value:.4f}" if c.max_value is not None else ""
         )
         value = "-" if c.value is None else f"{c.value:.4f}"
         print(f"  {c.name:<18} {value:>10}  {'ok  ' if c.passed else 'no  '} {bounds}")

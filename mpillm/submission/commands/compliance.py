@@ -21,7 +21,7 @@ class _Options(Values, group="compliance"):
     """Options of ``compliance``."""
 
     end_ids = GenerationFields.end_ids
-    evaluated = option("TEST07: a file with what the reference's eval_mlperf_accuracy.py printed")
+    evaluated = option("TEST07: a file with the output of the reference's eval_mlperf_accuracy.py")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         prog="mpillm compliance",
         figures=True,
         usage="python -m mpillm compliance RUN_DIR [options]",
-        description="Check a run that was made with --compliance_test TEST06, TEST07 or TEST09, and write"
+        description="Check a run with --compliance_test TEST06, TEST07 or TEST09, and write"
         " RUN_DIR/TEST06 (and so on) for the submission.",
         epilog=f"example:\n  python -m mpillm compliance {RUNS}/test06",
     )

@@ -41,8 +41,8 @@ from mpillm.submission.endpoint_points import (
     WARMUP,
     Curve,
     accuracy_results,
-    how_measured,
     measured_point,
+    read_measurement,
     request_logs,
     result_summary,
     system_tps,
@@ -51,8 +51,8 @@ from mpillm.submission.endpoint_points import (
 )
 from mpillm.submission.endpoint_rules import (
     DIVISIONS,
-    MOST_POINTS,
-    POINTS,
+    MAX_POINTS,
+    MIN_POINTS,
     SEED_SETS,
     Regions,
     default_points,
@@ -65,7 +65,7 @@ from mpillm.submission.fixed_concurrency import FixedConcurrency
 from mpillm.submission.references import read_references
 from mpillm.submission.rouge import need_libraries
 from mpillm.submission.rules import folder_name
-from mpillm.submission.scores import METRICS, Answer, Row
+from mpillm.submission.scores import METRICS, Row, ScoredResponse
 from mpillm.workloads import WORKLOADS
 from mpillm.workloads.workload import Workload
 
@@ -86,14 +86,14 @@ class _Options(Values, group=_GROUP):
     concurrency = option(
         "the points, with commas between them [default: seven, evenly on a log scale]", integers
     )
-    min_duration = option("of each point [default: 600 s up to 32 at once, 1200 s above]", seconds)
+    min_duration = option("of each point [default: 600 s up to concurrency 32, 1200 s above]", seconds)
     submitter = OutputFields.submitter.but("your organisation, and its folder's name", group=_GROUP)
     system_name = GeneralFields.system_name.but("the system's name, and its folder's", group=_GROUP)
     submission_id = option("the folder below the submitter's", default="1")
     division = option("the division", one_of(*DIVISIONS), default=DIVISIONS[0])
-    system_description = option("a JSON file with what system_desc.json says of the hardware")
+    system_description = option("a JSON file with the fields of system_desc.json about the hardware")
     system_power = option("a JSON file with the system's power, system_power.json")
-    disclosure = option("a JSON file with more fields of each point.yaml, and below r8 of that of 8 at once")
+    disclosure = option("a JSON file with more fields for each point.yaml, and under r8 for concurrency 8")
     src = option("a folder with the implementation's code and its README.md")
     docs = option("a folder with documents")
     seed_set = option("the published seeds", one_of(*SEED_SETS), default="A")
@@ -106,15 +106,15 @@ class _Options(Values, group=_GROUP):
         one_of("inference-endpoint"),
     )
     stall_timeout = DeadlineFields.stall_timeout.but(
-        "longest silence of a server that owes answers", default=300.0, group=_GROUP
+        "longest silence of a server with outstanding requests", default=300.0, group=_GROUP
     )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure the points that have no result yet, and write the files of all.
+    """Measure the points without a result, and write the files of all points.
 
-    NOT_READY if the server is not; TEST_FAILED if requests failed, or an accuracy could not be measured.
-    Raises StageError if MLCommons' client fails: points that were measured by then stay.
+    Exit codes: NOT_READY if the server is not ready; TEST_FAILED if requests failed, or an accuracy could not
+    be measured. Raises StageError if MLCommons' client fails; completed points remain.
     """
     parser = Parser(
         prog="mpillm endpoints-submission",
@@ -140,10 +140,11 @@ def main(argv: Sequence[str]) -> int:
     except EndpointError as error:
         print(f"mpillm: {error}", file=sys.stderr)
         return ExitCode.NOT_READY
-    root = curve.root(Path(options.output or ""))
-    curve.finish(Path(options.output or ""), points)
-    said = f"{options.benchmarks} on {options.url}, measured with `mpillm endpoints-submission`.\n"
-    write_shared(root, _folder(options.src), _folder(options.docs), said)
+    output = Path(options.output or "")
+    root = curve.root(output)
+    curve.finish(output, points)
+    readme = f"{options.benchmarks} on {options.url}, measured with `mpillm endpoints-submission`.\n"
+    write_shared(root, _folder(options.src), _folder(options.docs), readme)
     if options.system_power:
         write_json(root / "results" / curve.system / POWER, read_object(Path(options.system_power)))
     print(f"\nsubmission  {display_path(root)}\ncheck it    endpoints-submission-cli check-submission {root}")
@@ -151,7 +152,9 @@ def main(argv: Sequence[str]) -> int:
         full = workloads.get(options.benchmarks or "").n_samples
         samples = f"{workload.n_samples} of the benchmark's {full:,} samples"
         print(f"tiny        {samples}: no submission, and the checker rejects it")
-    for line in curve.left_to_submitter(options.system_power is not None, Path(options.output or ""), points):
+    for line in curve.missing_disclosures(
+        options.system_power is not None, Path(options.output or ""), points
+    ):
         print(f"yours       {line}")
     for line in failed:
         print(f"mpillm: {line}", file=sys.stderr)
@@ -166,12 +169,12 @@ def _curve(options: _Options) -> tuple[Curve, list[int], Workload]:
             f"--concurrency: the highest is {points[-1]}; must be {c_max}, which stands for Offline"
         )
     regions = Regions.of(c_max, points[0])
-    if len(points) > MOST_POINTS:
-        raise ConfigError(f"--concurrency: {len(points)} points; {MOST_POINTS} are the most")
-    if len(points) < POINTS:
-        print(f"{len(points)} points: a submission needs {POINTS}")
+    if len(points) > MAX_POINTS:
+        raise ConfigError(f"--concurrency: {len(points)} points; {MAX_POINTS} are the most")
+    if len(points) < MIN_POINTS:
+        print(f"{len(points)} points: a submission needs {MIN_POINTS}")
     workload = workloads.get(name, options.model_scale)
-    given = {
+    files = {
         option: read_object(Path(file)) if (file := options.values[option]) else {}
         for option in ("system_description", "disclosure")
     }
@@ -187,8 +190,8 @@ def _curve(options: _Options) -> tuple[Curve, list[int], Workload]:
             options.seed_set,
             options.target_cohort or next_cohort(date.today()),
             workload.n_samples,
-            given["system_description"],
-            given["disclosure"],
+            files["system_description"],
+            files["disclosure"],
         ),
         points,
         workload,
@@ -196,9 +199,9 @@ def _curve(options: _Options) -> tuple[Curve, list[int], Workload]:
 
 
 def _measure(options: _Options, curve: Curve, points: Sequence[int], workload: Workload) -> list[str]:
-    """Measure the points, and return what failed, a line for each."""
+    """Measure the points. Returns a line for each failure."""
     output, failed = Path(options.output or ""), []
-    _check_there(options, curve, points)
+    _check_measured(options, curve, points)
     scored = curve.regions.accuracy_points(points)
     if workload.accuracy.metric == "by_reference":
         failed.append(f"no accuracy: {workload.name} is scored by {workload.accuracy.evaluator}")
@@ -210,7 +213,7 @@ def _measure(options: _Options, curve: Curve, points: Sequence[int], workload: W
         or (c in scored and not (curve.folder(output, c) / ACCURACY).exists())
     ]
     for c in sorted({*points} - {*todo}):
-        print(f"{c:>6} at once  was there")
+        print(f"{f'concurrency {c}':>17}  measured earlier")
     if not todo:
         return failed
     folder = options.model_path
@@ -239,74 +242,73 @@ def _measure(options: _Options, curve: Curve, points: Sequence[int], workload: W
     return failed
 
 
-# What a point's result depends on, beside the duration.
+# Options that affect a point's result, without the duration.
 _MEASURED = (
     *("url", "model", "model_path", "benchmarks", "model_scale", "dataset_path", "seed_set"),
     "harness",
 )
 
-_MODEL_THERE = "served_model"  # in its notes
-_CURE = "remove it, or choose another --submission_id"
+_SERVED_MODEL = "served_model"  # key in the point's notes
+_REMEDY = "remove it, or choose another --submission_id"
 
 
-def _check_there(options: _Options, curve: Curve, points: Sequence[int]) -> None:
-    """Raise ConfigError if a point in the folder was measured with other options, or is not of the curve."""
+def _check_measured(options: _Options, curve: Curve, points: Sequence[int]) -> None:
+    """Raise ConfigError if a point in the folder has other options, or is not part of the curve."""
     results = curve.folder(Path(options.output or ""), 1).parent
     for file in sorted(results.glob(f"r[0-9]*/{CONFIG}")):
-        folder, config = file.parent, how_measured(file.parent)
+        folder, config = file.parent, read_measurement(file.parent)
         c = int(folder.name[1:])
         if c not in points:
-            raise ConfigError(f"{folder} is no point of this curve (--concurrency): {_CURE}")
-        asked = {name: options.values[name] for name in _MEASURED} | {"min_duration": _lasts(options, c)}
-        for name, value in asked.items():
-            if (was := config.get(name)) != value:
-                said = "without" if was is None else "with"
-                had = "" if was is None else f" {was}"
+            raise ConfigError(f"{folder} is not a point of this curve (--concurrency): {_REMEDY}")
+        present = {name: options.values[name] for name in _MEASURED} | {"min_duration": _lasts(options, c)}
+        for name, value in present.items():
+            if (earlier := config.get(name)) != value:
+                option = f"without --{name}" if earlier is None else f"with --{name} {earlier}"
                 this = "without" if value is None else value
-                raise ConfigError(f"{folder} was measured {said} --{name}{had}, this is {this}: {_CURE}")
+                raise ConfigError(f"{folder} was measured {option}, this is {this}: {_REMEDY}")
 
 
 def _check_model(curve: Curve, output: Path, points: Sequence[int], model: str) -> None:
-    """Raise ConfigError if a point was measured when the server had another model, which no option says."""
+    """Raise ConfigError if the server had another model during the measurement of a point."""
     for folder in (curve.folder(output, c) for c in points):
-        if _is_measured(folder) and (was := how_measured(folder).get(_MODEL_THERE, model)) != model:
+        if _is_measured(folder) and (was := read_measurement(folder).get(_SERVED_MODEL, model)) != model:
             raise ConfigError(
-                f"{folder} was measured with the server's model {was}, now it has {model}: {_CURE}"
+                f"{folder} was measured with the server's model {was}, now it has {model}: {_REMEDY}"
             )
 
 
 def _lasts(options: _Options, c: int) -> float:
-    """Return how long a point lasts at least."""
+    """Return the minimum duration of a point in seconds."""
     return options.min_duration if options.min_duration is not None else min_duration_s(c)
 
 
 def _is_measured(folder: Path) -> bool:
-    """Return whether a point has a result, of which no request failed."""
+    """Return whether a point has a result without failed requests."""
     file = folder / SUMMARY
     with as_written(file):
         return file.exists() and not read_object(file)["n_samples_failed"]
 
 
 def _sampling(curve: Curve, workload: Workload) -> Sampling:
-    """Return how answers are chosen; of the published seed the bits that every server takes."""
-    said = workload.sampling
+    """Return the sampling parameters. The seed is the part of the published one that all servers accept."""
+    parameters = workload.sampling
     return Sampling(
         workload.max_output_len,
-        temperature=said.get("temperature", 0.0),
-        top_k=int(said.get("top_k", 0)),
-        top_p=said.get("top_p", 1.0),
+        temperature=parameters.get("temperature", 0.0),
+        top_k=int(parameters.get("top_k", 0)),
+        top_p=parameters.get("top_p", 1.0),
         seed=SEED_SETS[curve.seed_set]["model_seed"] & 0x7FFFFFFF,
     )
 
 
 def per_user(summary: Mapping[str, Any]) -> str:
-    """Return the tokens/s of a user as the end of a line, or why there is none."""
-    p90 = summary["tpot"].get("percentiles", {}).get("90.0")  # as MLCommons' client writes it
+    """Return the tokens/s of a user as the end of a line, or the reason for its absence."""
+    p90 = summary["tpot"].get("percentiles", {}).get("90.0")  # the key in MLCommons' client
     if rate := summary.get("tps_per_user") or (1e9 / p90 if p90 else None):
         return f"  {rate:.4g} per user"
     if not summary["n_samples_completed"]:
         return ""
-    return "  time per output token 0, which the checker rejects: most answers came in one piece"
+    return "  time per output token 0, which the checker rejects: most answers arrived in one piece"
 
 
 def _point(
@@ -333,8 +335,8 @@ def _point(
         "logs_retained": True,
         "link_logs": WARMUP,
     }
-    stated = {name: value for name, value in options.values.items() if value is not None}
-    notes = stated | {"min_duration": lasts, "warmup": warmed_up, _MODEL_THERE: client.endpoint.model}
+    explicit = {name: value for name, value in options.values.items() if value is not None}
+    notes = explicit | {"min_duration": lasts, "warmup": warmed_up, _SERVED_MODEL: client.endpoint.model}
     (folder / NOTES).unlink(missing_ok=True)
     failed: list[str] = []
     if options.harness:
@@ -342,7 +344,7 @@ def _point(
         try:
             summary = measured_point(load, folder, lasts, c / took)
         except StageError as error:
-            raise StageError(f"{c} at once: {error}") from None
+            raise StageError(f"concurrency {c}: {error}") from None
         write_yaml(folder / NOTES, notes)
     else:
         test = FixedConcurrency(prompts, order, sampling, c, len(prompts), lasts)
@@ -351,10 +353,11 @@ def _point(
         summary = result_summary(test.records, duration, started)
         write_yaml(folder / CONFIG, notes)
         write_json(folder / SUMMARY, summary)
-        failed = _errors(test, f"{c} at once")
+        failed = _errors(test, f"concurrency {c}")
     curve.write_point(folder, c)
     print(
-        f"{c:>6} at once  {summary['n_samples_issued']:,} requests in {summary['duration_ns'] / 1e9:.1f} s"
+        f"{f'concurrency {c}':>17}  {summary['n_samples_issued']:,} requests"
+        f" in {summary['duration_ns'] / 1e9:.1f} s"
         f"  {system_tps(summary):.4g} tokens/s{per_user(summary)}",
         flush=True,
     )
@@ -364,7 +367,7 @@ def _point(
 def _load_of(
     options: _Options, curve: Curve, c: int, client: EndpointClient, dataset: Dataset, sampling: Sampling
 ) -> LoadSpec:
-    """Return what MLCommons' client is to do at a point. Its files stay beside the submission."""
+    """Return the load of MLCommons' client at a point. Its files remain beside the submission."""
     seeds, tokenizer = SEED_SETS[curve.seed_set], load_tokenizer(Path(options.model_path or ""))
     return LoadSpec(
         (client.endpoint.url,),
@@ -401,27 +404,27 @@ def _accuracy(
     sampling = _sampling(curve, workload)
     test = FixedConcurrency(prompts, iter(range(len(prompts))), sampling, c, len(prompts))
     client.run(test)
-    if lost := _errors(test, f"{c} at once, accuracy"):
+    if lost := _errors(test, f"concurrency {c}, accuracy"):
         return lost
-    answers = [Answer(record.text, record.output_len) for record in test.records]
+    answers = [ScoredResponse(record.text, record.output_len) for record in test.records]
     scores = METRICS[workload.accuracy.metric](answers, [rows[i] for i in test.indices])
     write_json(folder / ACCURACY, accuracy_results(curve.benchmark.dataset, len(answers), scores))
-    said = ", ".join(f"{name} {value:.4g}" for name, value in scores.values.items())
-    print(f"{'':>16} accuracy: {said}", flush=True)
+    values = ", ".join(f"{name} {value:.4g}" for name, value in scores.values.items())
+    print(f"{'':>18} accuracy: {values}", flush=True)
     return []
 
 
-def _errors(test: FixedConcurrency, what: str) -> list[str]:
+def _errors(test: FixedConcurrency, name: str) -> list[str]:
     errors = [record.error for record in test.records if record.error]
-    return [f"{what}: {len(errors)} requests failed: {errors[0]}"] if errors else []
+    return [f"{name}: {len(errors)} requests failed: {errors[0]}"] if errors else []
 
 
-def _dataset_path(options: _Options, workload: Workload, made: Path) -> Path:
+def _dataset_path(options: _Options, workload: Workload, tiny: Path) -> Path:
     if options.dataset_path:
         return Path(options.dataset_path)
     if workload.scaled:
-        write_dataset(workload, made)
-        return made
+        write_dataset(workload, tiny)
+        return tiny
     return Path(workload.dataset_path)
 
 

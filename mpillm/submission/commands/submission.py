@@ -39,10 +39,10 @@ class _Options(Values, group=_GROUP):
     system_name = GeneralFields.system_name.but(
         "the system's name, and its folder's [default: the runs' --system_name]", group=_GROUP
     )
-    system_description = option("a JSON file with an object that is laid over the description of the system")
-    measurements = option("a JSON file with an object that is laid over the measurements.json of each result")
+    system_description = option("a JSON file with an object that overrides the description of the system")
+    measurements = option("a JSON file with an object that overrides the measurements.json of each result")
     force = GeneralFields.force.but(
-        "replace what this submitter has in this division there", default=False, group=_GROUP
+        "replace this submitter's folder in this division", default=False, group=_GROUP
     )
 
 
@@ -51,7 +51,7 @@ def _parser() -> Parser:
         prog="mpillm submission",
         usage="python -m mpillm submission RUN_DIR… --output DIR --submitter NAME --system_name"
         " NAME [options]",
-        description="Lay runs out as a submission to MLPerf Inference (v6.0, v6.1), and say what is missing.",
+        description="Arrange runs as a submission to MLPerf Inference (v6.0, v6.1), and list missing parts.",
         epilog=f"example:\n  python -m mpillm submission {RUNS}/* --output build/submission --submitter Us"
         " --system_name 8xH200",
     )
@@ -65,7 +65,7 @@ def _parser() -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the submission. Exit code TEST_FAILED: it lacks something."""
+    """Write the submission. Exit code TEST_FAILED: it is incomplete or violates a rule."""
     parser = _parser()
     options = collect(argv, _Options, parser)
     paths = [run_path(path) for path in parser.parse_args(argv).run_dirs]
@@ -92,8 +92,8 @@ def main(argv: Sequence[str]) -> int:
         )
         for result in results:
             check_accuracy_file(result)
-            found = measurements(next(iter(result.runs.values())))
-            result.measurements = overlay(found, options.measurements, MEASUREMENTS, "--measurements")
+            fields = measurements(next(iter(result.runs.values())))
+            result.measurements = overlay(fields, options.measurements, MEASUREMENTS, "--measurements")
         problems = rejected(results, system, options.division)
         problems += [problem for result in results for problem in result.forbidden(options.division)]
         submission = Submission(options.division, submitter, system_name, system, results)

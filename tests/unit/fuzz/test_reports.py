@@ -259,6 +259,6 @@ def test_points_of_a_curve(folder: Path, summary: bytes, notes: bytes) -> None:
         (place := curve.folder(folder, c)).mkdir(parents=True, exist_ok=True)
         (place / "result_summary.json").write_bytes(summary if c == 48 else json_bytes(SUMMARY))
         (place / "config.yaml").write_bytes(notes if c == 48 else yaml_text(NOTES))
-    endpoints_submission._check_there(options, curve, points)
+    endpoints_submission._check_measured(options, curve, points)
     if all(endpoints_submission._is_measured(curve.folder(folder, c)) for c in points):
         curve.finish(folder, points)

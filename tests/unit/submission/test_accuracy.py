@@ -14,7 +14,7 @@ from disagg.errors import ConfigError
 from mpillm import cli
 from mpillm.loadgen.logs import digest
 from mpillm.submission.scores import (
-    Answer,
+    ScoredResponse,
     by_rouge,
     gsm8k,
     long_context,
@@ -30,8 +30,8 @@ from tests.helpers.run_directories import log_entry, make_run
 A, B = "0123abcd-0123-0123-0123-0123456789ab", "ffffffff-ffff-ffff-ffff-ffffffffffff"
 
 
-def answers(*texts: str) -> list[Answer]:
-    return [Answer(text, len(text.split()) + 1) for text in texts]
+def answers(*texts: str) -> list[ScoredResponse]:
+    return [ScoredResponse(text, len(text.split()) + 1) for text in texts]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_llama3() -> None:
 
 
 @pytest.mark.parametrize(
-    ("benchmark", "target", "least"),
+    ("benchmark", "target", "min_values"),
     [  # accuracy-target and accuracy-upper-limit of MLCommons' submission checker, v6.0
         (
             "llama2-70b",
@@ -209,18 +209,18 @@ def test_llama3() -> None:
         ("deepseek-r1", 0.99, {"exact_match": 80.544618, "tokens_per_sample": 3497.60466}),
     ],
 )
-def test_targets_are_the_checkers(benchmark: str, target: float, least: dict[str, float]) -> None:
+def test_targets_are_the_checkers(benchmark: str, target: float, min_values: dict[str, float]) -> None:
     accuracy = get(benchmark).accuracy
-    checks = {c.name: c for c in check(accuracy, dict(least), target)}
-    assert {name: c.at_least for name, c in checks.items()} == pytest.approx(least, rel=1e-9)
+    checks = {c.name: c for c in check(accuracy, dict(min_values), target)}
+    assert {name: c.min_value for name, c in checks.items()} == pytest.approx(min_values, rel=1e-9)
     limits = {"llama2-70b": 323.895, "mixtral-8x7b": 160.49, "llama3.1-405b": 753.148}
     limits |= {"llama3.1-8b": 8984408.4, "deepseek-r1": 4274.85014}
-    assert checks[accuracy.length].at_most == pytest.approx(limits[benchmark])
+    assert checks[accuracy.length].max_value == pytest.approx(limits[benchmark])
     assert not any(c.passed for c in check(accuracy, {}, target))
     assert not any(
-        c.passed for c in check(accuracy, {name: value - 0.01 for name, value in least.items()}, target)
+        c.passed for c in check(accuracy, {name: value - 0.01 for name, value in min_values.items()}, target)
     )
-    above = {name: value + 0.01 for name, value in least.items()}
+    above = {name: value + 0.01 for name, value in min_values.items()}
     assert all(c.passed for c in check(accuracy, above, target))
     assert not all(c.passed for c in check(accuracy, {**above, accuracy.length: 1e7}, target))
 
@@ -342,7 +342,7 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     says("unknown option --tokeniser (did you mean '--tokenizer'?)", run, "--tokeniser", "x")
     says("there is no tokenizer.json in it", run, "--dataset_path", good, "--tokenizer", tmp_path)
     says("--tokenizer", tiny(tmp_path / "full", model_scale="full"), "--dataset_path", good)
-    says("name its place with --dataset_path", tiny(tmp_path / "moved", dataset_path="gone.pkl"))
+    says("name its path with --dataset_path", tiny(tmp_path / "moved", dataset_path="gone.pkl"))
     (run / "mlperf_log_accuracy.json").write_text("[\n{")
     says("cut by a full disk", run, "--dataset_path", good)
     (run / "config.json").write_text("[]")

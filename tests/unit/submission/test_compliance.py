@@ -125,7 +125,7 @@ def test_test09(tokens: int, passed: bool, tmp_path: Path, capsys: pytest.Captur
 def test_test07(score: str, passed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", "TEST07", answers=[log_entry(0, [7])], benchmarks=["gpt-oss-120b"])
     assert cli.main(["compliance", str(run)]) == 2
-    assert "TEST07 needs what the reference's evaluator printed" in capsys.readouterr().err
+    assert "TEST07 needs the output of the reference's evaluator" in capsys.readouterr().err
     printed = tmp_path / "printed.txt"
     printed.write_text(f"noise\n\n'exact_match': {score}\n")
     assert cli.main(["compliance", str(run), "--evaluated", str(printed)]) == (0 if passed else 4)

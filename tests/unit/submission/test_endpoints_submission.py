@@ -63,14 +63,16 @@ def test_a_curve_is_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[
         (curve / "r10" / "result_summary.json").unlink()
         assert main(command) == 0
         out = capsys.readouterr().out
-        assert out.count("was there") == 3 and re.search(r"10 at once  \d+ requests", out)
+        assert out.count("measured earlier") == 3 and re.search(r"concurrency 10  \d+ requests", out)
         assert (curve / "r4" / "result_summary.json").read_bytes() == before
         (curve / "r4" / "accuracy_results.json").unlink()
         failed = curve / "r48" / "result_summary.json"
         failed.write_text(json.dumps({**json.loads(failed.read_text()), "n_samples_failed": 1}))
         assert main(command) == 0
         out = capsys.readouterr().out
-        assert out.count("was there") == 2 and "48 at once" in out and "4 at once  26" not in out
+        assert (
+            out.count("measured earlier") == 2 and "concurrency 48" in out and "concurrency 4  26" not in out
+        )
         assert (curve / "r4" / "result_summary.json").read_bytes() == before
         assert (curve / "r4" / "accuracy_results.json").exists()
         assert json.loads(failed.read_text())["n_samples_failed"] == 0
@@ -78,7 +80,7 @@ def test_a_curve_is_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[
         told = {"model_precision": "int8", "r48": {"steady_state": found}}
         (tmp_path / "disclosure.json").write_text(json.dumps(told))
         assert main([*command, "--division", "RDI", "--target_cohort", "2027-01-C1"]) == 0
-        assert capsys.readouterr().out.count("was there") == 4
+        assert capsys.readouterr().out.count("measured earlier") == 4
         for folder in curve.iterdir():
             point = yaml.safe_load((folder / "point.yaml").read_text())
             assert (point["model_precision"], point["division"]) == ("int8", "RDI"), "what is said now"
@@ -104,7 +106,7 @@ def test_a_point_belongs_to_the_options_it_was_measured_with(
             (["--min_duration", "0.01", "--model_scale", "full"], "with --model_scale tiny, this is full"),
             (["--min_duration", "0.01", "--dataset_path", "x"], "without --dataset_path, this is x"),
             (["--min_duration", "0.01", "--url", "h:1"], f"with --url {url}, this is h:1"),
-            (["--min_duration", "0.01", "--concurrency", "2,48"], "r1 is no point of this curve"),
+            (["--min_duration", "0.01", "--concurrency", "2,48"], "r1 is not a point of this curve"),
         ):
             assert main([*command, *more]) == 2
             error = capsys.readouterr().err
@@ -133,7 +135,7 @@ def test_each_option_belongs_to_a_point_or_is_said_anew() -> None:
     ("latency", "said"), [(0.3, "  5 per user"), (0.1, "  time per output token 0"), (None, "")]
 )
 def test_answers_that_come_in_one_piece_are_said(latency: float | None, said: str) -> None:
-    """First and last token at once: no time per token, which MLCommons' checker rejects."""
+    """First and last token arrive together: no time per token, which MLCommons' checker rejects."""
     records = [] if latency is None else [Record(8, ttft=0.1, latency=latency, output_len=2)] * 10
     line = endpoints_submission.per_user(result_summary(records, 1.0, 0.0))
     assert line.startswith(said) and bool(line) == bool(said)
@@ -244,7 +246,7 @@ def test_points_that_mlcommons_client_measures(
             assert point["warmup"]["requests_completed"] == c
             assert point["warmup"]["data_source"].startswith("random tokens")
             assert json.loads((folder / "system_desc.json").read_text())["tps_utilization"] == 1.0
-        assert main(command) == 0 and capsys.readouterr().out.count("was there") == 2
+        assert main(command) == 0 and capsys.readouterr().out.count("measured earlier") == 2
         assert main([word for word in command if word not in ("--harness", "inference-endpoint")]) == 2
         assert "was measured with --harness inference-endpoint, this is without" in capsys.readouterr().err
 
@@ -265,6 +267,6 @@ def test_a_client_that_fails_has_no_point(
     with null_server() as url:
         assert main(["endpoints-submission", *words, "--url", url, "--min_duration", "0.01"]) == 1
     error = capsys.readouterr().err
-    assert said in error and "1 at once: harness (inference-endpoint)" in error
+    assert said in error and "concurrency 1: harness (inference-endpoint)" in error
     results = tmp_path / "made" / "Us" / "1" / "results"
     assert not [*results.rglob("result_summary.json")]

@@ -13,7 +13,7 @@ from mpillm.options.options import parse_run
 from mpillm.submission.judged_run import JudgedRun
 from mpillm.submission.package import command_of, truncated
 from mpillm.submission.rules import place
-from mpillm.submission.submitted_runs import Run
+from mpillm.submission.submitted_runs import SubmittedRun
 from mpillm.workloads import get
 from mpillm.workloads.rounds import ROUNDS
 from tests.helpers.run_directories import FULL_SIZE, make_run
@@ -205,7 +205,7 @@ def test_rounds_and_scenarios(maker: Maker) -> None:
         *maker.runs(benchmarks=["mixtral-8x7b"], accuracy_target=0.99), *measured(maker), code=4
     )
     assert "round v6.1, whose seeds its LoadGen has, has no mixtral-8x7b" in out
-    assert "mixtral-8x7b: the closed division needs Server too" in out
+    assert "mixtral-8x7b: the closed division also needs Server" in out
     seeds = ("effective_qsl_rng_seed", "effective_sample_index_rng_seed", "effective_schedule_rng_seed")
     older = dict(zip(seeds, ROUNDS[1].seeds, strict=True))
     runs = maker.runs(name="v6.0-", benchmarks=["mixtral-8x7b"], accuracy_target=0.99, detail=older)
@@ -246,7 +246,9 @@ def test_the_command_gives_the_run_again(maker: Maker, monkeypatch: pytest.Monke
     flags = "--trtllm_runtime_flags max_num_tokens:99,use_inflight_batching:false"
     config = parse_run([*words.split(), *flags.split(), "--stop_words", '["#", [1, 2]]'])
     (maker.folder / "config.json").write_text(json.dumps(config.to_json()))
-    run = Run(JudgedRun(maker.folder, {}, {"world_size": 3}), "performance", "llama2-70b-99", "Offline")
+    run = SubmittedRun(
+        JudgedRun(maker.folder, {}, {"world_size": 3}), "performance", "llama2-70b-99", "Offline"
+    )
     monkeypatch.delenv("TRTLLM_RUNTIME_FLAGS")
     head, _, options = command_of(run).partition(" run ")
     assert head == "python -m mpillm mpirun -n 3"

@@ -99,7 +99,7 @@ def test_the_weights_of_servers_are_asked_of_the_submitter(maker: Maker, core: s
     runs = maker.runs(core_type=core, model_path=str(model), dtype="auto", result={"per_instance": []})
     out = maker.submit(*runs, code=4)
     for key in ("weight_data_types", "weight_transformations"):
-        assert f"{key} of measurements.json is not known (the servers don't say): give it with" in out
+        assert f"{key} of measurements.json is not known (the servers do not report it): add it with" in out
     stated = maker.folder / "weights.json"
     stated.write_text(json.dumps({"weight_data_types": "fp8", "weight_transformations": "quantization"}))
     out = maker.submit(*runs, "--measurements", stated, "--force", code=4)

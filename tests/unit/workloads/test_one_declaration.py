@@ -106,12 +106,12 @@ assert tiny.scaled["performance_sample_count_override"] == 10
 """,
     "submission": """
 from mpillm.submission.rules import missing_scenarios, place
-from mpillm.submission.scores import METRICS, Answer
+from mpillm.submission.scores import METRICS, ScoredResponse
 from mpillm.submission.targets import check
 assert place(new, 0.999, "Server") == ("new-7b-99.9", "Server")
 assert place(new.interactive(), 0.99, "Server") == ("new-7b-99", "Interactive")
 assert missing_scenarios(new, {"Offline"}) == ["one of Server and Interactive"]
-scores = METRICS[new.accuracy.metric]([Answer("a b", 12)], [{"gt_output": "a b", "metric": "rouge"}])
+scores = METRICS[new.accuracy.metric]([ScoredResponse("a b", 12)], [{"gt_output": "a b", "metric": "rouge"}])
 assert all(c.passed for c in check(new.accuracy, scores.values, 0.99)), scores
 """,
 }
