@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from disagg.errors import ConfigError
 from launch.check_world import WrongLauncher
-from launch.environment import tell_exit_code
+from launch.environment import write_exit_code
 from launch.launcher import EveryRankError
 from launch.signals import stop_signals
 from mpillm.comms.start import start_mpi
@@ -81,7 +81,7 @@ def run_on_ranks(
         world.Abort(1)
     watchdog.cancel()
     if world.rank == 0:
-        tell_exit_code(ExitCode.DONE)
+        write_exit_code(ExitCode.DONE)
     return ExitCode.DONE
 
 

@@ -17,7 +17,7 @@ from benchmarks.endpoints import load_test
 from disagg.errors import ConfigError
 from launch.command import find_program
 from launch.environment import clean_environment
-from launch.held_port import HeldPort
+from launch.reserved_port import ReservedPort
 from mpillm.experiments.intervals import paired_test
 from mpillm.options.field import Field
 from mpillm.options.parsers import positive
@@ -97,7 +97,7 @@ def _measured(config: Options, url: str) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _by_hand(server: str) -> Iterator[str]:
-    port = HeldPort("127.0.0.1")
+    port = ReservedPort("127.0.0.1")
     port.let_go()
     program, *words = shlex.split(server.replace("{port}", str(port.number)))
     process = subprocess.Popen(

@@ -16,10 +16,9 @@ import numpy as np
 
 import disagg
 from disagg import WorldPlan
-from launch.places import RUNS
+from launch.default_paths import RUNS
 from mpillm.comms import rank0_control
-from mpillm.comms.control import Limits, RankControl
-from mpillm.comms.lifeline import Lifelines
+from mpillm.comms.control import RankControl, Timeouts
 from mpillm.comms.messages import (
     ARRIVED,
     BEAT,
@@ -30,7 +29,7 @@ from mpillm.comms.messages import (
     REQUEST,
     RESPONSE,
     WORK,
-    Arrived,
+    Arrival,
     Batch,
     Beat,
     Grant,
@@ -40,8 +39,9 @@ from mpillm.comms.messages import (
     Setup,
 )
 from mpillm.comms.rank0_control import Rank0Control
+from mpillm.comms.rank_connections import RankConnections
 from mpillm.comms.tags import Tag
-from mpillm.comms.transport import Buffer, Received, Transport
+from mpillm.comms.transport import Buffer, Envelope, Transport
 from mpillm.errors import Failure, RunError
 from mpillm.phases import PHASES, Phase
 from mpillm.roles.leader import Leader
@@ -65,7 +65,7 @@ class Wire:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.handlers: dict[Tag, Callable[[Received], None]] = {}
+        self.handlers: dict[Tag, Callable[[Envelope], None]] = {}
         self.sent: deque[tuple[int, Tag, Buffer]] = deque()
 
     def send(self, dest: int, tag: Tag, buffer: Buffer) -> None:
@@ -74,7 +74,7 @@ class Wire:
 
     def deliver(self, source: int, tag: Tag, buffer: Buffer) -> None:
         """Hand a message to its handler."""
-        self.handlers[tag](Received(source, tag, buffer))
+        self.handlers[tag](Envelope(source, tag, buffer))
 
 
 class Clock:
@@ -155,12 +155,12 @@ class ControlledCluster:
         self.clock = Clock()
         self._plan, self._values = plan, values
         self._wire = Wire(0)
-        limits = Limits(dict.fromkeys(PHASES, 1e9), heartbeat=heartbeat_s)
-        mine = cast(RankControl, types.SimpleNamespace(transport=self._wire, limits=limits, outcome=None))
+        timeouts = Timeouts(dict.fromkeys(PHASES, 1e9), heartbeat=heartbeat_s)
+        mine = cast(RankControl, types.SimpleNamespace(transport=self._wire, timeouts=timeouts, outcome=None))
         with simulated(self.clock, rank0_control):
             self.control = Rank0Control(mine, len(plan.ranks), self.clock.now, self._released)
-        self._lifelines = types.SimpleNamespace(ended=frozenset())
-        self.control.lifelines = cast(Lifelines, self._lifelines)
+        self._rank_connections = types.SimpleNamespace(exited=frozenset())
+        self.control.connections = cast(RankConnections, self._rank_connections)
         self._beat = BEAT.write(Beat("test", 0.0, ""))
 
     def _released(self, phase: Phase, seconds: float, reports: dict[int, Any]) -> Setup | int | None:
@@ -178,7 +178,7 @@ class ControlledCluster:
                 if phase == PHASES[0]:
                     pids = f"pids of {rank.node}"
                     report = JoinReport(rank.node, os.getpid(), 0.0, {}, "", "", self._values, (), pids)
-                self._wire.deliver(rank.rank, Tag.ARRIVED, ARRIVED.write(Arrived(phase, report)))
+                self._wire.deliver(rank.rank, Tag.ARRIVED, ARRIVED.write(Arrival(phase, report)))
         n_bytes: int = sum(buffer.nbytes for _, _, buffer in self._wire.sent)
         self._wire.sent.clear()
         return n_bytes
@@ -204,12 +204,12 @@ class ControlledCluster:
 
     def end(self, rank: int) -> None:
         """Let a rank's process end."""
-        self._lifelines.ended |= {rank}
+        self._rank_connections.exited |= {rank}
 
     def notices(self, rank: int, beats_every_s: float, ended: bool) -> float:
         """Return how many seconds pass until the loss of a rank is known.
 
-        `ended`: its process has, and its lifeline says so; otherwise it falls silent.
+        `ended`: its process has exited, which its liveness connection reports; otherwise it falls silent.
         """
         lost_at = self.clock.now
         if ended:

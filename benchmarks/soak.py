@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
-from launch.places import RUNS
+from launch.default_paths import RUNS
 from mpillm.options.field import Field
 from mpillm.options.fields.results import OutputFields
 from mpillm.options.fields.topology import TopologyFields

@@ -17,16 +17,16 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-from launch.outside import one_line
+from launch.safe_text import one_line
 
-MOST_PAGE = 1 << 24
-"""Bytes of a page: health, models, counts, an error."""
-MOST_ANSWER = 1 << 28
-"""Bytes of an answer in one piece, or of a chunk of it."""
-MOST_EVENT = 1 << 24
-"""Bytes of a stream without the end of an event."""
-OF_GRPC = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", MOST_ANSWER)]
-"""Options of a channel: the bytes of what we send are ours to say, those of an answer are not."""
+MAX_PAGE_BYTES = 1 << 24
+"""Bytes of a small response: health, models, counts, an error."""
+MAX_ANSWER_BYTES = 1 << 28
+"""Bytes of a response, or of a chunk of it."""
+MAX_EVENT_BYTES = 1 << 24
+"""Bytes of an event in a stream."""
+GRPC_OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", MAX_ANSWER_BYTES)]
+"""Options of a gRPC channel: the size of responses is limited, not the size of requests."""
 
 
 class ReplyError(Exception):
@@ -36,17 +36,17 @@ class ReplyError(Exception):
     """
 
 
-class Bounded:
-    """Keeps a connection to ``host:port`` open, as a context, for one request at a time."""
+class BoundedClient:
+    """Context with an open connection to ``host:port``, for one request at a time."""
 
     def __init__(self, address: str) -> None:
-        """Connect when a request is made. Raises ReplyError for what is no address."""
+        """Raises ReplyError if the address is invalid. The first request connects."""
         try:
             self._http = http.client.HTTPConnection(address)
         except http.client.InvalidURL as error:
             raise ReplyError(one_line(str(error))) from None
 
-    def __enter__(self) -> Bounded:
+    def __enter__(self) -> BoundedClient:
         return self
 
     def __exit__(
@@ -55,13 +55,13 @@ class Bounded:
         self._http.close()
 
     @contextlib.contextmanager
-    def ask(
-        self, path: str, timeout_s: float, body: bytes | None = None, most: int = MOST_PAGE
+    def request(
+        self, path: str, timeout_s: float, body: bytes | None = None, max_bytes: int = MAX_PAGE_BYTES
     ) -> Iterator[http.client.HTTPResponse]:
-        """POST a JSON `body`, or GET without one, and yield the response, whose body is read inside.
+        """POST a JSON `body`, or GET without one, and yield the response. Read its body in the context.
 
-        All of it may take `timeout_s`, and `most` bytes. Raises ReplyError if it does not; the connection is
-        closed then, and the next request opens another.
+        The request may take `timeout_s`, and the response `max_bytes`. Otherwise this raises ReplyError and
+        closes the connection; the next request opens another one.
         """
         end = time.monotonic() + timeout_s
         self._http.timeout = timeout_s
@@ -69,12 +69,12 @@ class Bounded:
             self._http.sock.settimeout(timeout_s)
 
         def response(sock: socket.socket, *args: Any, **options: Any) -> http.client.HTTPResponse:
-            made = http.client.HTTPResponse(sock, *args, **options)
-            made.fp = io.BufferedReader(_Bounds(sock, made.fp, end, timeout_s, most))
-            return made
+            limited = http.client.HTTPResponse(sock, *args, **options)
+            limited.fp = io.BufferedReader(_LimitedReader(sock, limited.fp, end, timeout_s, max_bytes))
+            return limited
 
         self._http.response_class = response  # type: ignore[assignment]
-        whole = False
+        is_complete = False
         try:
             if body is None:
                 self._http.request("GET", path)
@@ -82,7 +82,7 @@ class Bounded:
                 self._http.request("POST", path, body, {"Content-Type": "application/json"})
             with self._http.getresponse() as answer:
                 yield answer
-                whole = answer.isclosed()
+                is_complete = answer.isclosed()
         except TimeoutError:
             raise _late(timeout_s) from None
         except OSError as error:
@@ -90,27 +90,27 @@ class Bounded:
         except http.client.HTTPException as error:
             raise ReplyError(one_line(f"{type(error).__name__}: {error}")) from None
         finally:
-            if not whole:
+            if not is_complete:
                 self._http.close()
 
 
 def page(url: str, timeout_s: float, body: bytes | None = None) -> tuple[int, bytes]:
-    """Return the status and the body of the answer to one request (see `Bounded.ask`). Raises ReplyError."""
+    """Return the status and the body of one response (see `BoundedClient.request`). Raises ReplyError."""
     parts = urlsplit(url)
     path = parts.path + (f"?{parts.query}" if parts.query else "")
-    with Bounded(parts.netloc) as server, server.ask(path or "/", timeout_s, body) as answer:
+    with BoundedClient(parts.netloc) as server, server.request(path or "/", timeout_s, body) as answer:
         return answer.status, answer.read()
 
 
-class _Bounds(io.RawIOBase):
+class _LimitedReader(io.RawIOBase):
     """Socket reads with a limit of bytes and a deadline."""
 
-    def __init__(self, sock: socket.socket, plain: Any, end: float, timeout_s: float, most: int) -> None:
+    def __init__(self, sock: socket.socket, plain: Any, end: float, timeout_s: float, max_bytes: int) -> None:
         self._sock = sock
         self._plain = plain.detach()
         self._end = end
         self._timeout_s = timeout_s
-        self._most = self._left = most
+        self._max_bytes = self._left = max_bytes
 
     def readable(self) -> bool:
         return True
@@ -123,7 +123,7 @@ class _Bounds(io.RawIOBase):
         n: int = self._plain.readinto(buffer)
         self._left -= n
         if self._left < 0:
-            raise ReplyError(f"its answer is longer than {self._most} bytes")
+            raise ReplyError(f"its answer is longer than {self._max_bytes} bytes")
         return n
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ def library_title(library: str) -> str:
 
 
 def understands(library: str, launcher: Launcher) -> bool:
-    """Return False if an MPI library certainly can't find the other ranks of this launcher.
+    """Return False if an MPI library cannot connect to the other ranks of this launcher.
 
     Needs no running MPI.
     """
@@ -70,13 +70,13 @@ def check_world(
         wrong = size != launcher.size
     if not wrong:
         return
-    ours = f"but the MPI of {sys.executable}, {library_title(library)}, sees a world of {size}"
+    library_part = f"but the MPI of {sys.executable}, {library_title(library)}, sees a world of {size}"
     if launcher.size is None:
-        what = f"this process as rank {launcher.rank}"
-        problem = f"{launcher.name} started {what}, {ours}: the ranks would be separate runs"
+        process = f"this process as rank {launcher.rank}"
+        problem = f"{launcher.name} started {process}, {library_part}: the ranks would be separate runs"
     else:
         n = launcher.size
-        problem = f"{launcher.name} started {n} ranks, {ours}: they would be {n} separate runs"
+        problem = f"{launcher.name} started {n} ranks, {library_part}: they would be {n} separate runs"
     if launcher.name == PMI:
         problem += "; if none did, PMI_RANK and PMI_SIZE are left over from another program: unset them"
     raise WrongLauncher(
@@ -90,10 +90,10 @@ def _advice(launcher: Launcher, library: str, command: Sequence[str], variables:
 
     ranks = str(launcher.size or "N")
     program = [sys.executable, "-m", "mpillm"]
-    wanted: tuple[str, Protocol] = ("pmi2", "PMI") if library.startswith("MPICH") else ("pmix", "PMIx")
-    if launcher.is_srun and launcher.protocol != wanted[1]:
-        head = f"this line starts one world, if `srun --mpi=list` has {wanted[0]}"
-        words = ["srun", "-n", ranks, f"--mpi={wanted[0]}", *program, *command]
+    required: tuple[str, Protocol] = ("pmi2", "PMI") if library.startswith("MPICH") else ("pmix", "PMIx")
+    if launcher.is_srun and launcher.protocol != required[1]:
+        head = f"this line starts one world, if `srun --mpi=list` has {required[0]}"
+        args = ["srun", "-n", ranks, f"--mpi={required[0]}", *program, *command]
     else:
         try:
             detect()
@@ -104,7 +104,7 @@ def _advice(launcher: Launcher, library: str, command: Sequence[str], variables:
             if launcher.is_srun
             else "this line starts one world"
         )
-        words = [*program, "mpirun", "-n", ranks, *command]
+        args = [*program, "mpirun", "-n", ranks, *command]
         head += ", with the number of ranks for N" if launcher.size is None else ""
     prefix = "".join(f"{name}={shlex.quote(value)} " for name, value in variables.items())
-    return f"\n  {head}:\n    {prefix}{shlex.join(words)}"
+    return f"\n  {head}:\n    {prefix}{shlex.join(args)}"

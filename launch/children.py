@@ -1,4 +1,4 @@
-"""Child processes that exit with this one: a build tool, a server, an `mpirun`. Each may have a log file."""
+"""Child processes that end with this one: a build tool, a server, an `mpirun`. Each may have a log file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import psutil
 
 from disagg.errors import ConfigError
 from launch.prctl import adopt_orphans, die_with_parent
-from launch.signals import Echoes, Stopped, stop_signals
+from launch.signals import Echoes, StopSignal, stop_signals
 from launch.supervisor import STOP_GRACE_S, end_processes
 
 _POLL_S = 0.1
@@ -36,25 +36,27 @@ class Child:
     log: Path | None  # None: this process's own output
 
     def tail(self, lines: int = 15) -> str:
-        """Return the last lines of its log, indented, for an error message; empty if it wrote none."""
+        """Return the last lines of its log, indented, for an error message; "" without a log."""
         return tail(self.log, lines) if self.log else ""
 
-    def lines(self, pattern: str, most: int = 5) -> list[str]:
+    def lines(self, pattern: str, max_lines: int = 5) -> list[str]:
         """Return the first lines of its log that match; none without a pattern or a log."""
         if not pattern or self.log is None or not self.log.is_file():
             return []
         with self.log.open(encoding="utf-8", errors="replace") as file:
-            return [*itertools.islice((line.rstrip() for line in file if re.search(pattern, line)), most)]
+            return [
+                *itertools.islice((line.rstrip() for line in file if re.search(pattern, line)), max_lines)
+            ]
 
 
 class Children:
     """Context that ends its child processes when it exits, whatever the reason.
 
-    If the main thread enters the context, the first of `stop_signals` raises `Stopped` there. Other threads
-    cannot set handlers. When the context exits, running children get SIGTERM, or the received signal with
-    `pass_on`. They have `stop_grace_s` to exit. A second signal ends this wait. Then they are killed, with
-    all their descendants and all other processes that have become children of this one. With `adopts` False,
-    only processes of `start` are killed. Use this in a program that starts other processes.
+    If the main thread enters the context, the first of `stop_signals` raises `StopSignal` there. Other
+    threads cannot set handlers. When the context exits, running children get SIGTERM, or the received signal
+    with `pass_on`. They have `stop_grace_s` to exit. A second signal ends this wait. Then they are killed,
+    with all their descendants and all other processes that have become children of this one. With `adopts`
+    False, only processes of `start` are killed. Use this in a program that starts other processes.
     """
 
     def __init__(
@@ -63,10 +65,10 @@ class Children:
         self._adopts = adopts
         self._grace_s = stop_grace_s
         self._pass_on = pass_on
-        self._ask: int = signal.SIGTERM
+        self._stop_signal: int = signal.SIGTERM
         self._children: list[Child] = []
         self._signals = 0
-        self._stopped: Stopped | None = None
+        self._stopped: StopSignal | None = None
         self._echoes = Echoes()
         self._orphans: dict[psutil.Process, float] = {}  # when each was first seen
         self._previous: dict[int, Any] = {}
@@ -82,7 +84,7 @@ class Children:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._signals = max(self._signals, 1)  # from here on a signal only cuts the wait short
+        self._signals = max(self._signals, 1)  # from here on, a signal only ends the wait early
         try:
             self._end()
         finally:
@@ -94,13 +96,13 @@ class Children:
             return
         self._signals += 1
         if self._signals == 1:
-            self._ask = number if self._pass_on else self._ask
+            self._stop_signal = number if self._pass_on else self._stop_signal
             reports_itself = self._pass_on and any(child.log is None for child in self._children)
-            self._stopped = Stopped(number, is_reported=reports_itself)
+            self._stopped = StopSignal(number, is_reported=reports_itself)
             raise self._stopped
 
     def _stop_late(self) -> None:
-        """Raise `Stopped` again: Python drops it in some callbacks, as in those that it makes at a fork."""
+        """Raise `StopSignal` again: Python drops exceptions in some callbacks, such as those at a fork."""
         if self._stopped is not None:
             raise self._stopped
 
@@ -116,7 +118,7 @@ class Children:
                     stderr=subprocess.STDOUT if log else None,
                     pass_fds=[int(env["PMI_FD"])]
                     if "PMI_FD" in env
-                    else [],  # a rank's line to MPICH's mpirun, if `env` is a rank's
+                    else [],  # a rank's connection to MPICH's mpirun, if `env` is a rank's
                     start_new_session=True,  # Ctrl-C reaches only this process, which passes it on
                     preexec_fn=lambda: die_with_parent(signal.SIGTERM),
                 )
@@ -137,27 +139,24 @@ class Children:
 
     def pids(self) -> list[int]:
         """Return the process ids of the children that have not ended, and of all processes below them."""
-        found: list[int] = []
+        pids: list[int] = []
         for child in self.running():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(child.process.pid)
-                found += [process.pid, *(below.pid for below in process.children(recursive=True))]
-        return found
+                pids += [process.pid, *(below.pid for below in process.children(recursive=True))]
+        return pids
 
     def end_orphans(self, grace_s: float) -> None:
-        """Kill processes that are ours because what started them has ended, `grace_s` after that was seen.
-
-        Called again and again; it does not wait.
-        """
+        """Kill adopted orphans `grace_s` after they were first noticed. Call it often; it does not wait."""
         now = time.monotonic()
-        ours = self._before | {child.process.pid for child in self._children}
-        orphans = [process for process in psutil.Process().children() if process.pid not in ours]
+        own = self._before | {child.process.pid for child in self._children}
+        orphans = [process for process in psutil.Process().children() if process.pid not in own]
         self._orphans = {process: self._orphans.get(process, now) for process in orphans}
         late = [process for process, since in self._orphans.items() if now - since >= grace_s]
         for process in late:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(late, timeout=0)  # its zombies are ours, too
+        psutil.wait_procs(late, timeout=0)  # reaps them
 
     def wait(self, child: Child, deadline_s: float | None) -> int | None:
         """Return its exit code (negative: a signal), or None if it has not ended within `deadline_s` s."""
@@ -172,7 +171,7 @@ class Children:
     def _end(self) -> None:
         running = [child.process for child in self.running()]
         for process in running:
-            process.send_signal(self._ask)
+            process.send_signal(self._stop_signal)
         stop_at = time.monotonic() + self._grace_s
         signals = self._signals
         while (
@@ -181,8 +180,8 @@ class Children:
             and self._signals == signals
         ):
             time.sleep(_POLL_S)
-        ours = {child.process.pid for child in self._children}
-        others = {child.pid for child in psutil.Process().children()} - ours
+        own = {child.process.pid for child in self._children}
+        others = {child.pid for child in psutil.Process().children()} - own
         for child in self._children:
             end_processes(child.process, self._before if self._adopts else others)
 

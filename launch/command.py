@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from disagg.errors import ConfigError
 from launch.environment import clean_environment
-from launch.masking import masked_value, masked_words
+from launch.masking import masked_args, masked_value
 
 
 class NotHere(ConfigError):
@@ -31,42 +31,39 @@ class Command:
 
     def __str__(self) -> str:
         """Return it in shell syntax, to copy and paste."""
-        return " ".join(self.words())
+        return " ".join(self.shell_args())
 
-    def words(self) -> list[str]:
+    def shell_args(self) -> list[str]:
         """Return the command line in shell syntax, environment variables first, with secrets masked."""
         overlay = [f"{name}={shlex.quote(value)}" for name, value in masked_value(self.env).items()]
-        return [*overlay, *map(shlex.quote, masked_words(self.argv))]
+        return [*overlay, *map(shlex.quote, masked_args(self.argv))]
 
     def environment(self, keep_job: bool = False) -> dict[str, str]:
-        """Return its environment: this process's, without what makes that a rank, unless `keep_job`."""
+        """Return its environment: this process's, without the variables of a rank unless `keep_job`."""
         return {**(os.environ if keep_job else clean_environment(os.environ)), **self.env}
 
 
-def wrapped(words: Iterable[str], width: int = 80, indent: str = "") -> str:
-    """Return a command line, in lines of at most `width` columns where words allow.
-
-    `words`: in shell syntax.
-    """
+def wrapped(args: Iterable[str], width: int = 80, indent: str = "") -> str:
+    """Wrap a command line at `width` columns. `args`: in shell syntax."""
     lines = [indent]
-    for word in words:
-        if lines[-1].strip() and len(lines[-1]) + 1 + len(word) > width - 2:
-            lines.append(f"{indent}    {word}")
+    for arg in args:
+        if lines[-1].strip() and len(lines[-1]) + 1 + len(arg) > width - 2:
+            lines.append(f"{indent}    {arg}")
         else:
-            lines[-1] += f" {word}" if lines[-1].strip() else word
+            lines[-1] += f" {arg}" if lines[-1].strip() else arg
     return " \\\n".join(lines)
 
 
 def find_program(name: str, hint: str, typed: bool = False) -> str:
     """Return the path of a program beside this Python or in PATH.
 
-    `typed`: it is one that the user names, so PATH comes first, as in a shell. Raises NotHere if there is
-    none; `hint`: how to install it.
+    `typed`: the user has typed the name, so PATH takes precedence, as in a shell. Raises NotHere if there is
+    none. `hint`: how to install it.
     """
     places = [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]  # noqa: PTH120
-    if (found := shutil.which(name, path=os.pathsep.join(reversed(places) if typed else places))) is None:
+    if (path := shutil.which(name, path=os.pathsep.join(reversed(places) if typed else places))) is None:
         raise NotHere(f"there is no {name} beside {sys.executable} or in PATH; {hint}")
-    return found
+    return path
 
 
 @dataclass(frozen=True)
@@ -78,11 +75,11 @@ class KnownFailure:
     remedy: str
 
     def is_in(self, log: str) -> bool:
-        """Return whether a line of the log says so."""
+        """Return whether a line of the log matches."""
         return re.search(self.pattern, log) is not None
 
 
 def explained(log: str, failures: Iterable[KnownFailure]) -> str:
-    """Return what the first of these failures that is in a log means, and what to do; "" if none is."""
+    """Return the cause and the remedy of the first of these failures in a log; "" if there is none."""
     known = next((known for known in failures if known.is_in(log)), None)
     return f"{known.cause}: {known.remedy}" if known else ""

@@ -1,4 +1,4 @@
-"""Environment of a started process, and the values and files that a launcher and its ranks exchange."""
+"""Environment of a started process, and the files that a launcher and its ranks exchange."""
 
 from __future__ import annotations
 
@@ -13,35 +13,32 @@ from pathlib import Path
 
 from disagg.errors import ConfigError, nearest
 from launch.launcher import OPEN_MPI, EveryRankError, find_launcher
-from launch.outside import whole_number
+from launch.safe_text import whole_number
 
 EXIT_FILE = "MPILLM_EXIT_FILE"
-"""Path of the file in which rank 0 leaves its exit code for the launcher.
+"""Path of the file into which rank 0 writes its exit code. The files below are in the same folder."""
 
-Beside it, rank 0 leaves `_STARTED` when it begins, and the launcher, in `_SIGNAL`, the number of the signal
-that interrupted it, in `_ABSENT`, which ranks have not answered its roll call, in `_PORTS`, where they
-listen, and in `_LOST`, which have ended. In `_DIRECTORY` rank 0 leaves the path of the run directory.
-"""
-
+# Rank 0 writes:
 _STARTED = "started"
-_SIGNAL = "signal"
-_ABSENT = "absent"
-_LOST = "lost"
-_PORTS = "ports"
-_DIRECTORY = "directory"
+_DIRECTORY = "directory"  # path of the run directory
+# The launcher writes:
+_SIGNAL = "signal"  # number of the signal that interrupted the launcher
+_ABSENT = "absent"  # ranks that have not registered
+_LOST = "lost"  # ranks that have exited
+_PORTS = "ports"  # ports of the ranks
 
 TTY = "MPILLM_TTY"
 """Set to 1 when the launcher's standard output is a terminal: rank 0 may redraw a line."""
 
 SECRETS = {"api_key": "MPILLM_API_KEY", "kv_secret": "MPILLM_KV_SECRET"}
-"""Options that nobody but the ranks should read, and the variables in their place."""
+"""Options whose values are secret, and the variables that replace them."""
 
 LAUNCH_TYPE = "MLPERF_DISAGG_LAUNCH_TYPE"
-"""The part of disaggregated serving that `run-llm-server` starts: worker or leader. Only it reads this."""
+"""Program that `run-llm-server` starts: worker or leader. Other commands ignore this variable."""
 
-_RANK_0_S = 5.0  # rank 0 may have started that much later than another rank
+_RANK_0_S = 5.0  # rank 0 may start this much later than another rank
 
-# What a launcher sets for one rank of one job. A process that inherits these takes itself for that rank.
+# Variables that a launcher sets for one rank of one job. A process that inherits them acts as that rank.
 _JOB = re.compile(
     r"""
       OMPI_(?!MCA_|ALLOW_RUN_AS_ROOT).*
@@ -53,8 +50,7 @@ _JOB = re.compile(
     re.VERBOSE,
 )
 
-# Open MPI's parameters travel under one prefix, whether a person or mpirun set them. These are the ones that
-# mpirun sets by itself.
+# Open MPI's parameters have one prefix, whether the user or mpirun has set them. mpirun sets these.
 _MPIRUN_MCA = re.compile(
     r"""
       OMPI_MCA_(PREFIXES|cpu_type|initial_wdir|num_procs|mpi_ft_enable|mpi_oversubscribe|rmaps_base_oversubscribe|shmem_RUNTIME_QUERY_hint|pmix)
@@ -65,34 +61,36 @@ _MPIRUN_MCA = re.compile(
     re.VERBOSE,
 )
 
-# By these an mpirun finds the nodes that a scheduler has given.
+# An mpirun reads the allocated nodes from these variables.
 _ALLOCATION = re.compile(r"(SLURM|PBS|LSB|LSF|FLUX|COBALT|OAR|SGE)_.*|PE_HOSTFILE")
 
 _OPEN_MPI_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 
 
-def without_secrets(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return a command line without its options that are secrets, and the variables that say the same.
+def without_secrets(args: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return a command line without its secret options, and the variables that replace them.
 
-    Every user of a machine sees the command lines of its processes, and logs have them.
+    All users of a machine can read the command lines of its processes. Logs contain them also.
     """
-    left, variables = list[str](), dict[str, str]()
-    rest = iter(words)
-    for word in rest:
-        name, equals, value = word.partition("=")
+    others, variables = list[str](), dict[str, str]()
+    remaining = iter(args)
+    for arg in remaining:
+        name, equals, value = arg.partition("=")
         if name.startswith("--") and (variable := SECRETS.get(name[2:].replace("-", "_"))):
-            variables[variable] = value if equals else next(rest, "")
+            variables[variable] = value if equals else next(remaining, "")
         else:
-            left.append(word)
-    return left, variables
+            others.append(arg)
+    return others, variables
 
 
 def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Copy `env` for a process that is not a rank of the job that this process may be a rank of."""
+    """Copy `env` for a process that is not a rank of this process's job."""
     clean = {name: value for name, value in env.items() if not _JOB.fullmatch(name)}
-    if "SLURM_STEP_ID" in env:  # a step that it starts, as mpirun does, would wait for the end of this one
+    if (
+        "SLURM_STEP_ID" in env
+    ):  # without it, a step that the process starts, such as mpirun's, waits for the end of this step
         clean.setdefault("SLURM_OVERLAP", "1")
-        clean |= _whole_allocation(env)
+        clean |= _job_allocation(env)
     if not any(name in env for name in _OPEN_MPI_RANK):
         return clean
     clean = {name: value for name, value in clean.items() if not _MPIRUN_MCA.fullmatch(name)}
@@ -110,32 +108,31 @@ def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def environment_of_this_node(env: Mapping[str, str]) -> dict[str, str]:
-    """Copy `env` as `clean_environment`, for a process whose mpirun, if it starts one, stays on this node."""
+    """Copy `env` as `clean_environment`, for a process whose mpirun must stay on this node."""
     return {name: value for name, value in clean_environment(env).items() if not _ALLOCATION.fullmatch(name)}
 
 
-def _whole_allocation(env: Mapping[str, str]) -> dict[str, str]:
-    """Return variables by which an mpirun in a step of fewer nodes than the job's sees all of them.
+def _job_allocation(env: Mapping[str, str]) -> dict[str, str]:
+    """Return variables that let an mpirun use all nodes of the job from a step with fewer nodes.
 
-    Those of the step name the job's nodes, but the step's tasks: Open MPI takes nodes without one for none.
+    In a step, the variables name the job's nodes, but the step's tasks. Open MPI ignores nodes without tasks.
     """
-    job, step = (whole_number(env.get(f"SLURM_{what}_NUM_NODES", "")) for what in ("JOB", "STEP"))
+    job, step = (whole_number(env.get(f"SLURM_{scope}_NUM_NODES", "")) for scope in ("JOB", "STEP"))
     cpus, each = env.get("SLURM_JOB_CPUS_PER_NODE", ""), whole_number(env.get("SLURM_CPUS_PER_TASK", "1"))
     if job is None or step is None or step >= job or not cpus or each is None:
         return {}
-    # As "72(x2),36": numbers of CPUs, and of nodes in a row.
-    tasks = re.sub(r"\d{1,18}(?![\d)])", lambda found: str(max(1, int(found[0]) // max(1, each))), cpus)
+    # Such as "72(x2),36": numbers of CPUs, with the number of consecutive nodes.
+    tasks = re.sub(r"\d{1,18}(?![\d)])", lambda match: str(max(1, int(match[0]) // max(1, each))), cpus)
     return {"SLURM_NNODES": str(job), "SLURM_TASKS_PER_NODE": tasks}
 
 
 def rank_environment(
     env: Mapping[str, str], exit_file: Path, tty: bool, session: str | None = None
 ) -> dict[str, str]:
-    """Return the environment of `mpirun` and, through it, of the ranks.
+    """Return the environment of `mpirun` and of the ranks.
 
-    `session`: a folder on this node for Open MPI 5's session folder, which is named after mpirun's process
-    id. Beside others in `TMPDIR`, one that a killed mpirun left keeps a later one with the same id from
-    starting.
+    `session`: parent of Open MPI 5's session folder on this node. The session folder is named after mpirun's
+    process id. In `TMPDIR`, the folder of a killed mpirun prevents a later start with the same id.
     """
     ranks = clean_environment(env)
     if session is not None:
@@ -147,10 +144,10 @@ def rank_environment(
     return ranks
 
 
-def tell_started(env: Mapping[str, str] = os.environ) -> None:
-    """Tell the launcher, if it asked, that rank 0 runs and keeps the deadlines from here on. Rank 0 only.
+def write_started(env: Mapping[str, str] = os.environ) -> None:
+    """Report to the launcher, if there is one, that rank 0 runs and enforces the deadlines. Rank 0 only.
 
-    Raises ConfigError if rank 0 is on another host, which does not see the launcher's working directory.
+    Raises ConfigError if rank 0 is on a host without access to the launcher's working directory.
     """
     launcher = find_launcher(env)
     if EXIT_FILE not in env or launcher is None or launcher.rank != 0:
@@ -164,17 +161,17 @@ def tell_started(env: Mapping[str, str] = os.environ) -> None:
         ) from error
 
 
-def told_started(exit_file: Path) -> bool:
-    """Return whether rank 0 has told the launcher that it runs."""
+def read_started(exit_file: Path) -> bool:
+    """Return whether rank 0 has called `write_started`."""
     return exit_file.with_name(_STARTED).exists()
 
 
-def tell_exit_code(code: int, env: Mapping[str, str] = os.environ) -> None:
-    """Leave rank 0's exit code for the launcher, if a launcher asked for it.
+def write_exit_code(code: int, env: Mapping[str, str] = os.environ) -> None:
+    """Write rank 0's exit code for the launcher, if there is one.
 
-    Only rank 0 may call this, as the last thing before it ends (or before `MPI_Abort`): `mpirun`'s own status
-    says little after a rank was lost. The launcher gives the other ranks a grace time from here, then ends
-    them. A full disk does not keep rank 0 from ending the run: the launcher then returns `mpirun`'s status.
+    `mpirun`'s own status is not reliable after the loss of a rank. Only rank 0 may call this, immediately
+    before it exits (or calls `MPI_Abort`). The launcher then ends the other ranks after a grace time. If the
+    disk is full, the launcher returns `mpirun`'s status.
     """
     name = env.get(EXIT_FILE)
     if name is None:
@@ -186,27 +183,29 @@ def tell_exit_code(code: int, env: Mapping[str, str] = os.environ) -> None:
         draft.replace(path)
     except OSError as error:
         print(
-            f"mpillm: exit code {code} can't be told: {path}: {error.strerror}", file=sys.stderr, flush=True
+            f"mpillm: exit code {code} can't be written: {path}: {error.strerror}",
+            file=sys.stderr,
+            flush=True,
         )
 
 
-def told_exit_code(exit_file: Path) -> int | None:
-    """Return the code that rank 0 left in `exit_file`, or None when it left none."""
+def read_exit_code(exit_file: Path) -> int | None:
+    """Return rank 0's exit code, or None if it has not written one."""
     try:
         return int(exit_file.read_text(encoding="ascii"))
     except FileNotFoundError:
         return None
 
 
-def tell_directory(path: Path, env: Mapping[str, str] = os.environ) -> None:
-    """Leave the run directory's absolute path for the launcher, if it asked. Rank 0 only."""
+def write_directory(path: Path, env: Mapping[str, str] = os.environ) -> None:
+    """Write the run directory's absolute path for the launcher, if there is one. Rank 0 only."""
     if EXIT_FILE in env:
-        with contextlib.suppress(OSError):  # the launcher then leaves the directory as it is
+        with contextlib.suppress(OSError):  # the launcher then does not change the directory
             Path(env[EXIT_FILE]).with_name(_DIRECTORY).write_bytes(os.fsencode(path))
 
 
-def told_directory(exit_file: Path) -> Path | None:
-    """Return the run directory that rank 0 has told; None if it has told none."""
+def read_directory(exit_file: Path) -> Path | None:
+    """Return the run directory, or None if rank 0 has not written it."""
     try:
         return Path(os.fsdecode(exit_file.with_name(_DIRECTORY).read_bytes()))
     except OSError:
@@ -214,73 +213,72 @@ def told_directory(exit_file: Path) -> Path | None:
 
 
 def let_rank_0_report(env: Mapping[str, str] = os.environ) -> None:
-    """Wait until rank 0 has reported an error that every rank found, 5 s at most.
+    """Wait, at most 5 s, until rank 0 has reported an error that every rank detects.
 
-    Most launchers end all ranks as soon as one has failed, and the message would be lost.
+    Most launchers end all ranks as soon as one fails. Without the wait, rank 0's message can be lost.
     """
     end = time.monotonic() + _RANK_0_S
     while time.monotonic() < end and not (
-        EXIT_FILE in env and told_exit_code(Path(env[EXIT_FILE])) is not None
+        EXIT_FILE in env and read_exit_code(Path(env[EXIT_FILE])) is not None
     ):
         time.sleep(0.05)
 
 
-def _tell_ranks(exit_file: Path, what: str, text: str) -> None:
-    """Leave what the launcher tells beside `exit_file`: whole, for a rank may read at any time."""
-    draft = exit_file.with_name(f"{what}.draft")
+def _write_file(exit_file: Path, name: str, text: str) -> None:
+    """Write a file beside `exit_file` atomically: a rank may read at any time."""
+    draft = exit_file.with_name(f"{name}.draft")
     draft.write_text(text, encoding="utf-8")
-    draft.replace(exit_file.with_name(what))
+    draft.replace(exit_file.with_name(name))
 
 
-def _told_ranks(env: Mapping[str, str], what: str) -> str:
-    """Return what the launcher tells; "" if it does not, or its folder is not seen here."""
+def _read_file(env: Mapping[str, str], name: str) -> str:
+    """Return the text of a file beside `exit_file`; "" without a launcher, the file, or access to it."""
     try:
-        return Path(env[EXIT_FILE]).with_name(what).read_text(encoding="utf-8")
+        return Path(env[EXIT_FILE]).with_name(name).read_text(encoding="utf-8")
     except (KeyError, OSError):
         return ""
 
 
-def tell_signal(number: int, exit_file: Path) -> None:
-    """Tell the ranks which signal the launcher got: mpirun passes on another one."""
-    _tell_ranks(exit_file, _SIGNAL, str(int(number)))
+def write_signal(number: int, exit_file: Path) -> None:
+    """Write the launcher's signal for the ranks: mpirun sends them another signal."""
+    _write_file(exit_file, _SIGNAL, str(int(number)))
 
 
-def told_signal(env: Mapping[str, str] = os.environ) -> int | None:
-    """Return the launcher's signal; None if there is no signal, no launcher, or its folder is not seen
-    here."""
-    number = _told_ranks(env, _SIGNAL)
+def read_signal(env: Mapping[str, str] = os.environ) -> int | None:
+    """Return the launcher's signal; None without a signal or a launcher."""
+    number = _read_file(env, _SIGNAL)
     return int(number) if number else None
 
 
-def tell_absent(ranks: str, exit_file: Path) -> None:
-    """Tell rank 0 which ranks the launcher has not heard of."""
-    _tell_ranks(exit_file, _ABSENT, ranks)
+def write_absent(ranks: str, exit_file: Path) -> None:
+    """Write for rank 0 which ranks have not registered."""
+    _write_file(exit_file, _ABSENT, ranks)
 
 
-def told_absent(env: Mapping[str, str] = os.environ) -> str:
-    """Return the ranks that the launcher has not heard of; "" if it has, or does not tell."""
-    return _told_ranks(env, _ABSENT)
+def read_absent(env: Mapping[str, str] = os.environ) -> str:
+    """Return the ranks that have not registered; "" if all have, or without a registry."""
+    return _read_file(env, _ABSENT)
 
 
-def tell_ports(ports: Sequence[tuple[int, str, str, int, str]], beyond: str, exit_file: Path) -> None:
-    """Tell rank 0 where ranks listen (a `Port` each), and who can't be reached from here."""
-    _tell_ranks(exit_file, _PORTS, json.dumps([ports, beyond]))
+def write_ports(ports: Sequence[tuple[int, str, str, int, str]], unreachable: str, exit_file: Path) -> None:
+    """Write for rank 0 a `Port` of each rank, and the ranks that the launcher cannot reach."""
+    _write_file(exit_file, _PORTS, json.dumps([ports, unreachable]))
 
 
-def told_ports(env: Mapping[str, str] = os.environ) -> tuple[list[tuple[int, str, str, int, str]], str]:
-    """Return what the launcher tells by `tell_ports`; nothing if it does not tell."""
-    ports, beyond = json.loads(_told_ranks(env, _PORTS) or '[[], ""]')
-    return [(rank, host, address, port, own) for rank, host, address, port, own in ports], beyond
+def read_ports(env: Mapping[str, str] = os.environ) -> tuple[list[tuple[int, str, str, int, str]], str]:
+    """Return the values of `write_ports`; empty without a launcher."""
+    ports, unreachable = json.loads(_read_file(env, _PORTS) or '[[], ""]')
+    return [(rank, host, address, port, own) for rank, host, address, port, own in ports], unreachable
 
 
-def tell_lost(ranks: Iterable[int], exit_file: Path) -> None:
-    """Tell rank 0 which ranks the launcher has heard end, before all had joined."""
-    _tell_ranks(exit_file, _LOST, " ".join(map(str, ranks)))
+def write_lost(ranks: Iterable[int], exit_file: Path) -> None:
+    """Write for rank 0 which ranks exited before all had joined."""
+    _write_file(exit_file, _LOST, " ".join(map(str, ranks)))
 
 
-def told_lost(env: Mapping[str, str] = os.environ) -> list[int]:
-    """Return the ranks that the launcher has heard end; none if it has not, or does not tell."""
-    return [int(n) for n in _told_ranks(env, _LOST).split()]
+def read_lost(env: Mapping[str, str] = os.environ) -> list[int]:
+    """Return the ranks that exited before all had joined, as far as the launcher has noticed."""
+    return [int(n) for n in _read_file(env, _LOST).split()]
 
 
 def mpirun_ends_ranks(env: Mapping[str, str] = os.environ) -> bool:
@@ -298,18 +296,18 @@ def launch_type() -> str | None:
 
     Raises EveryRankError for any other value.
     """
-    given = os.environ.get(LAUNCH_TYPE, "")
-    kind = given.lower()
+    value = os.environ.get(LAUNCH_TYPE, "")
+    kind = value.lower()
     if kind not in ("", "worker", "leader"):
         raise EveryRankError(
-            f"environment variable {LAUNCH_TYPE}={given}: not worker or leader"
+            f"environment variable {LAUNCH_TYPE}={value}: not worker or leader"
             + nearest(kind, ("worker", "leader"))
         )
     return kind or None
 
 
 def drop_launch_type(command: str) -> None:
-    """Unset `LAUNCH_TYPE`, so that no child reports it again; rank 0 says that `command` ignores it."""
+    """Unset `LAUNCH_TYPE`, so that no child reports it again. Rank 0 notes that `command` ignores it."""
     kind = os.environ.pop(LAUNCH_TYPE, None)
     launcher = find_launcher()
     if kind and (launcher is None or launcher.first):

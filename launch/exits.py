@@ -58,11 +58,11 @@ class Exits(Generic[_Key]):
         """Watch a process. Return False if it has ended, or if no pidfd can be opened."""
         try:
             pidfd = os.pidfd_open(pid)
-        except OSError:  # a sandbox, say, or no file descriptor is left
+        except OSError:  # such as in a sandbox, or without free file descriptors
             return False
         try:
             self._events.register(pidfd, select.EPOLLIN)
-        except OSError:  # as many as a user may watch
+        except OSError:  # the limit of a user
             os.close(pidfd)
             return False
         self._keys[pidfd] = key

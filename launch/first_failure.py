@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from launch.outside import one_line
+from launch.safe_text import one_line
 
 _MAX_BYTES = 16 << 20  # of a log
 _MAX_SEARCHED = 4096  # characters of a line
-_MAX_SHOWN = 400
+_MAX_PRINTED = 400
 _MAX_LINES = 3
 # Levels of Python's logging and of glog, which tritonserver writes, and exceptions without a level.
 _QUIET = re.compile(r"\b(?:DEBUG|INFO|WARNING)\b|^[IW]\d{4} |^\$ ")
@@ -34,14 +34,14 @@ def failing_lines(log: Path, begin: int = 0) -> list[str]:
 
 
 def _failing(lines: Iterable[str]) -> list[str]:
-    shown: dict[str, None] = {}
+    failures: dict[str, None] = {}
     for line in lines:
         part = line[:_MAX_SEARCHED].strip()
         if _QUIET.search(part) or _FRAMES.search(part):
             continue
         is_exception = _EXCEPTION.search(part) is not None
         if is_exception or _FAILS.search(part):
-            shown[one_line(part, _MAX_SHOWN)] = None
-        if is_exception or len(shown) == _MAX_LINES:
+            failures[one_line(part, _MAX_PRINTED)] = None
+        if is_exception or len(failures) == _MAX_LINES:
             break
-    return [*shown]
+    return [*failures]

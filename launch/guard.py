@@ -16,7 +16,7 @@ import sys
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
-KEEPER = b"mpillm-kept"  # launch.prctl.KEEPER: this process has a rank's environment and is none
+KEEPER = b"mpillm-kept"  # launch.prctl.KEEPER: this process has a rank's environment, but is not a rank
 FORWARDED_BY_HYDRA = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 
 
@@ -26,8 +26,8 @@ def main(command: list[str]) -> int:
     # it.
     for number in FORWARDED_BY_HYDRA:
         signal.signal(number, lambda _number, _frame: None)
-    # Hydra tells the survivors of a lost rank by SIGUSR1, whose default action would end a rank that is still
-    # importing.
+    # After the loss of a rank, Hydra sends the others SIGUSR1, whose default action would end a rank that is
+    # still importing.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     parent = os.getpid()
     child = os.fork()

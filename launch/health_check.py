@@ -14,7 +14,7 @@ class HealthCheck:
     """A health check in a separate thread, so that a silent server does not block the caller."""
 
     def __init__(self, url: str, before: HealthCheck | None = None) -> None:
-        """`before`: the last one of this URL."""
+        """`before`: the previous health check of this URL."""
         self.answered: bool | None = None  # None: it is under way
         self.problem: str = before.problem if before else ""  # why there is no answer, or was none before
         self.ended = self._began = time.monotonic()
@@ -39,7 +39,7 @@ class HealthCheck:
 
 
 def _problem(url: str) -> str:
-    """Ask for a server's health; return what is wrong, or an empty text."""
+    """Request a server's health; return the problem, or ""."""
     try:
         status, _ = page(url, _ANSWER_S)
     except ReplyError as error:

@@ -23,7 +23,7 @@ class Interface(NamedTuple):
 
 
 def interfaces() -> list[Interface]:
-    """Return the IPv4 addresses of this host, those of loopback excepted."""
+    """Return the IPv4 addresses of this host, without loopback."""
     import psutil
 
     return [

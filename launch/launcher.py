@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from disagg.errors import ConfigError
-from launch.outside import whole_number
+from launch.safe_text import whole_number
 
 RANK_COMMANDS = ("run", "serve", "doctor", "generate-disagg-config", "run-llm-server")
 """The mpillm commands that may run as several ranks of one launcher."""
@@ -16,7 +16,7 @@ RANK_COMMANDS = ("run", "serve", "doctor", "generate-disagg-config", "run-llm-se
 OPEN_MPI = "Open MPI's mpirun"
 HYDRA = "MPICH's mpirun (Hydra)"
 PMI = "A PMI launcher"
-"""Any other one that sets PMI_RANK, or none: the variable may be left over."""
+"""Another launcher that sets PMI_RANK, or none: the variable may be left over."""
 
 Protocol = Literal["PMIx", "PMI", ""]
 
@@ -30,14 +30,14 @@ class Launcher:
     """The program that started this process as one of its ranks."""
 
     name: str
-    size: int | None  # how many ranks it started; None: it does not tell
+    size: int | None  # ranks that it started; None: unknown
     rank: int | None
     protocol: Protocol = ""  # how its ranks find each other; "": not at all
     is_srun: bool = False
 
     @property
     def first(self) -> bool:
-        """Whether this rank reports what all ranks find."""
+        """Whether this rank reports errors that all ranks detect."""
         return not self.rank
 
 
@@ -55,26 +55,26 @@ def find_launcher(env: Mapping[str, str] = os.environ) -> Launcher | None:
         return [Launcher(name, number(size), number(rank), protocol, is_srun)] if rank in env else []
 
     namespace = env.get("PMIX_NAMESPACE", "")
-    # What srun or Flux offers, which speak either.
-    given: Protocol = "PMIx" if namespace else "PMI" if "PMI_SIZE" in env else ""
-    found = started(OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMIx")
+    # The protocol of srun or Flux, which support both.
+    protocol: Protocol = "PMIx" if namespace else "PMI" if "PMI_SIZE" in env else ""
+    launchers = started(OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMIx")
     if "HYDI_CONTROL_FD" in env or "MPI_LOCALNRANKS" in env:
-        found += started(HYDRA, "PMI_SIZE", "PMI_RANK" if "PMI_RANK" in env else "PMI_ID", "PMI")
-    if found:  # of two nested mpiruns, the outer one has one rank: the inner mpirun
-        return max(found, key=lambda launcher: launcher.size or 0)
-    found += started("Flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK", given)
+        launchers += started(HYDRA, "PMI_SIZE", "PMI_RANK" if "PMI_RANK" in env else "PMI_ID", "PMI")
+    if launchers:  # of two nested mpiruns, the outer one has one rank: the inner mpirun
+        return max(launchers, key=lambda launcher: launcher.size or 0)
+    launchers += started("Flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK", protocol)
     if not namespace.startswith("slurm."):
-        found += started(
+        launchers += started(
             "PRRTE's prun" if namespace.startswith("pr") else "A PMIx launcher", "", "PMIX_RANK", "PMIx"
         )
-    if "SLURM_STEP_NUM_TASKS" in env:  # a batch script has a SLURM_PROCID, too, before any srun
-        found += started("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", given, is_srun=True)
-    found += started(PMI, "PMI_SIZE", "PMI_RANK", "PMI")
-    return found[0] if found else None
+    if "SLURM_STEP_NUM_TASKS" in env:  # a batch script also has a SLURM_PROCID, before any srun
+        launchers += started("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", protocol, is_srun=True)
+    launchers += started(PMI, "PMI_SIZE", "PMI_RANK", "PMI")
+    return launchers[0] if launchers else None
 
 
 def one_of_several(env: Mapping[str, str] = os.environ) -> Launcher | None:
-    """Return the launcher, if it started several ranks or does not tell how many."""
+    """Return the launcher, if it started several ranks, or if their number is unknown."""
     launcher = find_launcher(env)
     return None if launcher is None or launcher.size == 1 else launcher
 

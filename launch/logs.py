@@ -9,16 +9,16 @@ import textwrap
 from types import TracebackType
 from typing import TextIO
 
-from launch.outside import printable
+from launch.safe_text import printable
 
-_MOST = 1 << 14  # characters of a record
+_MAX_CHARACTERS = 1 << 14  # of a record
 EVERY = "every"
-"""An attribute of records that are never left out, because their number is limited where they are made."""
-_RECORDS, _PER_S = 50, 10.0  # from one place in the code: so many in so many seconds
+"""Attribute of records that are never omitted, because the code that makes them limits their number."""
+_MAX_RECORDS, _PER_S = 50, 10.0  # from one place in the code, per period of seconds
 
 
-class _Form(logging.Formatter):
-    """Formatter that indents the further lines of a record, so that none of them looks like a record."""
+class _RecordFormatter(logging.Formatter):
+    """Formatter that indents all lines of a record but the first, so that none imitates a record."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = printable(record.message).replace("\n", "\n    ")
@@ -34,42 +34,42 @@ class _Form(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         text = printable(super().format(record))
-        if len(text) <= _MOST:
+        if len(text) <= _MAX_CHARACTERS:
             return text
-        return f"{text[: _MOST // 2]} … ({len(text)} characters) … {text[-_MOST // 2 :]}"
+        return f"{text[: _MAX_CHARACTERS // 2]} … ({len(text)} characters) … {text[-_MAX_CHARACTERS // 2 :]}"
 
 
-class _Sparing(logging.Filter):
+class _RateLimit(logging.Filter):
     """Filter that limits the records from each place in the code."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._places: dict[tuple[str, int], _Place] = {}
+        self._sites: dict[tuple[str, int], _CallSite] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         if getattr(record, EVERY, False):
             return True
-        place = self._places.setdefault((record.pathname, record.lineno), _Place(record.created))
-        if not 0 <= record.created - place.since < _PER_S:
-            place.since, place.n = record.created, 0
-        place.n += 1
-        if place.n > _RECORDS:
-            place.left_out += 1
+        site = self._sites.setdefault((record.pathname, record.lineno), _CallSite(record.created))
+        if not 0 <= record.created - site.since < _PER_S:
+            site.since, site.n = record.created, 0
+        site.n += 1
+        if site.n > _MAX_RECORDS:
+            site.left_out += 1
             return False
-        if place.left_out:
-            record.left_out = place.left_out
-            place.left_out = 0
+        if site.left_out:
+            record.left_out = site.left_out
+            site.left_out = 0
         return True
 
 
-class _Place:
+class _CallSite:
     def __init__(self, since: float) -> None:
         self.since = since  # time.time()
         self.n = 0  # records since then
-        self.left_out = 0  # and not told of
+        self.left_out = 0  # not yet reported
 
 
-class _Stream(logging.StreamHandler[TextIO]):
+class _LogStream(logging.StreamHandler[TextIO]):
     """Handler that reports a failed write once, in one line. The default prints a stack for each record."""
 
     _reported = False
@@ -80,7 +80,7 @@ class _Stream(logging.StreamHandler[TextIO]):
             super().handleError(record)
         elif not self._reported and self.stream is not sys.stderr:
             self._reported = True
-            with contextlib.suppress(OSError):  # stderr may be on the same disk, and nothing is left to tell
+            with contextlib.suppress(OSError):  # stderr may be on the same disk; nothing else can report it
                 print(f"{self.stream.name} can't be written: {error.strerror}", file=sys.stderr, flush=True)
 
 
@@ -89,9 +89,9 @@ def log_to(
 ) -> None:
     """Send all logging of this process to a stream.
 
-    `form`, `times`: as for `logging.Formatter`. `force`: also if it goes somewhere already.
+    `form`, `times`: as for `logging.Formatter`. `force`: replace existing handlers.
     """
-    handler = _Stream(stream)
-    handler.setFormatter(_Form(form, times))
-    handler.addFilter(_Sparing())
+    handler = _LogStream(stream)
+    handler.setFormatter(_RecordFormatter(form, times))
+    handler.addFilter(_RateLimit())
     logging.basicConfig(level=level, handlers=[handler], force=force)

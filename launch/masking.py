@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MASK = "(secret)"
-"""Stands for a secret in all that is printed or written."""
+"""Replacement of a secret in all output."""
 
 _MIN_KNOWN = 8  # characters of a secret that is masked wherever it occurs; a shorter one may be a word
 _SECRETS = {
@@ -28,7 +28,7 @@ _VALUE = r"""(?:"([^"]{1,999})"|'([^']{1,999})'|([^\s"'(,;\]})\-{][^\s"',;\]})]{
 _AFTER_OPTION = re.compile(rf"[\"']?(?:\s{{0,4}}=\s{{0,4}}|\s{{1,4}}){_VALUE}")
 _AFTER_NAME = re.compile(rf"[\"']?\s{{0,4}}[=:]\s{{0,4}}\[?(?:(?:Bearer|Basic)\s|(?!Bearer|Basic)){_VALUE}")
 _PASSWORD = re.compile(r"(?<=://)([^\s/@]{1,300})(?=@)")
-_PLACE = re.compile(r"\{\w{1,40}\}")
+_PLACEHOLDER = re.compile(r"\{\w{1,40}\}")
 
 
 def holds_secret(name: str) -> bool:
@@ -52,21 +52,21 @@ def _hide(value: str) -> str:
 
 
 def without_known(text: str) -> str:
-    """Return a text with each secret masked that this process has seen in its environment or its options."""
+    """Return a text with all known secrets masked: secrets of this process's environment and options."""
     for value in _known:
         text = text.replace(value, MASK)
     return text
 
 
 def without_known_bytes(data: bytes) -> bytes:
-    """Return what a program has printed, of the same size, with each such secret overwritten by stars."""
+    """Return a program's output of the same size, with all known secrets overwritten by stars."""
     for value in _known:
         data = data.replace(value.encode(), b"*" * len(value.encode()))
     return data
 
 
 def masked(text: str) -> str:
-    """Return a text of an option with its secrets masked: passwords in URLs, and values of key-like names."""
+    """Return an option's text with its secrets masked: passwords in URLs, and values of key-like names."""
     pieces, end = [], 0
     for name in _NAME.finditer(text):
         if name.start() < end or not holds_secret(name[0]):
@@ -76,40 +76,40 @@ def masked(text: str) -> str:
             pieces += [text[end : value.start(n)], _hide(value[n])]
             end, at = value.end(n), value.end()
     text = "".join([*pieces, text[end:]])
-    return without_known(_PASSWORD.sub(lambda found: _hide(found[0]), text))
+    return without_known(_PASSWORD.sub(lambda match: _hide(match[0]), text))
 
 
-def masked_words(words: Sequence[str]) -> list[str]:
-    """Return a command line with its secrets masked: all words up to the next option after a key-like one."""
-    made, is_secret = [], False
-    for word in words:
-        name, equals, value = word.partition("=")
-        if word.startswith("-") and len(name.split()) == 1:
+def masked_args(args: Sequence[str]) -> list[str]:
+    """Return a command line with its secrets masked: all arguments between a key-like option and the next."""
+    safe, is_secret = [], False
+    for arg in args:
+        name, equals, value = arg.partition("=")
+        if arg.startswith("-") and len(name.split()) == 1:
             is_secret = holds_secret(name) and not equals
-            shown = _hide(value) if value and holds_secret(name) else masked(value)
-            made.append(f"{name}{equals}{shown}")
+            safe_value = _hide(value) if value and holds_secret(name) else masked(value)
+            safe.append(f"{name}{equals}{safe_value}")
         else:
-            hides = is_secret and not _PLACE.fullmatch(word)
-            made.append(_hide(word) if hides else masked(word))
-    return made
+            hides = is_secret and not _PLACEHOLDER.fullmatch(arg)
+            safe.append(_hide(arg) if hides else masked(arg))
+    return safe
 
 
-def learn_secrets(words: Sequence[str]) -> None:
-    """Note the secrets of a command line, for `without_known`."""
-    masked_words(words)
+def learn_secrets(args: Sequence[str]) -> None:
+    """Add the secrets of a command line to the known secrets."""
+    masked_args(args)
 
 
 def masked_command(text: str) -> str:
     """Return a command line in shell syntax, with its secrets masked."""
     try:
-        words = shlex.split(text)
+        args = shlex.split(text)
     except ValueError:
         return masked(text)
-    return text if (shown := masked_words(words)) == words else shlex.join(shown)
+    return text if (safe := masked_args(args)) == args else shlex.join(safe)
 
 
 def masked_value(value: Any) -> Any:
-    """Return the value of an option as it is shown: a text, words, or a dictionary of such."""
+    """Return an option's value with its secrets masked: a text, arguments, or a dictionary of these."""
     if isinstance(value, str):
         prefix, is_command, command = value.partition("command:")
         return f"command:{masked_command(command)}" if is_command and not prefix else masked(value)
@@ -119,7 +119,7 @@ def masked_value(value: Any) -> Any:
             for key, one in value.items()
         }
     if isinstance(value, (list, tuple)):
-        is_words = all(type(one) is str for one in value)
-        made = masked_words(value) if is_words else [*map(masked_value, value)]
-        return tuple(made) if isinstance(value, tuple) else made
+        is_args = all(type(one) is str for one in value)
+        safe = masked_args(value) if is_args else [*map(masked_value, value)]
+        return tuple(safe) if isinstance(value, tuple) else safe
     return value

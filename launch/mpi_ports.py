@@ -1,4 +1,4 @@
-"""Checks whether the hosts of started ranks can reach each other at ports like MPI's.
+"""Check whether the hosts of started ranks can reach each other at ports like MPI's.
 
 If a firewall separates ranks, MPI_Init waits, or fails without the name of a host.
 """
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from disagg import rank_list
-from launch.callers import unreached
 from launch.interfaces import Interface
-from launch.openmpi_tcp import why_apart
-from launch.outside import whole_number
+from launch.liveness_server import unreachable
+from launch.openmpi_tcp import explain_disconnection
+from launch.safe_text import whole_number
 
-_TRIED = 256  # ports
+_MAX_TRIES = 256  # ports
 
 
 class Port(NamedTuple):
@@ -29,7 +29,7 @@ class Port(NamedTuple):
     host: str
     address: str
     port: int
-    interfaces: str = ""  # of its host, as docker0=172.17.0.1,eth0=10.0.0.1
+    interfaces: str = ""  # of its host, such as docker0=172.17.0.1,eth0=10.0.0.1
 
 
 FIREWALL = "is there a firewall between the nodes?"
@@ -39,13 +39,13 @@ _MAY_BE_STOPPED = (
 )
 
 
-def unreached_ranks(ports: Sequence[Port], host: str) -> str:
-    """Try to reach the first rank of each other host from this one, `host`; say which can't be, "" if none.
+def unreachable_ranks(ports: Sequence[Port], host: str) -> str:
+    """Try to reach the first rank of each other host; return the hosts that this `host` cannot reach, or "".
 
-    It takes some seconds if so.
+    If there are any, it takes some seconds.
     """
     firsts = {one.host: one for one in reversed(ports) if one.host != host and one.port}
-    problems = unreached({one.rank: (one.address, one.port) for one in firsts.values()})
+    problems = unreachable({one.rank: (one.address, one.port) for one in firsts.values()})
     bad = [one for one in firsts.values() if one.rank in problems]
     if not bad:
         return ""
@@ -56,13 +56,18 @@ def unreached_ranks(ports: Sequence[Port], host: str) -> str:
     return f"{rank_list(ranks, hosts)} can't be reached from {host} ({why})"
 
 
-def told_apart(beyond: str, ports: Sequence[Port], env: Mapping[str, str] = os.environ) -> str:
-    """Say why ranks that have all started do not meet, as this rank and the launcher (`beyond`) see it."""
-    unreached = [*filter(None, [beyond, unreached_ranks(ports, socket.gethostname())])]
-    if unreached:
-        return f"all ranks have started, but {'; '.join(unreached)}: {FIREWALL} {_ports_needed(env)}"
+def explain_separation(
+    unreachable_hosts: str, ports: Sequence[Port], env: Mapping[str, str] = os.environ
+) -> str:
+    """Return why started ranks are not connected.
+
+    `unreachable_hosts`: the hosts that the launcher cannot reach, as `unreachable_ranks` describes them.
+    """
+    problems = [*filter(None, [unreachable_hosts, unreachable_ranks(ports, socket.gethostname())])]
+    if problems:
+        return f"all ranks have started, but {'; '.join(problems)}: {FIREWALL} {_ports_needed(env)}"
     of_hosts = {one.host: _parse_interfaces(one.interfaces) for one in ports}
-    why = (why_apart(of_hosts, env) if _openmpi(env) else "") or _MAY_BE_STOPPED
+    why = (explain_disconnection(of_hosts, env) if _openmpi(env) else "") or _MAY_BE_STOPPED
     return f"all ranks have started, and this host reaches the others, but MPI does not connect them: {why}"
 
 
@@ -78,39 +83,44 @@ def _is_address(text: str) -> bool:
     return False
 
 
-def unmet(
+def explain_missing_ranks(
     here: Sequence[int], n_here: int | None, size: int | None, env: Mapping[str, str] = os.environ
 ) -> str:
-    """Say who may be missing where no launcher tells who has started.
+    """Return which ranks may be missing, without the launcher's list of started ranks.
 
-    `here`: the ranks that run on this host, of `n_here` that it should have and `size` in the world (None:
-    not known).
+    Args:
+        here: the ranks that run on this host.
+        n_here: the number of ranks that should run on this host; None if unknown.
+        size: the number of ranks in the world; None if unknown.
+        env: environment of this rank.
     """
     missing = "a rank has not started, or can't be reached"
     if size is not None and len(here) == n_here:
         others = sorted(set(range(size)) - {*here})
         if not others:
             return missing
-        if _openmpi(env) and (why := why_apart({}, env)):
+        if _openmpi(env) and (why := explain_disconnection({}, env)):
             return f"MPI does not connect this host and others: {why}"
         has = "has" if len(others) == 1 else "have"
         missing = f"{rank_list(others)}, on other hosts, {has} not started, or can't be reached"
-    return f"{missing}: {FIREWALL} {_ports_needed(env)}; `python -m mpillm mpirun` tells more"
+    return f"{missing}: {FIREWALL} {_ports_needed(env)}; `python -m mpillm mpirun` reports details"
 
 
 def _ports_needed(env: Mapping[str, str]) -> str:
-    """Say which ports MPI listens at, and how they are chosen."""
+    """Describe the ports that MPI listens at."""
     if _openmpi(env):
         first, last = _openmpi_ports(env)
         return (
             f"Open MPI's TCP listens at {first}-{last} (OMPI_MCA_btl_tcp_port_min_v4 and"
-            " OMPI_MCA_btl_tcp_port_range_v4 say others)"
+            " OMPI_MCA_btl_tcp_port_range_v4 change them)"
         )
     try:
         first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     except (OSError, ValueError):
         return "MPI listens at ports that the system chooses"
-    return f"MPI listens at {first}-{last}, of which the system chooses (UCX: UCX_TCP_PORT_RANGE says others)"
+    return (
+        f"MPI listens at {first}-{last}, of which the system chooses (UCX: UCX_TCP_PORT_RANGE changes them)"
+    )
 
 
 def _openmpi(env: Mapping[str, str]) -> bool:
@@ -127,12 +137,12 @@ def _openmpi_ports(env: Mapping[str, str]) -> tuple[int, int]:
 
 
 def listen_as_mpi(env: Mapping[str, str]) -> socket.socket | None:
-    """Listen as MPI does; None if that is not possible.
+    """Listen as MPI does; return None if that is not possible.
 
-    Nobody has to accept: the kernel answers, also while MPI_Init keeps the process from it.
+    The kernel accepts connections, also while the process is in MPI_Init.
     """
     first, last = _openmpi_ports(env) if _openmpi(env) else (0, 0)
-    for port in range(first, min(last, first + _TRIED) + 1):
+    for port in range(first, min(last, first + _MAX_TRIES) + 1):
         with contextlib.suppress(OSError):
             return socket.create_server(("", port), backlog=128)
     return None

@@ -5,9 +5,9 @@ Additions to a plain `mpirun`:
 - It sets options for root, more ranks than CPU cores, and binding (see `command_line`).
 - A lost rank does not end the others before rank 0 has named it.
 - If mpirun does not start rank 0 within a deadline, it is ended.
-- The exit code is the code that rank 0 wrote (`launch.environment.tell_exit_code`), even if `mpirun` reports
-  another code for a killed rank.
-- If rank 0 cannot report why a run ended, this process does (`launch.witness`).
+- The exit code is the code that rank 0 wrote (`launch.environment.write_exit_code`), even if `mpirun`
+  reports another code for a killed rank.
+- If rank 0 cannot report why a run ended, this process does (`launch.launcher_monitor`).
 - The first Ctrl-C makes the ranks stop. Processes that still run after a grace time are killed. No process is
   left on this node.
 """
@@ -37,46 +37,46 @@ from launch.environment import (
     SECRETS,
     TTY,
     rank_environment,
-    tell_absent,
-    tell_lost,
-    tell_ports,
-    tell_signal,
-    told_directory,
-    told_exit_code,
-    told_started,
+    read_directory,
+    read_exit_code,
+    read_started,
     without_secrets,
+    write_absent,
+    write_lost,
+    write_ports,
+    write_signal,
 )
 from launch.exits import RankExit, how_ended, sentence
 from launch.find_mpirun import Mpi, detect
 from launch.launcher import RANK_COMMANDS
-from launch.masking import MASK, masked_words
-from launch.mpi_ports import unreached_ranks
-from launch.mpirun_words import PLACEMENT, USAGE, has_option, parse_arguments, spans_hosts
-from launch.outside import whole_number
+from launch.launcher_monitor import Cause, LauncherMonitor
+from launch.masking import MASK, masked_args
+from launch.mpi_ports import unreachable_ranks
+from launch.mpirun_args import PLACEMENT, USAGE, has_option, parse_arguments, spans_hosts
 from launch.own_messages import FAILED
-from launch.roll_call import ROLL_CALL, RollCall
+from launch.rank_registry import REGISTRY_ADDRESS, RankRegistry
+from launch.safe_text import whole_number
 from launch.signals import title
-from launch.supervisor import START_DEADLINE_S, STOP_GRACE_S, Supervisor, say
-from launch.witness import Cause, Witness
+from launch.supervisor import START_DEADLINE_S, STOP_GRACE_S, Supervisor, print_message
 
-# Commands that tell no exit code: mpirun ends all ranks when one fails.
+# Commands that write no exit code: mpirun ends all ranks when one fails.
 _END_WITH_MPIRUN = ("generate-disagg-config", "run-llm-server")
 
-_FILES, _FILES_OF_A_RANK = 32, 8  # open in an mpirun: Open MPI's starts 8 ranks with 64, not with 52
+_FILES, _FILES_OF_A_RANK = 32, 8  # open in an mpirun: Open MPI's can start 8 ranks with 64 files, not with 52
 
-_MPI_STARTS_S = 5.0  # usually less, once all ranks are there
+_MPI_STARTS_S = 5.0  # after all ranks have registered; usually less
 
 NOT_READY = 3
 """Exit code for a run whose rank 0 was never started."""
 
 INSTANCE_LOST = 5
-"""Exit code for a run that lost a rank, and for one that ended without telling a code."""
+"""Exit code for a run that lost a rank, or that ended without an exit code."""
 
 Amend = Callable[[Path, Cause | None, int], tuple[str, int]]
-"""Gets a run directory, why the run ended (None: rank 0 has written that) and the exit code.
+"""Completes a run directory: its files name the cause, and it has an HTML report.
 
-It sees that the directory's files say so, and that there is a page. Returns what to tell the person,
-and the exit code: 0 if the run had ended well."""
+Receives the directory, the cause (None: rank 0 has written it) and the exit code. Returns the text for the
+user, and the exit code: 0 if the run was complete."""
 
 
 def command_line(
@@ -90,7 +90,7 @@ def command_line(
     exports: Sequence[str] = (),
     survive: bool = True,
 ) -> list[str]:
-    """Return the `mpirun` line that starts `program` on `ranks` ranks; a pure function."""
+    """Return the `mpirun` line that starts `program` on `ranks` ranks."""
     line = [mpi.mpirun, "-n", str(ranks)]
     if mpi.kind == "openmpi":
         if root and not has_option(options, {"allow-run-as-root"}):
@@ -119,8 +119,7 @@ def command_line(
 def on_this_host(mpi: Mpi, env: Mapping[str, str] = os.environ) -> list[str]:
     """Return the options that keep all ranks on this host in a Slurm job.
 
-    Without them `mpirun` would start ranks through srun, on all nodes of the allocation, and no more than
-    that has tasks.
+    Without them, `mpirun` starts ranks through srun on all nodes of the allocation, at most one per task.
     """
     if "SLURM_JOB_ID" not in env:
         return []
@@ -131,8 +130,7 @@ def on_this_host(mpi: Mpi, env: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def usable_cores() -> int:
-    """Return the number of cores as Open MPI counts slots (physical ones), and no more than this process may
-    use."""
+    """Return the number of physical CPU cores that this process may use: Open MPI's slots."""
     physical = psutil.cpu_count(logical=False) or 1
     if sys.platform == "linux":
         return min(physical, len(os.sched_getaffinity(0)))
@@ -140,21 +138,30 @@ def usable_cores() -> int:
 
 
 def slots(env: Mapping[str, str] = os.environ) -> int:
-    """Return the number of ranks that Open MPI starts without --oversubscribe: in a Slurm job, of its
-    tasks."""
+    """Return the number of ranks that Open MPI starts without --oversubscribe.
+
+    In a Slurm job, it also limits them to the number of tasks.
+    """
     tasks = whole_number(env.get("SLURM_NTASKS", ""))
     return usable_cores() if tasks is None else min(usable_cores(), tasks)
 
 
-def exit_code(told: int | None, status: int, interrupted: int | None = None, survive: bool = True) -> int:
+def exit_code(
+    rank0_code: int | None, status: int, interrupted: int | None = None, survive: bool = True
+) -> int:
     """Return the launcher's exit code.
 
-    `told` is what rank 0 left, `status` is how `mpirun` ended (negative: by a signal), `interrupted` the
-    signal that the user sent. With the options that let ranks survive (`survive`), `mpirun` ends with 0 after
-    any loss: then 0 without a told code is no success.
+    With the options that let ranks survive, `mpirun` exits with 0 after any loss. Then 0 without a code of
+    rank 0 is not a success.
+
+    Args:
+        rank0_code: the exit code that rank 0 wrote.
+        status: `mpirun`'s exit code; negative: a signal.
+        interrupted: the signal that the user sent.
+        survive: whether `mpirun` has the options that let ranks survive the loss of others.
     """
-    if told is not None:
-        return told
+    if rank0_code is not None:
+        return rank0_code
     if interrupted is not None:
         return 128 + interrupted
     if not survive:
@@ -162,7 +169,7 @@ def exit_code(told: int | None, status: int, interrupted: int | None = None, sur
     killed = 128 + signal.SIGKILL
     if (
         status <= 0 or status & killed == killed or status == 128 + signal.SIGTERM
-    ):  # hydra joins the statuses of all ranks by OR
+    ):  # hydra combines the statuses of all ranks by OR
         return INSTANCE_LOST
     return status
 
@@ -177,49 +184,49 @@ def _exports(env: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _call_the_roll(ranks: int) -> RollCall | None:
-    """Open the roll call; return None, and say so once, if no port can be opened for it."""
+def _open_registry(ranks: int) -> RankRegistry | None:
+    """Open the rank registry. If no port can be opened, print a message and return None."""
     try:
-        return RollCall(ranks)
+        return RankRegistry(ranks)
     except OSError as error:
-        say(
-            f"no port can be opened ({error.strerror or error}): who is lost on another host before MPI has"
-            " started may be told by mpirun only"
+        print_message(
+            f"no port can be opened ({error.strerror or error}): only mpirun may name a rank that is lost on"
+            " another host before MPI has started"
         )
         return None
 
 
-class _Heard:
+class _RegistryFiles:
     """Writes files for rank 0 with the registered ranks, and the hosts that this host cannot reach."""
 
-    def __init__(self, roll_call: RollCall, exit_file: Path) -> None:
-        self._roll_call, self._exit_file = roll_call, exit_file
-        self._told: tuple[str, list[int]] = ("", [])
-        self._probe_at: float | None = None  # once all are there; inf: it is done
+    def __init__(self, registry: RankRegistry, exit_file: Path) -> None:
+        self._registry, self._exit_file = registry, exit_file
+        self._written: tuple[str, list[int]] = ("", [])
+        self._probe_at: float | None = None  # None until all ranks have registered; inf: it is done
 
-    def lost(self) -> str:
-        """Name the ranks without which MPI can't start; call it often."""
-        roll_call, exit_file = self._roll_call, self._exit_file
-        absent, ended = roll_call.absent(), sorted(one.rank for one in roll_call.first())
-        if absent != self._told[0]:
-            tell_absent(absent, exit_file)
-        if ended != self._told[1]:
-            tell_lost(ended, exit_file)
-        self._told = absent, ended
-        if self._probe_at is None and (ports := roll_call.ports()):
+    def update(self) -> str:
+        """Write the files; return the lost ranks without which MPI can't start. Call this often."""
+        registry, exit_file = self._registry, self._exit_file
+        absent, lost = registry.absent(), sorted(one.rank for one in registry.first_exits())
+        if absent != self._written[0]:
+            write_absent(absent, exit_file)
+        if lost != self._written[1]:
+            write_lost(lost, exit_file)
+        self._written = absent, lost
+        if self._probe_at is None and (ports := registry.ports()):
             self._probe_at = time.monotonic() + _MPI_STARTS_S
-            tell_ports(ports, "", exit_file)
+            write_ports(ports, "", exit_file)
         elif self._probe_at is not None and time.monotonic() > self._probe_at:
             self._probe_at = math.inf
-            if roll_call.waits():
+            if registry.waits():
                 threading.Thread(target=self._probe, daemon=True).start()
-        return sentence(roll_call.lost())
+        return sentence(registry.lost())
 
     def _probe(self) -> None:
-        ports = self._roll_call.ports()
-        if beyond := unreached_ranks(ports, socket.gethostname()):
-            with contextlib.suppress(OSError):  # the run has just ended, and its folder is gone
-                tell_ports(ports, beyond, self._exit_file)
+        ports = self._registry.ports()
+        if unreachable := unreachable_ranks(ports, socket.gethostname()):
+            with contextlib.suppress(OSError):  # the run has just ended, and its folder is deleted
+                write_ports(ports, unreachable, self._exit_file)
 
 
 def main(
@@ -230,12 +237,17 @@ def main(
     amend: Amend = lambda directory, cause, code: (cause.text if cause else "", code),
     mpi: Mpi | None = None,
 ) -> int:
-    """Print and start the `mpirun` line for `argv` and see it to its end. Returns the exit code.
+    """Print and run the `mpirun` line for `argv`; return the exit code.
 
-    `program` is what each rank runs before the command's words: this Python with ``-m mpillm`` unless given.
-    `mpi` is by default the one of this Python's mpi4py.
+    Args:
+        argv: arguments of ``mpillm mpirun``.
+        commands: the commands that may run on ranks.
+        program: the program of each rank, to which the command is appended; by default ``python -m mpillm``.
+        stop_grace_s: time that ranks have to exit by themselves.
+        amend: completes the run directory after the loss of rank 0.
+        mpi: by default, the installation of this Python's mpi4py.
     """
-    head = argv[: next((i for i, word in enumerate(argv) if word in commands or word == "--"), len(argv))]
+    head = argv[: next((i for i, arg in enumerate(argv) if arg in commands or arg == "--"), len(argv))]
     if "-h" in head or "--help" in head:
         print(USAGE.format(commands=", ".join(commands), start=START_DEADLINE_S))
         return 0
@@ -246,9 +258,9 @@ def main(
     several_hosts = spans_hosts(arguments.options, os.environ)
     n_here = min(arguments.ranks, slots()) if several_hosts else arguments.ranks
     survive = arguments.command[0] not in _END_WITH_MPIRUN
-    calls = several_hosts and survive
-    roll_call = _call_the_roll(arguments.ranks) if calls and not arguments.dry_run else None
-    calls = calls and (roll_call is not None or arguments.dry_run)
+    registers = several_hosts and survive
+    registry = _open_registry(arguments.ranks) if registers and not arguments.dry_run else None
+    registers = registers and (registry is not None or arguments.dry_run)
     line = command_line(
         mpi,
         arguments.ranks,
@@ -256,118 +268,117 @@ def main(
         arguments.options,
         root=os.geteuid() == 0,
         cores=slots(),
-        exports=[*_exports(environment), *([ROLL_CALL] if calls else [])] if several_hosts else [],
+        exports=[*_exports(environment), *([REGISTRY_ADDRESS] if registers else [])] if several_hosts else [],
         survive=survive,
     )
-    shown = masked_words(line)
+    safe_line = masked_args(line)
     if arguments.dry_run:
-        # One line for a shell that reads it: eval "$(…)".
-        print(wrapped(map(shlex.quote, shown)) if sys.stdout.isatty() else shlex.join(shown))
+        # One line for a shell: eval "$(…)".
+        print(wrapped(map(shlex.quote, safe_line)) if sys.stdout.isatty() else shlex.join(safe_line))
         for name in secrets:
-            say(f"the line has no secret: set {name} in its environment")
-        if shown != line:
-            say(f"the line has {MASK} in place of each secret: fill it in")
+            print_message(f"the line has no secret: set {name} in its environment")
+        if safe_line != line:
+            print_message(f"the line has {MASK} in place of each secret: fill it in")
         return 0
-    print(wrapped(map(shlex.quote, shown)), file=sys.stderr, flush=True)
-    # Rank 0 may be on another host: then the file has to be in a folder that the hosts share, as the working
-    # directory is.
+    print(wrapped(map(shlex.quote, safe_line)), file=sys.stderr, flush=True)
+    # Rank 0 may be on another host. The working directory is the folder that the hosts share.
     with (
         run_folders.temporary() as session,
         run_folders.temporary(Path.cwd() if several_hosts else None) as folder,
     ):
         exit_file = Path(folder) / "exit_code"
         env = rank_environment(environment, exit_file, tty=sys.stdout.isatty(), session=session)
-        if roll_call is not None:
-            env[ROLL_CALL] = roll_call.address
-        witness = Witness(roll_call)
+        if registry is not None:
+            env[REGISTRY_ADDRESS] = registry.address
+        monitor = LauncherMonitor(registry)
         supervisor = Supervisor(
             openmpi=mpi.kind == "openmpi",
             stop_grace_s=stop_grace_s,
             start_deadline_s=arguments.start_deadline_s,
             drains=arguments.command[0] == "serve",
             draws=sys.stdout.isatty(),
-            witness=witness if several_hosts else None,
+            monitor=monitor if several_hosts else None,
         )
         status, interrupted = supervisor.run(
             line,
             env,
-            lambda: told_started(exit_file),
-            lambda: told_exit_code(exit_file) is not None,
-            lambda number: tell_signal(number, exit_file),
-            _Heard(roll_call, exit_file).lost if roll_call is not None else lambda: "",
+            lambda: read_started(exit_file),
+            lambda: read_exit_code(exit_file) is not None,
+            lambda number: write_signal(number, exit_file),
+            _RegistryFiles(registry, exit_file).update if registry is not None else lambda: "",
         )
-        told = told_exit_code(exit_file)
-        started = told_started(exit_file)
-        if told is None and supervisor.never_started:
-            told = NOT_READY
-        lost = supervisor.lost or sentence(roll_call.first() if roll_call is not None else ())
-        if told is None and interrupted is None and lost:
+        rank0_code = read_exit_code(exit_file)
+        started = read_started(exit_file)
+        if rank0_code is None and supervisor.never_started:
+            rank0_code = NOT_READY
+        lost = supervisor.lost or sentence(registry.first_exits() if registry is not None else ())
+        if rank0_code is None and interrupted is None and lost:
             text = f"MPI can't start: {lost}"
             print(f"{FAILED}in phase 'join'\n  {text}", file=sys.stderr, flush=True)
-            told = INSTANCE_LOST
-        if told is None and interrupted is None and not started and not supervisor.killed:
-            why = f"it has no daemon on {witness.host}" if witness.host else _without_ranks(n_here)
-            say(f"mpirun ended with {status} before rank 0 had started: {why}")
-            told = NOT_READY
-        directory = told_directory(exit_file)
-        code, cause = exit_code(told, status, interrupted, survive), None
-        if told is None and survive and directory is None and INSTANCE_LOST < code < 128:
-            say(f"mpirun ended with {status} before the ranks had joined: {_without_ranks(n_here)}")
-            told = code = NOT_READY
+            rank0_code = INSTANCE_LOST
+        if rank0_code is None and interrupted is None and not started and not supervisor.killed:
+            why = f"it has no daemon on {monitor.host}" if monitor.host else _without_ranks(n_here)
+            print_message(f"mpirun ended with {status} before rank 0 had started: {why}")
+            rank0_code = NOT_READY
+        directory = read_directory(exit_file)
+        code, cause = exit_code(rank0_code, status, interrupted, survive), None
+        if rank0_code is None and survive and directory is None and INSTANCE_LOST < code < 128:
+            print_message(f"mpirun ended with {status} before the ranks had joined: {_without_ranks(n_here)}")
+            rank0_code = code = NOT_READY
         if survive and interrupted is None and (started or supervisor.killed):
-            if cause := _why(witness, supervisor, told, code, status):
+            if cause := _why(monitor, supervisor, rank0_code, code, status):
                 code = INSTANCE_LOST
-            elif told == 0 and supervisor.killed:  # and what rank 0 printed may be lost with it
+            elif rank0_code == 0 and supervisor.killed:  # rank 0's output may be lost also
                 where = f": see {directory / 'result.json'}" if directory is not None else ""
-                say(f"{_killed(supervisor)}; the run had ended by then{where}")
-        elif told is None and interrupted is not None:
+                print_message(f"{_killed(supervisor)}; the run had ended by then{where}")
+        elif rank0_code is None and interrupted is not None:
             cause = Cause(f"interrupted ({title(interrupted)})")
     text = cause.text if cause else ""
-    silent = several_hosts and code != 0 and interrupted is None and not witness.told_person
+    silent = several_hosts and code != 0 and interrupted is None and not monitor.failure_is_printed
     if directory is not None and directory.is_dir() and (cause or silent):
         text, code = amend(directory, cause, code)
     if text:
-        say(text)
+        print_message(text)
     return code
 
 
 def _without_ranks(n_ranks: int) -> str:
-    """Return the likely cause where an mpirun did not start `n_ranks` ranks on this host.
+    """Return the likely cause if an mpirun has not started `n_ranks` ranks on this host.
 
-    Open MPI's may print "Unknown error", or nothing, where it can open no more pipes.
+    If Open MPI's mpirun cannot open a pipe, it may print "Unknown error", or nothing.
     """
     limit, need = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _FILES + n_ranks * _FILES_OF_A_RANK
     if limit == resource.RLIM_INFINITY or limit >= need:
-        return (
-            f"what it printed says why; if it printed nothing: `python -m mpillm mpirun -n {n_ranks} doctor`"
-        )
+        return f"see its output; if there is none: `python -m mpillm mpirun -n {n_ranks} doctor`"
     return (
         f"a process here may open {limit} files, and mpirun needs up to {need} for {n_ranks} ranks:"
-        f" ulimit -n {need}, or more; if that is no cure, what it printed says why"
+        f" ulimit -n {need}, or more; if that does not help, see its output"
     )
 
 
-def _why(witness: Witness, supervisor: Supervisor, told: int | None, code: int, status: int) -> Cause | None:
-    """Return why a run ended that rank 0 could not explain: what this process saw itself.
+def _why(
+    monitor: LauncherMonitor, supervisor: Supervisor, rank0_code: int | None, code: int, status: int
+) -> Cause | None:
+    """Return why a run ended, as this process has detected; None if rank 0 has reported it.
 
-    None if rank 0 could. `code`: the exit code to be, if so.
+    `code`: the exit code if rank 0 has reported it.
     """
-    if told != 0:
-        if text := witness.lost_by_open_mpi(supervisor.told_at):
+    if rank0_code != 0:
+        if text := monitor.lost_openmpi_daemon(supervisor.finished_at):
             return Cause(text)
-        # An mpirun that writes to a daemon which has ended goes the same way: rank 0 may know who was first.
-        after_others = told is not None and supervisor.killed == signal.SIGPIPE
-        if supervisor.killed and supervisor.told_at == math.inf and not after_others:
+        # An mpirun that writes to an exited daemon also gets SIGPIPE: rank 0 may know the first exit.
+        after_others = rank0_code is not None and supervisor.killed == signal.SIGPIPE
+        if supervisor.killed and supervisor.finished_at == math.inf and not after_others:
             return Cause(_killed(supervisor))
-    if code != INSTANCE_LOST or (told is not None and witness.told_person):
+    if code != INSTANCE_LOST or (rank0_code is not None and monitor.failure_is_printed):
         return None
-    # Rank 0 may have been killed between its exit code, which it tells first, and its message.
-    if text := witness.before_rank_0(status):
+    # Rank 0 writes its exit code before its message, and may have been killed between the two.
+    if text := monitor.exits_before_rank_0(status):
         return Cause(text)
-    if told is not None:
+    if rank0_code is not None:
         return None
-    how = f" (mpirun ended with {status})" if status else ""  # 0 says nothing of a rank that was killed
-    rank0 = RankExit(0, witness.hosts().get(0, ""), how="ended without an exit code")
+    how = f" (mpirun ended with {status})" if status else ""  # 0 also follows a killed rank
+    rank0 = RankExit(0, monitor.hosts().get(0, ""), how="ended without an exit code")
     return Cause(f"{sentence([rank0])}: it was killed or crashed{how}", 0)
 
 

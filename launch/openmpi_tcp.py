@@ -14,7 +14,7 @@ from pathlib import Path
 from launch.interfaces import Interface, interfaces, is_local
 
 _INCLUDE, _EXCLUDE, _BTL = "btl_tcp_if_include", "btl_tcp_if_exclude", "btl"
-_DEFAULT_EXCLUDE = "127.0.0.1/8,sppp"  # Open MPI's; a value of ours replaces it
+_DEFAULT_EXCLUDE = "127.0.0.1/8,sppp"  # Open MPI's; our value replaces it
 _LOOPBACK = Interface("lo", "127.0.0.1")
 _MAX_HOSTS = 4  # in a message
 _FILES = ("~/.openmpi/mca-params.conf", "/etc/openmpi/openmpi-mca-params.conf")
@@ -42,7 +42,7 @@ def parameter(name: str, env: Mapping[str, str] = os.environ) -> str:
 
 
 def exclusion(own: Sequence[Interface], env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variable that keeps Open MPI's TCP from interfaces that lead to no other host.
+    """Return the variable that excludes interfaces without a route to other hosts from Open MPI's TCP.
 
     Empty if the user has chosen interfaces, and if there is nothing to exclude, or nothing else.
     """
@@ -53,8 +53,10 @@ def exclusion(own: Sequence[Interface], env: Mapping[str, str] = os.environ) -> 
     return {f"OMPI_MCA_{_EXCLUDE}": ",".join([_DEFAULT_EXCLUDE, *local])}
 
 
-def why_apart(of_hosts: Mapping[str, Sequence[Interface]], env: Mapping[str, str] = os.environ) -> str:
-    """Say why Open MPI's TCP does not connect hosts that reach each other; "" if no reason is known.
+def explain_disconnection(
+    of_hosts: Mapping[str, Sequence[Interface]], env: Mapping[str, str] = os.environ
+) -> str:
+    """Return why Open MPI's TCP does not connect hosts that reach each other; "" if no reason is known.
 
     `of_hosts`: the addresses of each host, as far as they are known. The settings of this host count for all.
     """
@@ -77,9 +79,10 @@ def _wrong_setting(own: Sequence[Interface], env: Mapping[str, str]) -> str:
         return f"OMPI_MCA_{_BTL}={transports} leaves out tcp, which connects hosts; add tcp, or unset it"
     included, excluded = parameter(_INCLUDE, env), parameter(_EXCLUDE, env)
     if included and not any(_matches(one, included) for one in own):
-        there = ", ".join(f"{one.name} ({one.address})" for one in own) or "none"
+        available = ", ".join(f"{one.name} ({one.address})" for one in own) or "none"
         return (
-            f"OMPI_MCA_{_INCLUDE}={included} names no interface that leads to other hosts; there are: {there}"
+            f"OMPI_MCA_{_INCLUDE}={included} names no interface that leads to other hosts; there are:"
+            f" {available}"
         )
     if excluded and not _matches(_LOOPBACK, excluded):
         return (
@@ -90,7 +93,7 @@ def _wrong_setting(own: Sequence[Interface], env: Mapping[str, str]) -> str:
 
 
 def _remedy(names: Sequence[str], own: Sequence[Interface], env: Mapping[str, str]) -> str:
-    """Return the setting by which Open MPI's TCP does without some interfaces."""
+    """Return the setting that excludes some interfaces from Open MPI's TCP."""
     if not parameter(_INCLUDE, env):
         return f"set OMPI_MCA_{_EXCLUDE}={','.join([parameter(_EXCLUDE, env) or _DEFAULT_EXCLUDE, *names])}"
     others = list(dict.fromkeys(one.name for one in own if one.name not in names and not is_local(one)))

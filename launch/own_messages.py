@@ -20,11 +20,11 @@ def cause_in(output: str) -> str:
     MPI libraries print banners of their own before and after the message.
     """
     lines = output.splitlines()
-    ours = [i for i, line in enumerate(lines) if line.startswith(MESSAGE) and not line.startswith(_NOTE)]
-    if failed := [i for i in ours if lines[i].startswith(FAILED)]:
+    own = [i for i, line in enumerate(lines) if line.startswith(MESSAGE) and not line.startswith(_NOTE)]
+    if failed := [i for i in own if lines[i].startswith(FAILED)]:
         indented = itertools.takewhile(lambda line: line.startswith("  "), lines[failed[-1] + 1 :])
         return textwrap.dedent("\n".join(indented))
-    return lines[ours[-1]].removeprefix(MESSAGE) if ours else ""
+    return lines[own[-1]].removeprefix(MESSAGE) if own else ""
 
 
 def why_ended(code: int, output: str) -> str:

@@ -6,7 +6,7 @@ import ctypes
 import sys
 
 KEEPER = "mpillm-kept"
-"""What the system calls a process that has a rank's command line and is none (`comms.kept_connections`)."""
+"""Name of a process that has a rank's command line, but is not a rank (`comms.connection_holder`)."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -19,12 +19,12 @@ def adopt_orphans() -> None:
 
 
 def die_with_parent(number: int) -> None:
-    """Get this signal when the parent dies: called in a child before exec."""
+    """Receive this signal when the parent exits. Call it in a child before exec."""
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def name_process(name: str) -> None:
-    """Have the system call this process so, 15 characters at most."""
+    """Set this process's name, at most 15 characters."""
     _prctl(_PR_SET_NAME, name.encode())
 
 

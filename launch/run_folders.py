@@ -39,7 +39,7 @@ def sweep() -> None:
 
 
 def _place() -> str:
-    """Return a short name for the processes that this one can see: those of its host, or of its container."""
+    """Return a short name of this process's host or container, whose processes it can see."""
     return hashlib.sha256(visible_pids().encode()).hexdigest()[:8]
 
 

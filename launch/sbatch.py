@@ -27,27 +27,27 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError, nearest
+from launch.default_paths import RUNS
 from launch.environment import EXIT_FILE, clean_environment, without_secrets
 from launch.help_format import HelpFormatter
 from launch.launcher import RANK_COMMANDS
-from launch.masking import masked_words
+from launch.masking import masked_args
 from launch.mpirun import INSTANCE_LOST
-from launch.outside import whole_number
 from launch.ownership import other_owner, trusted_owners
-from launch.places import RUNS
+from launch.safe_text import whole_number
 
 Check = Callable[[Sequence[str], bool], None]
-"""Gets a command of mpillm's, and whether it will find the files that are here: it may run in a container.
+"""Checks a command of mpillm. Receives its arguments, and whether it can use the files of this host.
 
-Raises ConfigError if it will end before it has begun."""
+Raises ConfigError if the command would fail at its start."""
 
 STARTS_RUNS = ("run-harness", "find-max-qps", "ab", "sweep", "advise")
 """The commands that run as one process, and start an mpirun for each of several runs."""
 
 _POLL_S = 2.0
-_PIECE = 1 << 20  # bytes of output in one go
+_PIECE = 1 << 20  # bytes of output printed at a time
 _ANSWER_S = 60.0  # Slurm's commands give up on a silent controller after about as long
-_SLOW_END_S = 60.0  # an epilog is done by then, and Slurm has killed what ignores SIGTERM (its KillWait)
+_SLOW_END_S = 60.0  # time for an epilog, and for Slurm to kill processes that ignore SIGTERM (KillWait)
 _MAX_END_S = 600.0
 _COMPLETING = "COMPLETING"
 _ENDED = (
@@ -78,7 +78,7 @@ examples:
   python -m mpillm sbatch --nodes 1 --ntasks_per_node 8 --container_image IMAGE --dry_run -- bash SCRIPT"""
 
 
-def _at_least_one(text: str) -> int:
+def _positive(text: str) -> int:
     number = whole_number(text)
     if not number:
         raise argparse.ArgumentTypeError(f"'{text}' must be a whole number of at least 1")
@@ -123,24 +123,24 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Return the command's name, as mpillm writes its own."""
+        """Return the command's name, with hyphens."""
         return self.command[0].replace("_", "-") if self.command else ""
 
     def script(self) -> str:
         """Return the job script."""
         lines = ["#!/bin/bash"]
-        lines += [f"#SBATCH {name} {value}".rstrip() for name, value in self._given(_SHORT)]
-        lines += [f"#SBATCH --{name}={value}" for name, value in self._given(_LONG)]
+        lines += [f"#SBATCH {name} {value}".rstrip() for name, value in self._set_options(_SHORT)]
+        lines += [f"#SBATCH --{name}={value}" for name, value in self._set_options(_LONG)]
         lines += ["", *self.setup, ""] if self.setup else [""]
         logs = self._logs() if self.is_run or self.starts_runs else []
         return "\n".join([*lines, *logs, *self._step(), *self._end()]) + "\n"
 
-    def _given(self, options: Mapping[str, str]) -> list[tuple[str, Any]]:
-        """Return Slurm's options that have a value, by their names there."""
-        return [(name, value) for ours, name in options.items() if (value := getattr(self, ours)) is not None]
+    def _set_options(self, options: Mapping[str, str]) -> list[tuple[str, Any]]:
+        """Return Slurm's names and the values of the options that have a value."""
+        return [(name, value) for own, name in options.items() if (value := getattr(self, own)) is not None]
 
     def _logs(self) -> list[str]:
-        """Make a folder for this start of this job: a requeueing counts SLURM_RESTART_COUNT up."""
+        """Return lines that make a folder for this start: a requeue increments SLURM_RESTART_COUNT."""
         root = shlex.quote(self.log_root)
         return [
             f"mkdir -p {root}",
@@ -154,13 +154,13 @@ class Job:
         command = shlex.join(self.command)
         if self.is_run or self.starts_runs:
             command = f'{shlex.join([self.python, "-m", "mpillm"])} {command} --log_dir "$logs/run"'
-        if self.starts_runs:  # as one process; its mpiruns use all of the allocation
+        if self.starts_runs:  # one process; its mpiruns use the whole allocation
             return [f"exec {command}"]
         parts = [
-            # After a loss rank 0 has time to say so, whatever the site's default; but Slurm finds only after
-            # minutes that a node is lost, whose tasks srun would wait for.
+            # After a loss, rank 0 has time to report it, whatever the site's default. Slurm may detect a lost
+            # node only after minutes, and srun would wait for its tasks.
             f"srun --mpi={self.mpi}{' --kill-on-bad-exit=0 --wait=60' if self.is_run else ''}",
-            *(f"--{name} {value}" for name, value in self._given(_OF_SRUN)),
+            *(f"--{name} {value}" for name, value in self._set_options(_OF_SRUN)),
         ]
         return " \\\n".join([*parts, command]).split("\n")
 
@@ -169,7 +169,7 @@ class Job:
             return []
         return [
             "code=$?",
-            # srun's code for a rank that was killed; no rank 0 is left to tell another one
+            # srun's code for a killed rank, if rank 0 has not written another one
             f"[ $code -ne {128 + signal.SIGKILL} ] || code={INSTANCE_LOST}",
             f'exit "$(cat "${EXIT_FILE}" 2>/dev/null || echo $code)"',
         ]
@@ -180,25 +180,25 @@ def main(argv: Sequence[str], check: Check | None = None) -> int:
 
     `check`: of the command behind --.
     """
-    words = list(argv)
-    cut = words.index("--") if "--" in words else len(words)
-    given = _parser().parse_args([_with_underscores(word) for word in words[:cut]])
-    command = tuple(words[cut + 1 :])
-    job = _job(given, command, check)
-    if given.dry_run:
+    args = list(argv)
+    cut = args.index("--") if "--" in args else len(args)
+    options = _parser().parse_args([_with_underscores(arg) for arg in args[:cut]])
+    command = tuple(args[cut + 1 :])
+    job = _job(options, command, check)
+    if options.dry_run:
         print(job.script(), end="")
         return 0
-    path = Path(given.script)
+    path = Path(options.script)
     _write(path, job.script())
-    if not (given.submit or given.wait):
+    if not (options.submit or options.wait):
         print(f"wrote {path}; submit it with: sbatch {path}")
         return 0
-    return _submit(job, path, wait=given.wait)
+    return _submit(job, path, wait=options.wait)
 
 
 def _write(path: Path, script: str) -> None:
     """Write a job script, through no link. Raises ConfigError if it fails or is replaceable by others."""
-    made = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         trusted = trusted_owners(path.parent)
@@ -207,18 +207,18 @@ def _write(path: Path, script: str) -> None:
                 raise ConfigError(
                     f"sbatch: --script {path}: user {owner} owns {place}; name a file in a folder of your own"
                 )
-        with made.open("x", encoding="utf-8") as file:
+        with draft.open("x", encoding="utf-8") as file:
             file.write(script)
-        made.replace(path)
+        draft.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):
-            made.unlink(missing_ok=True)
+            draft.unlink(missing_ok=True)
         raise ConfigError(f"sbatch: --script {path}: {error.strerror}; name another file") from error
 
 
-def _with_underscores(word: str) -> str:
-    name, equals, value = word.partition("=")
-    return name.replace("-", "_").replace("__", "--", 1) + equals + value if word.startswith("--") else word
+def _with_underscores(arg: str) -> str:
+    name, equals, value = arg.partition("=")
+    return name.replace("-", "_").replace("__", "--", 1) + equals + value if arg.startswith("--") else arg
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -232,9 +232,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     for name in _COUNTS:
-        add(f"--{name}", type=_at_least_one, metavar="N", help=f"sbatch's --{_LONG[name]}")
+        add(f"--{name}", type=_positive, metavar="N", help=f"sbatch's --{_LONG[name]}")
     for name in _GPUS:
-        add(f"--{name}", metavar="N", help=f"sbatch's --{_LONG[name]}; a type may stand before: h200:8")
+        add(f"--{name}", metavar="N", help=f"sbatch's --{_LONG[name]}; a type may precede it, such as h200:8")
     for name, short in (("job_name", "-J"), ("account", "-A"), ("partition", "-p"), ("time", "-t")):
         add(f"--{name}", short, help=f"sbatch's --{name.replace('_', '-')}")
     add("--output", "-o", help="file for what the job prints; %%j is its number")
@@ -267,10 +267,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _job(given: argparse.Namespace, command: tuple[str, ...], check: Check | None) -> Job:
+def _job(options: argparse.Namespace, command: tuple[str, ...], check: Check | None) -> Job:
     if not command:
         raise ConfigError("sbatch: no command to run; it comes after --, as in: sbatch --nodes 2 -- run …")
-    if any(word.partition("=")[0].replace("-", "_") == "__log_dir" for word in command):
+    if any(arg.partition("=")[0].replace("-", "_") == "__log_dir" for arg in command):
         raise ConfigError(
             "sbatch: --log_dir: a job that is requeued needs a folder for each start;"
             " name the folder above them with --log_root, before --"
@@ -279,27 +279,27 @@ def _job(given: argparse.Namespace, command: tuple[str, ...], check: Check | Non
         raise ConfigError(
             f"sbatch: the script would show a secret: set {', '.join(secrets)} in its environment"
         )
-    for what, lines in (("the command", command), ("--setup", tuple(given.setup))):
-        if tuple(masked_words(lines)) != lines:
+    for source, lines in (("the command", command), ("--setup", tuple(options.setup))):
+        if tuple(masked_args(lines)) != lines:
             raise ConfigError(
-                f"sbatch: {what}: the script would show a secret: set it in sbatch's environment, which the"
-                " job gets, as OPENAI_API_KEY, VLLM_API_KEY or HF_TOKEN"
+                f"sbatch: {source}: the script would show a secret: set it in sbatch's environment, which the"
+                " job gets, such as OPENAI_API_KEY, VLLM_API_KEY or HF_TOKEN"
             )
-    named = given.container_image or given.task_output
-    if (job := Job(command)).starts_runs and named:
+    value = options.container_image or options.task_output
+    if (job := Job(command)).starts_runs and value:
         raise ConfigError(
-            f"sbatch: {named}: {job.name} runs as one process, without srun, and starts mpirun;"
+            f"sbatch: {value}: {job.name} runs as one process, without srun, and starts mpirun;"
             " in a container, or with a file for each task, give it one test at a time: run"
         )
-    ours = (*RANK_COMMANDS, *STARTS_RUNS)
-    if job.name not in ours and shutil.which(job.name) is None and (meant := nearest(job.name, ours)):
-        raise ConfigError(f"sbatch: {command[0]} is no command{meant}")
-    if check is not None and job.name in ours:
-        check(command, not given.container_image)
+    own = (*RANK_COMMANDS, *STARTS_RUNS)
+    if job.name not in own and shutil.which(job.name) is None and (suggestion := nearest(job.name, own)):
+        raise ConfigError(f"sbatch: {command[0]} is not a command{suggestion}")
+    if check is not None and job.name in own:
+        check(command, not options.container_image)
     values = {
-        name: getattr(given, name) for name in Job.__dataclass_fields__ if name not in ("command", "setup")
+        name: getattr(options, name) for name in Job.__dataclass_fields__ if name not in ("command", "setup")
     }
-    return Job(command, setup=tuple(given.setup), **values)
+    return Job(command, setup=tuple(options.setup), **values)
 
 
 def _submit(job: Job, path: Path, wait: bool) -> int:
@@ -310,17 +310,17 @@ def _submit(job: Job, path: Path, wait: bool) -> int:
     if shutil.which("sbatch") is None:
         raise ConfigError(f"sbatch: there is no sbatch in PATH; {path} is written: submit it where Slurm is")
     for pattern in filter(None, (job.output, job.error, job.task_output)):
-        # Slurm makes no folder, and says nothing if there is none.
+        # Slurm does not create folders, and reports no error if one is missing.
         if "%" not in str(Path(pattern).parent):
             Path(pattern).parent.mkdir(parents=True, exist_ok=True)
     # Slurm reads this text, not the file, which another user may have replaced in a folder above it.
     name = [] if job.job_name else [f"--job-name={path.name}"]
-    number = _ask("sbatch", "--parsable", *name, text=job.script()).partition(";")[0]
+    number = _run("sbatch", "--parsable", *name, text=job.script()).partition(";")[0]
     print(f"submitted job {number}", file=sys.stderr, flush=True)
     return _follow(number) if wait else 0
 
 
-def _ask(*command: str, text: str = "") -> str:
+def _run(*command: str, text: str = "") -> str:
     """Return the output of one of Slurm's commands, which reads `text`. Raises ConfigError if it fails."""
     env = clean_environment(os.environ)
     try:
@@ -335,22 +335,22 @@ def _ask(*command: str, text: str = "") -> str:
 def _follow(number: str) -> int:
     """Print the job's changes of state and its output until it has ended; return its exit code.
 
-    Slurm keeps a job COMPLETING as long as a node does not confirm its end: see `_SlowEnd`.
+    The state is COMPLETING until all nodes have confirmed the end: see `_SlowEnd`.
     """
-    before, shown, end = "", 0, _SlowEnd()
+    before, n_printed, end = "", 0, _SlowEnd()
     try:
         while True:
-            job = _read_job(_ask("scontrol", "show", "job", "--oneliner", number))
+            job = _read_job(_run("scontrol", "show", "job", "--oneliner", number))
             state = job["JobState"]
             if state != before:
                 where = f" on {job.get('NodeList', 'its nodes')}" if state == "RUNNING" else ""
                 print(f"job {number}: {state}{where}", file=sys.stderr, flush=True)
                 before = state
-            shown = _show(Path(job.get("StdOut", "")), shown)
+            n_printed = _print_output(Path(job.get("StdOut", "")), n_printed)
             if state.startswith(_ENDED) or end.is_overdue(number, job):
                 return _exit_code(job)
             time.sleep(_POLL_S)
-    except (KeyboardInterrupt, SystemExit):  # a stop signal, which the command line makes the latter
+    except (KeyboardInterrupt, SystemExit):  # the command line turns a stop signal into SystemExit
         print(f"job {number} goes on; end it with: scancel {number}", file=sys.stderr)
         raise
 
@@ -387,33 +387,33 @@ class _SlowEnd:
         return False
 
 
-def _read_job(said: str) -> dict[str, str]:
-    """Return what scontrol says of a job, by name. Raises ConfigError if its state is not among it."""
-    job = dict(word.split("=", 1) for word in said.split() if "=" in word)
+def _read_job(output: str) -> dict[str, str]:
+    """Return scontrol's fields of a job by name. Raises ConfigError if its state is missing."""
+    job = dict(field.split("=", 1) for field in output.split() if "=" in field)
     if not job.get("JobState"):
-        raise ConfigError(f"scontrol show job: expected JobState=…, it says: {said[:200]!r}")
+        raise ConfigError(f"scontrol show job: expected JobState=…, got: {output[:200]!r}")
     return job
 
 
 def _exit_code(job: Mapping[str, str]) -> int:
-    """Return the exit code of a job that has ended: of its command, or 128 and the signal's number."""
+    """Return the exit code of an ended job: its command's, or 128 + signal."""
     code, _, of_signal = job.get("ExitCode", "").partition(":")
-    for text, more in ((code, 0), (of_signal, 128)):
+    for text, offset in ((code, 0), (of_signal, 128)):
         if text.isdecimal() and len(text) < 4 and int(text):
-            return more + int(text)
+            return offset + int(text)
     is_done = job["JobState"] == "COMPLETED" or (
         job["JobState"] == _COMPLETING and job.get("Reason", "None") == "None"
     )
     return 0 if is_done else 1
 
 
-def _show(output: Path, shown: int) -> int:
-    """Print what `output` has got since; return how much of it is printed. A requeued job writes it anew."""
+def _print_output(output: Path, n_printed: int) -> int:
+    """Print the new bytes of `output`; return the number of printed bytes. A requeued job truncates it."""
     with contextlib.suppress(OSError), output.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(shown if size >= shown else 0)
+        file.seek(n_printed if size >= n_printed else 0)
         while piece := file.read(_PIECE):
             sys.stdout.write(piece.decode(errors="replace"))
         sys.stdout.flush()
         return size
-    return shown
+    return n_printed

@@ -36,17 +36,17 @@ class Segment(NamedTuple):
 
 
 def _folder() -> Path:
-    """Return where this user's ranks keep their records, beside the segments."""
+    """Return the folder of the records of this user's ranks, beside the segments."""
     return _SHM / f".mpillm-{os.getuid()}"
 
 
 def _own_folder(pid: int, started: str) -> Path:
-    """Return where a rank's segments of Open MPI lie; a later process of its number has another."""
+    """Return the folder of a rank's Open MPI segments. It differs for a later process with the same id."""
     return _folder() / f"{pid}-{started}"
 
 
 def apart() -> dict[str, str]:
-    """Make this rank's own folder; return the variables by which Open MPI, as it starts, takes it."""
+    """Make this rank's folder; return the variables with which Open MPI uses it."""
     if not _record(set()):
         return {}
     folder = _own_folder(os.getpid(), start_ticks(os.getpid()))
@@ -54,7 +54,7 @@ def apart() -> dict[str, str]:
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError:
         return {}
-    return {f"OMPI_MCA_btl_{way}_backing_directory": str(folder) for way in ("sm", "vader")}
+    return {f"OMPI_MCA_btl_{transport}_backing_directory": str(folder) for transport in ("sm", "vader")}
 
 
 def note() -> None:
@@ -64,13 +64,13 @@ def note() -> None:
 
 
 def _record(own: set[Segment]) -> bool:
-    """Write this rank's record, until Python ends; return whether it is there."""
+    """Write this rank's record, until Python exits; return whether it exists."""
     here, started = visible_pids(), start_ticks(os.getpid())
     if not here or not started:
         return False
     folder = _folder()
     text = "\n".join([here, started, *(f"{one.number} {one.name}" for one in sorted(own))])
-    try:  # if no room is left, they stay, should the rank be killed
+    try:  # without free space, the segments of a killed rank remain
         folder.mkdir(mode=0o700, exist_ok=True)
         if not _is_own_folder(folder):
             return False
@@ -90,7 +90,7 @@ def forget() -> None:
 
 
 def sweep() -> None:
-    """Remove the segments of ranks on this host that have ended, which no living rank has."""
+    """Remove the segments of exited ranks on this host that no running rank has."""
     folder = _folder()
     if not _is_own_folder(folder):
         return
@@ -100,38 +100,40 @@ def sweep() -> None:
         with contextlib.suppress(OSError, ValueError):
             where, started, *lines = path.read_text(encoding="utf-8").splitlines()
             segments = {Segment(name, int(number)) for number, name in (line.split(" ", 1) for line in lines)}
-            if where != here or start_ticks(int(path.name)) == started:  # another container's may be alive
+            if where != here or start_ticks(int(path.name)) == started:  # a rank of another container may run
                 living |= segments
             else:
                 ended[path] = started, segments
     for path, (started, segments) in ended.items():
         own = _own_folder(int(path.name), started)
-        with contextlib.suppress(OSError):  # what a rank that was killed inside MPI_Init had is in no record
+        with contextlib.suppress(
+            OSError
+        ):  # a rank that was killed inside MPI_Init has not recorded its segments
             segments |= {Segment(_name(one), one.lstat().st_ino) for one in own.iterdir()}
         for segment in segments - living:
             _remove(segment)
-        with contextlib.suppress(OSError):  # a rank that it started may live, and have its segment there
+        with contextlib.suppress(OSError):  # a rank that it started may run, with its segment there
             own.rmdir()
         if not own.exists():
             path.unlink(missing_ok=True)
 
 
 def left_over() -> dict[str, int]:
-    """Return the bytes that they occupy, by name, of this user's segments that no process in sight has."""
-    found: dict[Segment, int] = {}
+    """Return the bytes of this user's segments that no visible process has, by name."""
+    sizes: dict[Segment, int] = {}
     with contextlib.suppress(OSError):
         for path in (*_SHM.iterdir(), *_folder().glob("*/*")):
             with contextlib.suppress(OSError):
                 status = path.lstat()
                 if _is_own(path.name, status):
-                    found[Segment(_name(path), status.st_ino)] = 512 * status.st_blocks  # it is sparse
-    if not found:
+                    sizes[Segment(_name(path), status.st_ino)] = 512 * status.st_blocks  # it is sparse
+    if not sizes:
         return {}
     for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal() and found:
+        if folder.name.isdecimal() and sizes:
             for segment in _mapped(folder.name):
-                found.pop(segment, None)
-    return {segment.name: size for segment, size in sorted(found.items())}
+                sizes.pop(segment, None)
+    return {segment.name: size for segment, size in sorted(sizes.items())}
 
 
 def _mapped(pid: int | str) -> set[Segment]:
@@ -162,7 +164,7 @@ def _is_own(name: str, status: os.stat_result) -> bool:
 
 
 def _is_own_folder(path: Path) -> bool:
-    """Return whether it is a folder that nobody but this user can write to."""
+    """Return whether it is a folder that only this user can write to."""
     try:
         status = path.lstat()
     except OSError:

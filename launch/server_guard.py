@@ -27,14 +27,14 @@ import time
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-AFTER_S = 2.0  # for what a server leaves, once it has ended by itself
+AFTER_S = 2.0  # for processes that a server leaves after its own exit
 LOOK_S = 0.05
 SHM = "/dev/shm"
-SHM_S = 0.2  # between looks there
+SHM_S = 0.2  # between looks at it
 SHM_LOOKS = 10  # at the server's processes, for one that has mapped a new file
-MOST = 4096  # bytes read from the owner at once
-# With SIGCHLD, those of `launch.signals.stop_signals`: a batch system sends them to every process of a job.
-OURS = (
+MAX_READ = 4096  # bytes
+# SIGCHLD, and `launch.signals.stop_signals`: a batch system sends these to every process of a job.
+HANDLED = (
     signal.SIGCHLD,
     signal.SIGINT,
     signal.SIGTERM,
@@ -45,31 +45,31 @@ OURS = (
 
 
 def main(grace: str, command: list[str]) -> None:
-    """Run `command` until it or the owner ends, and end what is left."""
+    """Run `command` until it or the owner ends, and end the remaining processes."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     owner = os.dup(0)  # not inherited
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    rings, bell = os.pipe()
-    os.set_blocking(bell, False)
-    signal.set_wakeup_fd(bell)
-    for number in OURS:
+    wakeups, wakeup_end = os.pipe()
+    os.set_blocking(wakeup_end, False)
+    signal.set_wakeup_fd(wakeup_end)
+    for number in HANDLED:
         signal.signal(number, lambda _number, _frame: None)
     shared = _SharedMemory(owner)
     child = _start(libc, command)
-    _tell(owner, f"started {child}")
+    _send(owner, f"started {child}")
     code, grace_s = None, float(grace)
     while code is None:
-        ready = select.select([owner, rings], [], [], SHM_S)[0]
+        ready = select.select([owner, wakeups], [], [], SHM_S)[0]
         shared.look()
-        if rings in ready:
-            os.read(rings, MOST)
+        if wakeups in ready:
+            os.read(wakeups, MAX_READ)
             code = _reap(child)
         if owner in ready:
-            words = _heard(owner)
-            if not words:
+            numbers = _read(owner)
+            if not numbers:
                 break
-            grace_s = float(words[-1])
+            grace_s = float(numbers[-1])
     if code is None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGTERM)
@@ -78,7 +78,7 @@ def main(grace: str, command: list[str]) -> None:
             time.sleep(LOOK_S)
             code = _reap(child)
     shared.look()
-    _tell(owner, f"ended {-signal.SIGKILL if code is None else code}")
+    _send(owner, f"ended {-signal.SIGKILL if code is None else code}")
     _end_all(0 if code is None else AFTER_S)
     shared.remove()
 
@@ -88,28 +88,28 @@ class _SharedMemory:
 
     def __init__(self, owner: int) -> None:
         self._owner = owner
-        self._left = dict.fromkeys(os.listdir(SHM), 0)  # looks at each file
-        self._found: dict[str, str] = {}  # inodes of the server's
+        self._looks_left = dict.fromkeys(os.listdir(SHM), 0)  # for each file
+        self._inodes: dict[str, str] = {}  # of the server's files
 
     def look(self) -> None:
-        there = os.listdir(SHM)
-        self._left = {name: self._left.get(name, SHM_LOOKS) for name in there}
-        if not any(left for name, left in self._left.items() if name not in self._found):
-            return  # reading maps costs, and keeps the server from mapping
+        names = os.listdir(SHM)
+        self._looks_left = {name: self._looks_left.get(name, SHM_LOOKS) for name in names}
+        if not any(left for name, left in self._looks_left.items() if name not in self._inodes):
+            return  # reading maps takes time, and blocks mmap in the server
         for pid in _below(os.getpid()):
             for name, inode in _mapped(pid).items():
-                if self._left.get(name) and name not in self._found:
-                    self._found[name] = inode
-                    _tell(self._owner, f"shared {name}")
-        self._left = {name: max(0, left - 1) for name, left in self._left.items()}
+                if self._looks_left.get(name) and name not in self._inodes:
+                    self._inodes[name] = inode
+                    _send(self._owner, f"shared {name}")
+        self._looks_left = {name: max(0, left - 1) for name, left in self._looks_left.items()}
 
     def remove(self) -> None:
-        """Remove what is left of it and nobody else has."""
+        """Remove the remaining files that no process has mapped."""
         left = set()
-        for name, inode in self._found.items():
+        for name, inode in self._inodes.items():
             with contextlib.suppress(OSError):
-                found = os.stat(f"{SHM}/{name}")
-                if str(found.st_ino) == inode and found.st_uid == os.geteuid():
+                status = os.stat(f"{SHM}/{name}")
+                if str(status.st_ino) == inode and status.st_uid == os.geteuid():
                     left.add(name)
         for pid in _pids() if left else ():
             left -= _mapped(pid).keys()
@@ -119,26 +119,26 @@ class _SharedMemory:
 
 
 def _mapped(pid: int) -> dict[str, str]:
-    """Return the files right in /dev/shm that a process writes for others, with their inodes."""
-    found = {}
+    """Return the inodes of a process's writable shared mappings of files in /dev/shm, by name."""
+    inodes = {}
     with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", errors="replace") as file:
         for line in file:
-            words = line.split(maxsplit=5)
-            if len(words) == 6 and words[1] == "rw-s" and words[5].startswith(f"{SHM}/"):
-                found[words[5][len(SHM) + 1 :].rstrip("\n")] = words[4]
-    return found
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and fields[1] == "rw-s" and fields[5].startswith(f"{SHM}/"):
+                inodes[fields[5][len(SHM) + 1 :].rstrip("\n")] = fields[4]
+    return inodes
 
 
 def _start(libc: ctypes.CDLL, command: list[str]) -> int:
-    me = os.getpid()
+    parent = os.getpid()
     child = os.fork()
     if child:
         return child
-    for number in OURS:
+    for number in HANDLED:
         signal.signal(number, signal.SIG_DFL)
     os.setsid()
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != me:
+    if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)
     try:
         os.execvp(command[0], command)
@@ -148,32 +148,32 @@ def _start(libc: ctypes.CDLL, command: list[str]) -> int:
 
 
 def _end_all(grace_s: float) -> None:
-    """End everything below this process: by SIGTERM, and after `grace_s` by force."""
+    """End all descendants of this process: by SIGTERM, and after `grace_s` by SIGKILL."""
     kill_at = time.monotonic() + grace_s
-    asked = False
-    while there := _below(os.getpid()):
+    terminated = False
+    while pids := _below(os.getpid()):
         late = time.monotonic() >= kill_at
-        if late or not asked:
-            for pid in there:
+        if late or not terminated:
+            for pid in pids:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
-            asked = True
+            terminated = True
         time.sleep(LOOK_S)
         _reap(0)
 
 
 def _reap(child: int) -> int | None:
-    """Collect all that has ended; return the exit code of `child` if it has (negative: a signal)."""
+    """Reap all exited processes; return the exit code of `child` if it has exited (negative: a signal)."""
     code = None
     with contextlib.suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            if found[0] == child:
-                code = os.waitstatus_to_exitcode(found[1])
+        while (result := os.waitpid(-1, os.WNOHANG))[0]:
+            if result[0] == child:
+                code = os.waitstatus_to_exitcode(result[1])
     return code
 
 
 def _below(pid: int) -> list[int]:
-    """Return all processes below `pid`, each before those that it has started."""
+    """Return all descendants of `pid`, parents before children."""
     children: dict[int, list[int]] = {}
     for one in _pids():
         with contextlib.suppress(OSError, ValueError):
@@ -190,15 +190,15 @@ def _pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
 
 
-def _heard(owner: int) -> list[bytes]:
+def _read(owner: int) -> list[bytes]:
     try:
-        return os.read(owner, MOST).split()
-    except OSError:  # the owner has been killed with something unread
+        return os.read(owner, MAX_READ).split()
+    except OSError:  # the owner was killed with unread data
         return []
 
 
-def _tell(owner: int, text: str) -> None:
-    with contextlib.suppress(OSError):  # the owner has ended
+def _send(owner: int, text: str) -> None:
+    with contextlib.suppress(OSError):  # the owner has exited
         os.write(owner, os.fsencode(text))
 
 

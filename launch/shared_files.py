@@ -38,18 +38,18 @@ class LeftInShm:
 
 
 def mapped(pid: int | str, folder: Path = SHM) -> dict[Path, int]:
-    """Return the files of `folder` that a process has, with their inodes, which tell them from later ones.
+    """Return a process's mapped files of `folder`, with their inodes.
 
-    `pid` may be "self". None are returned of a process that is no more, or another user's, or of files that
-    are deleted already.
+    The inode distinguishes a file from a later one of the same name. `pid` may be "self".
+    Deleted files are omitted. The result is empty for an exited process, or another user's.
     """
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return {}
-    found = {}
+    inodes = {}
     for line in lines:
-        words = line.split(maxsplit=5)
-        if len(words) == 6 and words[5].startswith(f"{folder}/") and not words[5].endswith(" (deleted)"):
-            found[Path(words[5])] = int(words[4])
-    return found
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[5].startswith(f"{folder}/") and not fields[5].endswith(" (deleted)"):
+            inodes[Path(fields[5])] = int(fields[4])
+    return inodes

@@ -13,10 +13,10 @@ from typing import NamedTuple
 from launch.environment import EXIT_FILE
 from launch.exits import Exits, RankExit, sentence
 from launch.launcher import find_launcher
-from launch.outside import whole_number
 from launch.prctl import KEEPER
+from launch.safe_text import whole_number
 
-# Hydra's ranks have none of the first three. Without `mpillm mpirun` they have one parent.
+# Hydra's ranks have only the last variable. Without `mpillm mpirun`, they have a common parent.
 _JOBS = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_STEP_ID", EXIT_FILE)
 _STATES = {
     "T": "is stopped: kill -CONT {}",
@@ -25,26 +25,22 @@ _STATES = {
     "Z": "has ended",
 }
 
-
 _STOPPED = "Tt"
 _STOPPED_S = 0.6
-_GONE = "ZX"
-
-_STARTED_S = 10.0
-"""By then a launcher has started all ranks of a host, of which it has started one."""
+_EXITED = "ZX"
+_ALL_STARTED_S = 10.0  # from the start of a host's first rank to the start of all its ranks
 
 
-class Sibling(NamedTuple):
+class RankProcess(NamedTuple):
     """A rank's process."""
 
     pid: int
     state: str  # its letter in /proc
-    place: int | None = None  # among those of this host, from 0; None: the launcher does not tell
+    place: int | None = None  # among the ranks of this host, from 0; None: unknown
 
 
 def visible_pids() -> str:
-    """Return what names the processes that this one can see: its host's, or its container's; "" if
-    unknown."""
+    """Return a name of this process's host or container, whose processes it can see; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -63,15 +59,15 @@ def start_ticks(pid: int) -> str:
 
 
 def ranks_here() -> int | None:
-    """Return how many ranks of this job are on this host; None if the launcher does not tell.
+    """Return the number of this job's ranks on this host; None if unknown.
 
-    Unlike `siblings` it counts those that have not started yet.
+    Unlike `siblings`, it counts ranks that have not started yet.
     """
     return _first_number(os.environ, "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
 def _place(env: Mapping[str, str]) -> int | None:
-    """Return which of its host's ranks a process is."""
+    """Return the number of a rank among the ranks of its host, from 0."""
     return _first_number(env, "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 
@@ -81,12 +77,12 @@ def _first_number(env: Mapping[str, str], *names: str) -> int | None:
     return next((number for number in numbers if number is not None), None)
 
 
-def siblings() -> dict[int, Sibling]:
+def siblings() -> dict[int, RankProcess]:
     """Return the processes on this host that the same launcher started, by rank."""
     own = find_launcher()
     if own is None:
         return {}
-    found: dict[int, list[Sibling]] = {}
+    by_rank: dict[int, list[RankProcess]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
             with contextlib.suppress(OSError, ValueError):
@@ -104,30 +100,32 @@ def siblings() -> dict[int, Sibling]:
                 if name.endswith(f"({KEEPER}"):
                     continue
                 if any(name in env for name in _JOBS) or int(parent) == os.getppid():
-                    # of a rank and the processes that it started, the eldest
-                    found.setdefault(other.rank, []).append(Sibling(int(folder.name), state, _place(env)))
-    return {rank: min(processes) for rank, processes in found.items()}
+                    # the oldest one is the rank, the others are its children
+                    by_rank.setdefault(other.rank, []).append(
+                        RankProcess(int(folder.name), state, _place(env))
+                    )
+    return {rank: min(processes) for rank, processes in by_rank.items()}
 
 
 def describe_rank(rank: int) -> str:
-    """Return what the system says of a rank that does not answer: `` (pid 12 is stopped: …)``, or ""."""
+    """Return the system's state of a silent rank: `` (pid 12 is stopped: …)``, or ""."""
     sibling = siblings().get(rank)
-    return "" if sibling is None else _told(sibling)
+    return "" if sibling is None else _state_text(sibling)
 
 
 def stopped_ranks() -> str:
-    """Name the ranks of this host that somebody has stopped; "" if none is."""
-    found = {rank: sibling for rank, sibling in sorted(siblings().items()) if sibling.state in _STOPPED}
-    return ", ".join(f"rank {rank}{_told(sibling)}" for rank, sibling in found.items())
+    """Name the ranks of this host whose processes are stopped (SIGSTOP); "" if none is."""
+    stopped = {rank: sibling for rank, sibling in sorted(siblings().items()) if sibling.state in _STOPPED}
+    return ", ".join(f"rank {rank}{_state_text(sibling)}" for rank, sibling in stopped.items())
 
 
 def ended_here() -> list[int]:
-    """Return the ranks of this host that are not there (any more), where all ranks are on this host."""
+    """Return the ranks that do not run, if all ranks are on this host; otherwise nothing."""
     own = find_launcher()
     if own is None or own.size is None or own.size != ranks_here():
         return []
-    there = siblings().keys()
-    return [rank for rank in range(own.size) if rank not in there] if len(there) > 1 else []
+    running = siblings().keys()
+    return [rank for rank in range(own.size) if rank not in running] if len(running) > 1 else []
 
 
 class EndedRanks:
@@ -141,16 +139,16 @@ class EndedRanks:
         self._since = time.monotonic()
 
     def look(self) -> str:
-        """Name the ranks that were there at an earlier look and have ended; "" if none has.
+        """Name the ranks that ran at an earlier look and have exited; "" if none has.
 
-        After a while also those that were never seen, where `ranks_here` knows how many there should be.
+        After some seconds, also name missing ranks, if `ranks_here` returns the number of ranks.
         """
-        # First: Open MPI soon ends others because of it.
+        # First: Open MPI soon ends other ranks because of it.
         first = {*self.exits.look()}
         self._watched -= first  # one may have been a short-lived child of its rank
-        there = siblings()
-        now = {rank: sibling.pid for rank, sibling in there.items()}
-        self._places |= {rank: sibling.place for rank, sibling in there.items()}
+        running = siblings()
+        now = {rank: sibling.pid for rank, sibling in running.items()}
+        self._places |= {rank: sibling.place for rank, sibling in running.items()}
         if ended := {rank for rank, pid in self._pids.items() if rank not in now and not runs(pid)}:
             host = socket.gethostname()
             return sentence(RankExit(rank, host, self._pids[rank]) for rank in ended & first or ended)
@@ -159,10 +157,10 @@ class EndedRanks:
         }
         self._pids |= now
         here, own = ranks_here(), find_launcher()
-        if here is None or len(self._pids) >= here or time.monotonic() < self._since + _STARTED_S:
+        if here is None or len(self._pids) >= here or time.monotonic() < self._since + _ALL_STARTED_S:
             return ""
         if len(self._pids) < 2:
-            return ""  # each in a container of its own, perhaps: then none sees the others
+            return ""  # maybe each rank is in its own container, and cannot see the others
         missing = _missing(here, own is not None and own.size == here, self._places)
         if missing is None:
             return (
@@ -175,7 +173,7 @@ class EndedRanks:
 def _missing(n: int, alone: bool, places: Mapping[int, int | None]) -> list[int] | None:
     """Return the ranks of this host, `n` of them, that are not among `places` (by rank).
 
-    None if that is not known: where ranks are on other hosts, too (not `alone`), these must be in a row.
+    None if unknown: if other hosts also have ranks (not `alone`), the ranks of this host must be consecutive.
     """
     if alone:
         return sorted(set(range(n)) - places.keys())
@@ -187,8 +185,7 @@ def _missing(n: int, alone: bool, places: Mapping[int, int | None]) -> list[int]
 def runs(pid: int) -> bool:
     """Return whether the process exists and is more than a zombie.
 
-    Only the system's word that there is none means that it has ended: with no file descriptor left, say, this
-    process can't look.
+    Other errors, such as too many open files, do not mean that it has exited.
     """
     try:
         os.kill(pid, 0)
@@ -197,7 +194,7 @@ def runs(pid: int) -> bool:
     except PermissionError:
         return True
     try:
-        return process_state(pid) not in _GONE
+        return process_state(pid) not in _EXITED
     except (FileNotFoundError, ProcessLookupError):
         return False
     except OSError:
@@ -211,7 +208,7 @@ def process_state(pid: int) -> str:
 
 
 def how_it_is_stopped(pid: int) -> str:
-    """Return the words for a process that somebody has stopped; "" if none has."""
+    """Return the description of a stopped process; "" if it is not stopped."""
     try:
         state = process_state(pid)
     except OSError:
@@ -227,9 +224,9 @@ class StoppedProcesses:
         self._reported: set[int] = set()
 
     def look(self, pids: Iterable[int]) -> list[tuple[int, str]]:
-        """Return the stopped processes that no earlier look has returned, with the words for each.
+        """Return the stopped processes that no earlier call has returned, with a description.
 
-        Call it often, with all processes. One that goes on and is stopped again is returned again.
+        Call it often, with all processes. A process that is stopped again is returned again.
         """
         now = time.monotonic()
         states = {}
@@ -244,7 +241,7 @@ class StoppedProcesses:
         return [(pid, _STATES[states[pid]].format(pid)) for pid in late]
 
 
-def _told(sibling: Sibling) -> str:
+def _state_text(sibling: RankProcess) -> str:
     return f" (pid {sibling.pid} {_STATES.get(sibling.state, 'runs').format(sibling.pid)})"
 
 

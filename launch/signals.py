@@ -13,7 +13,7 @@ from launch.launcher import HYDRA, find_launcher
 _ECHO_S = 0.5
 
 
-class Stopped(SystemExit):
+class StopSignal(SystemExit):
     """Ctrl-C, or another signal that stops this process. If not caught, the exit code is 128 + signal."""
 
     def __init__(self, number: int, is_reported: bool = False) -> None:
@@ -51,7 +51,7 @@ class Echoes:
 
 
 def stop_signals(env: Mapping[str, str] = os.environ) -> list[signal.Signals]:
-    """Return what a user, a closing terminal, or a batch system sends; without SIGHUP under nohup.
+    """Return the signals of a user, a closing terminal, or a batch system; without SIGHUP under nohup.
 
     Batch systems send SIGUSR1 or SIGUSR2 before a job's time limit, and `mpillm mpirun` sends SIGUSR2 through
     Open MPI's mpirun, which leaves ranks no time after SIGINT or SIGTERM. Hydra sends its ranks SIGUSR1 when

@@ -16,29 +16,29 @@ from types import FrameType
 import psutil
 
 from launch import run_folders, segments
+from launch.launcher_monitor import LauncherMonitor
 from launch.live_lines import LiveLines
 from launch.prctl import adopt_orphans, die_with_parent
 from launch.shared_files import mapped
 from launch.siblings import StoppedProcesses
 from launch.signals import Echoes, stop_signals, title
-from launch.witness import Witness
 
 STOP_GRACE_S = 10.0
-"""How long the ranks have to end by themselves, after Ctrl-C or after rank 0 told its exit code."""
+"""Seconds that the ranks have to exit by themselves, after Ctrl-C or after rank 0 wrote its exit code."""
 
 KILL_GRACE_S = 3.0
-"""How long `mpirun` has to end its ranks before they are killed one by one."""
+"""Seconds that `mpirun` has to end its ranks before they are killed one by one."""
 
 MPIRUN_GRACE_S = STOP_GRACE_S + 2 * KILL_GRACE_S
-"""How long an `mpillm mpirun` that is told to stop may take: it ends its ranks itself."""
+"""Seconds that an `mpillm mpirun` may take to stop after a signal: it ends its ranks itself."""
 
 START_DEADLINE_S = 300.0
-"""How long `mpirun` has to start rank 0, which keeps the deadlines of all that follows."""
+"""Seconds that `mpirun` has to start rank 0, which enforces all later deadlines."""
 
 
-# After rank 0 has started; by then MPI has, too. One rank on a node makes no segment, and looking takes CPU.
+# After rank 0 has started, MPI starts within this time. A single rank on a node makes no segment.
 _LOOK_S = 10.0
-_GUARD_TURNS = 2  # in which what stands over a server may tidy up, once that is killed
+_GUARD_TURNS = 2  # during which a server's guard may clean up after the server is killed
 
 
 class Supervisor:
@@ -67,32 +67,37 @@ class Supervisor:
         start_deadline_s: float = START_DEADLINE_S,
         drains: bool = False,
         draws: bool = False,
-        witness: Witness | None = None,
+        monitor: LauncherMonitor | None = None,
     ) -> None:
-        """`openmpi`: the `mpirun` is Open MPI's; hydra's otherwise.
+        """Store the parameters.
 
-        `drains`: after the first signal rank 0 ends what is open, under a deadline of its own; the grace time
-        begins when it has told its exit code. `draws`: the ranks' output goes through this process, which
-        draws their progress on a terminal. `witness` hears it, and what mpirun prints.
+        Args:
+            openmpi: the `mpirun` is Open MPI's; otherwise hydra's.
+            stop_grace_s: time that ranks have to exit by themselves.
+            start_deadline_s: time that `mpirun` has to start rank 0.
+            drains: after the first signal, rank 0 completes open requests within its own deadline. The grace
+                time starts when it has written its exit code.
+            draws: the ranks' output goes through this process, which draws their progress on a terminal.
+            monitor: reads the output of the ranks and of mpirun.
         """
         self.never_started = False
         self.lost = ""
-        self.told_at = math.inf  # when rank 0 was seen to have told its exit code (time.monotonic)
-        self.killed = 0  # the signal that ended mpirun, if nobody here has sent one
+        self.finished_at = math.inf  # when rank 0's exit code was noticed (time.monotonic)
+        self.killed = 0  # the signal that ended mpirun, if this process has not sent one
         self.pid = 0  # mpirun's
         self._start_deadline_s = start_deadline_s
         self._openmpi = openmpi
         self._grace_s = stop_grace_s
-        self._asked_grace_s = math.inf if drains else stop_grace_s
+        self._first_grace_s = math.inf if drains else stop_grace_s
         self._signals: list[int] = []
         self._echoes = Echoes()
         self._segments: set[Path] = set()
         self._lines = LiveLines(sys.stdout, sys.stderr)
-        self._witness = witness
-        self._pumps = draws or witness is not None
-        self._ask = signal.SIGUSR2 if openmpi else signal.SIGTERM
-        # hydra's proxies kill their ranks when mpirun is gone; Open MPI's mpirun has to be alive to end them.
-        self._at_our_death = signal.SIGTERM if openmpi else signal.SIGKILL
+        self._monitor = monitor
+        self._pumps = draws or monitor is not None
+        self._stop_signal = signal.SIGUSR2 if openmpi else signal.SIGTERM
+        # If hydra's mpirun exits, its proxies kill their ranks. Open MPI's mpirun must be alive to end them.
+        self._death_signal = signal.SIGTERM if openmpi else signal.SIGKILL
 
     def run(
         self,
@@ -100,13 +105,20 @@ class Supervisor:
         env: Mapping[str, str],
         started: Callable[[], bool],
         finished: Callable[[], bool],
-        tell: Callable[[int], None] = lambda number: None,
+        on_signal: Callable[[int], None] = lambda number: None,
         lost: Callable[[], str] = lambda: "",
     ) -> tuple[int, int | None]:
-        """Start `line` and wait; return its status (negative: by a signal), and the signal that interrupted
-        it. `started` and `finished` say whether rank 0 has told that it runs, and that the run is over.
-        `never_started`: it did not in time. `tell` tells the ranks which signal it was, before another one
-        reaches them. `lost` names ranks without which MPI can't start; then this attribute does."""
+        """Run `line`; return its status (negative: a signal), and the signal that interrupted it.
+
+        Args:
+            line: arguments of `mpirun`, the program included.
+            env: environment of `mpirun`.
+            started: returns whether rank 0 has reported that it runs. If it does not in time, the attribute
+                `never_started` is set.
+            finished: returns whether rank 0 has written its exit code.
+            on_signal: receives the first signal, before `mpirun` forwards another one to the ranks.
+            lost: returns the lost ranks without which MPI can't start. The attribute `lost` keeps them.
+        """
         adopt_orphans()
         before = {child.pid for child in psutil.Process().children()}
         previous = {number: signal.signal(number, self._note) for number in stop_signals()}
@@ -118,16 +130,16 @@ class Supervisor:
                 stdout=subprocess.PIPE if self._pumps else None,
                 stderr=subprocess.PIPE if self._pumps else None,
                 start_new_session=True,
-                preexec_fn=lambda: die_with_parent(self._at_our_death),
+                preexec_fn=lambda: die_with_parent(self._death_signal),
             )
             self.pid = process.pid
             pumps = self._start_pumps(process)
             try:
-                self._wait(process, started, finished, tell, lost)
+                self._wait(process, started, finished, on_signal, lost)
             finally:
                 self._note_segments(process)
                 end_processes(process, before)
-                for pump in pumps:  # at its end: nobody is left who could write
+                for pump in pumps:  # it ends: no process that could write is left
                     pump.join(KILL_GRACE_S)
                 self._lines.end()
                 for segment in self._segments:
@@ -142,9 +154,9 @@ class Supervisor:
         return status, self._signals[0] if self._signals else None
 
     def _start_pumps(self, process: subprocess.Popen[bytes]) -> list[threading.Thread]:
-        hear = self._witness.hear if self._witness else lambda line: False
+        omit = self._monitor.read_line if self._monitor else lambda line: False
         pumps = [
-            threading.Thread(target=self._lines.pump, args=(source, to, hear), daemon=True)
+            threading.Thread(target=self._lines.pump, args=(source, to, omit), daemon=True)
             for source, to in ((process.stdout, self._lines.out), (process.stderr, self._lines.err))
             if source is not None
         ]
@@ -152,7 +164,7 @@ class Supervisor:
             pump.start()
         return pumps
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self._lines.write(own_line(text), self._lines.err)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
@@ -162,10 +174,10 @@ class Supervisor:
     def _note_segments(self, process: subprocess.Popen[bytes]) -> None:
         """Note the shared memory of MPICH's ranks on this node while they start.
 
-        A rank that is killed inside MPI_Init leaves it, and has no record of it yet (`launch.segments`).
+        A rank that is killed inside MPI_Init leaves it without a record (`launch.segments`).
         """
-        if not self._openmpi and self._witness:
-            self._witness.note_proxies(process.pid)
+        if not self._openmpi and self._monitor:
+            self._monitor.note_proxies(process.pid)
         if self._openmpi or self._segments:
             return
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -177,10 +189,10 @@ class Supervisor:
         process: subprocess.Popen[bytes],
         started: Callable[[], bool],
         finished: Callable[[], bool],
-        tell: Callable[[int], None],
+        on_signal: Callable[[int], None],
         lost: Callable[[], str],
     ) -> None:
-        """Wait for `process`, and return early when only killing is left to do."""
+        """Wait for `process`. Return early if only killing remains."""
         stop_at: float | None = None
         start_by: float | None = time.monotonic() + self._start_deadline_s
         look_until = math.inf
@@ -189,36 +201,36 @@ class Supervisor:
             if time.monotonic() < look_until:
                 self._note_segments(process)
             for pid, how in stopped.look([process.pid]):
-                self._say(f"mpirun (pid {pid}) {how}")
-            if stop_at is None and self._witness and (who := self._witness.goes_on_without()):
-                self._say(who)
+                self._print(f"mpirun (pid {pid}) {how}")
+            if stop_at is None and self._monitor and (daemon := self._monitor.lost_hydra_daemon()):
+                self._print(daemon)
             if stop_at is None and self._signals:
-                self._say(f"{title(self._signals[0])}: stopping the ranks; press Ctrl-C again to kill them")
-                tell(self._signals[0])
-                process.send_signal(self._ask)
-                # Before rank 0 has started nobody drains requests.
+                self._print(f"{title(self._signals[0])}: stopping the ranks; press Ctrl-C again to kill them")
+                on_signal(self._signals[0])
+                process.send_signal(self._stop_signal)
+                # Before rank 0 has started, no requests are open.
                 runs = start_by is None or started()
-                grace = self._asked_grace_s if runs else self._grace_s
+                grace = self._first_grace_s if runs else self._grace_s
                 stop_at = time.monotonic() + grace
             elif (stop_at is None or stop_at == math.inf) and finished():
-                self.told_at = time.monotonic()
-                stop_at = self.told_at + self._grace_s
+                self.finished_at = time.monotonic()
+                stop_at = self.finished_at + self._grace_s
             elif start_by is not None and started():
                 start_by = None
                 look_until = time.monotonic() + _LOOK_S
-            elif stop_at is None and (who := lost()):
-                self.lost = who
+            elif stop_at is None and (ranks := lost()):
+                self.lost = ranks
                 stop_at = time.monotonic()
             elif stop_at is None and start_by is not None and time.monotonic() > start_by:
-                self._say(
+                self._print(
                     f"mpirun has not started rank 0 within {self._start_deadline_s:g} s (--start_deadline):"
                     " can its host be reached?"
                 )
                 self.never_started = True
                 stop_at = time.monotonic()
             if len(self._signals) > 1 or (stop_at is not None and time.monotonic() > stop_at):
-                is_over = self.told_at != math.inf and not self._signals
-                self._say(
+                is_over = self.finished_at != math.inf and not self._signals
+                self._print(
                     "the run is over: ending mpirun, which has not"
                     if is_over
                     else "ending the remaining ranks"
@@ -239,21 +251,21 @@ def _ended_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def end_processes(process: subprocess.Popen[bytes], before: set[int]) -> None:
-    """Kill `process`, what it started, and the orphans that became ours: each child not in `before`."""
-    for turn in range(10):  # killing a parent can bring up its children; what is stuck in the kernel stays
-        mine = [child for child in psutil.Process().children() if child.pid not in before]
-        if not mine and process.poll() is not None:
+    """Kill `process`, its descendants, and adopted orphans: each child that is not in `before`."""
+    for turn in range(10):  # a killed parent's children are adopted; a process stuck in the kernel stays
+        own = [child for child in psutil.Process().children() if child.pid not in before]
+        if not own and process.poll() is not None:
             return
         below: list[psutil.Process] = []
-        for child in mine:
+        for child in own:
             with contextlib.suppress(psutil.NoSuchProcess):
                 below += child.children(recursive=True)
-        others = [other for other in [*mine, *below] if other.pid != process.pid]
+        others = [other for other in [*own, *below] if other.pid != process.pid]
         if process.poll() is None:
             process.kill()
             _ended_within(process, KILL_GRACE_S)
         else:
-            # It ended by itself: what it started may just be ending, too.
+            # It has exited by itself; its children may be exiting.
             others = psutil.wait_procs(others, timeout=0.5)[1]
         for other in others:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -263,15 +275,15 @@ def end_processes(process: subprocess.Popen[bytes], before: set[int]) -> None:
 
 
 def is_guard(process: psutil.Process) -> bool:
-    """Return whether a process stands over a server (see `server_guard`). Raises psutil.NoSuchProcess."""
-    return any(word.endswith("server_guard.py") for word in process.cmdline())
+    """Return whether a process is the guard of a server (see `server_guard`). Raises psutil.NoSuchProcess."""
+    return any(arg.endswith("server_guard.py") for arg in process.cmdline())
 
 
 def own_line(text: str) -> str:
-    """Return a line of the launcher's own."""
+    """Return a message of the launcher as a line."""
     return f"mpillm mpirun: {text}\n"
 
 
-def say(text: str) -> None:
-    """Write a line of the launcher's own to stderr."""
+def print_message(text: str) -> None:
+    """Write a message of the launcher to stderr."""
     print(own_line(text), end="", file=sys.stderr, flush=True)

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 from disagg.errors import ConfigError, nearest
-from launch import roll_call
-from launch.environment import drop_launch_type, let_rank_0_report, tell_exit_code, tell_started
+from launch import rank_registry
+from launch.environment import drop_launch_type, let_rank_0_report, write_exit_code, write_started
 from launch.launcher import RANK_COMMANDS, EveryRankError, find_launcher, refuse_copies
-from launch.outside import safe_stream
-from launch.signals import Stopped, stop_signals
+from launch.safe_text import safe_stream
+from launch.signals import StopSignal, stop_signals
 from mpillm.core_names import PLUGIN_PACKAGES, brought, lacks
 from mpillm.core_names import module_of as module_of
 from mpillm.errors import STORAGE_ERRORS, ExitCode, StageError
@@ -84,12 +84,12 @@ def main(argv: Sequence[str] | None = None, run: Callable[[Sequence[str]], int] 
     try:
         code = _told(sys.argv[1:] if argv is None else argv, run or _run)
     except SystemExit:
-        roll_call.leaves()
+        rank_registry.deregister()
         raise
     except Exception:  # nobody expected it: the launcher shall name this rank
-        roll_call.fails()
+        rank_registry.wait_registered()
         raise
-    roll_call.leaves()
+    rank_registry.deregister()
     return code
 
 
@@ -106,7 +106,7 @@ def _told(argv: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
         launcher = find_launcher()
         if launcher is None or launcher.first:
             print(f"mpillm: {error}", file=sys.stderr, flush=True)
-            tell_exit_code(ExitCode.USAGE)
+            write_exit_code(ExitCode.USAGE)
         else:
             let_rank_0_report()
         return ExitCode.USAGE
@@ -187,13 +187,13 @@ def start(name: str, module: str, words: Sequence[str], *, on_ranks: bool) -> in
 
     Raises EveryRankError if a launcher started several processes of a command that is not `on_ranks`.
     """
-    tell_started()
-    roll_call.answer()
+    write_started()
+    rank_registry.register()
     if {"-h", "--help"} & {*words}:
         if name != "mpirun" and (launcher := find_launcher()) is not None:
             if not launcher.first:
                 return ExitCode.DONE
-            tell_exit_code(ExitCode.DONE)
+            write_exit_code(ExitCode.DONE)
     else:
         if not on_ranks:
             refuse_copies(name)
@@ -221,17 +221,17 @@ def _stoppable(reports: bool) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # no other thread may set handlers
         yield
         return
-    stopped: list[Stopped] = []
+    stopped: list[StopSignal] = []
 
     def stop(number: int, _frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
-        stopped.append(Stopped(number, is_reported=not reports))
+        stopped.append(StopSignal(number, is_reported=not reports))
         raise stopped[0]
 
     previous = {number: signal.signal(number, stop) for number in stop_signals()}
     try:
         yield
-    except Stopped as cause:
+    except StopSignal as cause:
         _report(cause)
         raise
     except Exception:
@@ -246,6 +246,6 @@ def _stoppable(reports: bool) -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _report(stopped: Stopped) -> None:
+def _report(stopped: StopSignal) -> None:
     if not stopped.is_reported:
         print(f"mpillm: {stopped.message()}", file=sys.stderr, flush=True)

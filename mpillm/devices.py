@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from disagg import WorldPlan
 from disagg.errors import ConfigError
-from launch.outside import whole_number
+from launch.safe_text import whole_number
 
 
 class Gpu(NamedTuple):

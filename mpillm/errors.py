@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from disagg.errors import ConfigError
-from launch.environment import told_signal
+from launch.environment import read_signal
 from launch.signals import title
 from mpillm.phases import Phase
 
@@ -106,7 +106,7 @@ class Interrupted(BaseException):
     def by_launcher(cls) -> Interrupted | None:
         """Return an interrupt by the signal that the launcher got and passed on as another one; None if it
         got none."""
-        told = told_signal()
+        told = read_signal()
         return None if told is None else cls(title(told), told)
 
     def failure(self, rank: int | None = None) -> Failure:

@@ -95,7 +95,7 @@ class Round:
         return f"h{self.rank // 2 + 1}"
 
     @property
-    def may_go_on(self) -> bool:
+    def may_continue(self) -> bool:
         """Whether the run need not end: it can spare the rank, or none is lost (MPICH's mpirun goes on
         without a daemon whose ranks are there)."""
         if self.hit == "kill a host's daemon":
@@ -206,7 +206,7 @@ def check(one: Round, ended: Ended, was_hit: bool) -> str:
         assert result["status"] == "VALID", "code 0 of a run that is not VALID"
         # Once all is done, and the summary is printed, a loss changes nothing.
         over = "\n  page  " in ended.out or "the run had ended by then" in ended.err
-        assert one.may_go_on or not was_hit or over, "it went on as if nothing had happened"
+        assert one.may_continue or not was_hit or over, "it went on as if nothing had happened"
         if was_hit and one.hit == "kill a host's daemon" and one.phase in HELD_PHASES:
             assert f"mpirun has lost its daemon on {one.host}; its ranks go on" in ended.err, (
                 "nothing is said of it"
@@ -215,7 +215,7 @@ def check(one: Round, ended: Ended, was_hit: bool) -> str:
             assert one.policy == "continue" and {r for lost in result["lost"] for r in lost["ranks"]} <= _hit(
                 one
             )
-        return "went on" if was_hit and one.may_go_on else "was over"
+        return "went on" if was_hit and one.may_continue else "was over"
     assert was_hit, "nobody was hit"
     codes = (INSTANCE_LOST, TEST_FAILED, NOT_READY)
     # srun's is the highest of all tasks'
@@ -269,7 +269,7 @@ def _play(one: Round, folder: Path) -> str:
         try:
             if was_hit := wait_for_phase(one, command, made):
                 hit(one, made)
-            if one.phase in HELD_PHASES and one.may_go_on:
+            if one.phase in HELD_PHASES and one.may_continue:
                 time.sleep(4)
                 (folder / GO).touch()
             gone = one.hit in ("cut a host's power", "pull a host's cable", "kill a host's daemon")

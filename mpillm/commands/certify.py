@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from disagg.errors import ConfigError
-from launch.places import RUNS
+from launch.default_paths import RUNS
 from mpillm.commands import mpirun
 from mpillm.errors import ExitCode
 from mpillm.files import as_writable, as_written, write_json

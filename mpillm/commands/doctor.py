@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from disagg.errors import ConfigError
-from launch.environment import tell_exit_code
+from launch.default_paths import RUNS
+from launch.environment import write_exit_code
 from launch.launcher import EveryRankError, find_launcher, one_of_several
-from launch.places import RUNS
 from launch.signals import stop_signals
 from mpillm.comms.start import start_mpi
 from mpillm.doctor.findings import Line, Status, World, report_lines, worst
@@ -106,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
         comm.Abort(ExitCode.STAGE_FAILED)
     if comm.rank == 0:  # when the others have gone: the output may be a full disk
         code = _report(config, lines, comm.size, world)
-        tell_exit_code(code)
+        write_exit_code(code)
     if not finalize:
         sys.stdout.flush()
         if comm.rank == 0:
@@ -138,7 +138,7 @@ def _alone(config: Options, error: EveryRankError) -> int:
     code = _report(
         config, lines_alone(error, Path(config.log_dir)), launcher.size or 1 if launcher else 1, World({})
     )
-    tell_exit_code(code)
+    write_exit_code(code)
     return code
 
 
@@ -167,5 +167,5 @@ def _give_up(rank: int, deadline: float) -> None:
         flush=True,
     )
     if rank == 0:
-        tell_exit_code(ExitCode.STAGE_FAILED)
+        write_exit_code(ExitCode.STAGE_FAILED)
     os.kill(os.getpid(), signal.SIGKILL)

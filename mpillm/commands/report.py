@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launch.places import RUNS
+from launch.default_paths import RUNS
 from mpillm.errors import ExitCode
 from mpillm.options import json_output
 from mpillm.options.command_line import Parser

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from disagg.errors import ConfigError
 from launch.command import wrapped
+from launch.default_paths import RUNS
 from launch.masking import MASK
-from launch.places import RUNS
 from mpillm.commands import mpirun
 from mpillm.errors import ExitCode
 from mpillm.options.columns import indented

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
-from launch.environment import mpirun_ends_ranks, tell_exit_code
+from launch.environment import mpirun_ends_ranks, write_exit_code
 from launch.launcher import find_launcher
 from launch.signals import Echoes, stop_signals, title
-from mpillm.comms import kept_connections
+from mpillm.comms import connection_holder
 from mpillm.comms.start import node_name, start_run
 from mpillm.core_names import lacks
 from mpillm.errors import ExitCode, Interrupted
@@ -24,7 +24,7 @@ from mpillm.options.run_config import RunConfig
 if TYPE_CHECKING:  # they need MPI
     from mpillm.comms.communicators import RunComms
     from mpillm.runtime.run_session import RunSession
-    from mpillm.runtime.share import Share
+    from mpillm.runtime.worker_run import Share
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,7 +64,7 @@ def start_rank(
     for number in stop_signals():
         # nobody can be told before MPI is there, and a handler could not run inside MPI_Init
         signal.signal(number, signal.SIG_DFL)
-    kept_connections.prepare()  # before anything that may start MPI, as the module of a core does
+    connection_holder.prepare()  # before anything that may start MPI, as the module of a core does
     gc.disable()  # a tenth of the time that importing PyTorch takes; `Rank` enables it when the test begins
     config: RunConfig | None = None
     usage_error = ""
@@ -91,7 +91,7 @@ def start_rank(
         except ModuleNotFoundError as error:  # on rank 0, for which the others would wait
             said = lacks((error.name or "").partition(".")[0]) or str(error)
             print(f"mpillm: rank {comms.control.rank}, {node_name()}: {said}", file=sys.stderr, flush=True)
-            tell_exit_code(ExitCode.USAGE)
+            write_exit_code(ExitCode.USAGE)
             comms.control.Abort(ExitCode.USAGE)
         handler = Interrupts(rank.drain)
         for number in stop_signals():

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
-from launch.environment import tell_exit_code
+from launch.environment import write_exit_code
 from launch.launcher import EveryRankError, find_launcher
 from mpillm.commands.run import start_rank
 from mpillm.options.options import parse_serve
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # they need MPI
     from mpillm.comms.communicators import RunComms
     from mpillm.options.run_config import RunConfig
     from mpillm.runtime.run_session import RunSession
-    from mpillm.runtime.share import Share
+    from mpillm.runtime.worker_run import Share
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
         except ConfigError as error:
             raise EveryRankError(str(error)) from error
         if code is not None:
-            tell_exit_code(code)
+            write_exit_code(code)
             return code
     code, _ = start_rank("serve", argv, parse_serve, _serve, serves=True, share=_share)
     return code
@@ -55,7 +55,7 @@ def _lead(config: RunConfig) -> int | None:
 
 
 def _share(config: RunConfig, comms: RunComms) -> Share:
-    from mpillm.runtime.share import Share, share
+    from mpillm.runtime.worker_run import Share, share
 
     if config.server_role == "worker":
         return share(config, comms.control)

@@ -1,4 +1,4 @@
-"""The communicators of a run, and which ranks are in each."""
+"""Communicators of a run, and their ranks."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from disagg import WorldPlan
-from mpillm.comms.doorbell import Doorbell
+from mpillm.comms.wakeup_socket import WakeupSocket
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
 class RunComms(NamedTuple):
-    """The communicators of all ranks of a run, in the same order, which are there before its first phase."""
+    """Communicators of all ranks of a run, in the same order. They exist before the first phase."""
 
-    world: MPI.Intracomm  # for nothing else but to create communicators
+    world: MPI.Intracomm  # only to create communicators
     control: MPI.Intracomm
     route: MPI.Intracomm
 
@@ -27,7 +27,7 @@ class InstanceComms(NamedTuple):
     instance: MPI.Intracomm
     tp: MPI.Intracomm
     pp: MPI.Intracomm
-    doorbell: Doorbell | None = None
+    wakeup: WakeupSocket | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Communicators:
 
 
 def route_ranks(plan: WorldPlan) -> list[int]:
-    """Return the ranks that requests and answers travel between."""
+    """Return the ranks that send or receive requests and responses."""
     return sorted({plan.harness_rank, plan.leader_rank, *(instance.leader for instance in plan.instances)})
 
 
@@ -62,31 +62,33 @@ def handoff_ranks(plan: WorldPlan) -> list[int]:
 
 def senders_to(rank: int, plan: WorldPlan) -> set[int]:
     """Return the world ranks, other than its own, from which messages for `rank` may come."""
-    if rank == 0:  # everybody's reports
+    if rank == 0:  # reports of all ranks
         return set(range(1, len(plan.ranks)))
     groups = [route_ranks(plan), handoff_ranks(plan), *(instance.ranks for instance in plan.instances)]
     return {0, *(other for group in groups if rank in group for other in group)} - {rank}
 
 
-def create_communicators(start: RunComms, plan: WorldPlan, doorbell: Doorbell | None = None) -> Communicators:
+def create_communicators(
+    start: RunComms, plan: WorldPlan, wakeup: WakeupSocket | None = None
+) -> Communicators:
     """Create every communicator of `plan` that this rank belongs to, in the same order on every rank.
 
-    Each creation waits in MPI for the members, and only for them. So harness and leader, which have to name a
-    rank that is lost in this moment, are members of none: their route is there from the start. MPI's own
-    messages travel in `start.world`, where nobody probes: in `control` rank 0 would receive them as its own.
+    Each creation waits in MPI for the members only. Harness and leader must be able to name a rank that is
+    lost meanwhile, so they are members of none: the route communicator exists before. MPI's own messages use
+    `start.world`, which no rank probes. In `control`, rank 0 would receive them.
     """
     world, control, route = start
     rank = control.rank
-    me = plan.ranks[rank]
+    own = plan.ranks[rank]
     handoff = _group(world, handoff_ranks(plan)) if rank in handoff_ranks(plan) else None
-    if me.instance is None:
+    if own.instance is None:
         return Communicators(control, route, handoff, None)
-    members = [plan.ranks[r] for r in plan.instances[me.instance].ranks]
+    members = [plan.ranks[r] for r in plan.instances[own.instance].ranks]
     instance = InstanceComms(
         _group(world, [m.rank for m in members]),
-        _group(world, [m.rank for m in members if m.pp_rank == me.pp_rank]),
-        _group(world, [m.rank for m in members if m.tp_rank == me.tp_rank]),
-        doorbell,
+        _group(world, [m.rank for m in members if m.pp_rank == own.pp_rank]),
+        _group(world, [m.rank for m in members if m.tp_rank == own.tp_rank]),
+        wakeup,
     )
     return Communicators(control, route, handoff, instance)
 

@@ -1,8 +1,9 @@
 """Phases, failures and the end of a run, over the control communicator: every rank's part.
 
-A blocking barrier hangs without saying who is missing. So each rank tells rank 0 that it has arrived; rank 0
-counts, and releases all of them. If the phase's deadline passes first, rank 0 knows which ranks are missing,
-where each was last seen, and its stack. Rank 0's part is `rank0_control`.
+A blocking barrier would hang without naming the missing ranks. So each rank sends rank 0 a message when it
+has done its part of a phase. Rank 0 counts these messages, and releases all ranks. If the phase's deadline
+passes first, rank 0 can name the missing ranks, with the last phase and the stack of each. Rank 0's part is
+`rank0_control`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from typing import Any
 from mpi4py import MPI
 
 from launch.siblings import StoppedProcesses, how_it_is_stopped, runs, visible_pids
-from mpillm.comms import kept_connections
-from mpillm.comms.lifeline import Lifeline
+from mpillm.comms import connection_holder
 from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import (
     ARRIVED,
@@ -28,13 +28,14 @@ from mpillm.comms.messages import (
     LOST,
     RELEASE,
     STOP,
-    Arrived,
+    Arrival,
     Event,
-    Lost,
+    InstanceLoss,
     Rank0At,
     Release,
     Stop,
 )
+from mpillm.comms.rank_connections import Rank0Connection
 from mpillm.comms.transport import Transport
 from mpillm.comms.watch import Watch
 from mpillm.errors import ExitCode, Failure, RunError
@@ -44,8 +45,8 @@ _LOOK_INTERVAL_S = 0.005
 CHECK_INTERVAL_S = 0.1
 
 
-class Stopped(Exception):
-    """Rank 0 ends the run because it can't go on. `finalize`: no rank is lost, so call MPI_Finalize."""
+class RunStopped(Exception):
+    """Rank 0 ends the run because of a failure. `finalize`: no rank is lost, so call MPI_Finalize."""
 
     def __init__(self, code: int, finalize: bool) -> None:
         super().__init__(code)
@@ -54,8 +55,8 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Seconds that each phase may take, that the end may take, and that a rank may be silent."""
+class Timeouts:
+    """Maximum seconds of each phase, of the end of a run, and between messages of a rank."""
 
     phases: dict[Phase, float]
     grace: float = 5.0
@@ -65,21 +66,21 @@ class Limits:
 class RankControl:
     """Every rank's part, rank 0 included: arrive, wait for the release, fail, stop."""
 
-    def __init__(self, transport: Transport, watch: Watch, limits: Limits) -> None:
+    def __init__(self, transport: Transport, watch: Watch, timeouts: Timeouts) -> None:
         self.transport = transport
         self.watch = watch
-        self.limits = limits
+        self.timeouts = timeouts
         self._released: dict[Phase, Any] = {}
         self.outcome: int | None = None
-        """The exit code of a run whose last phase has ended: what is lost from then on changes nothing."""
-        self.rank0: Rank0At | None = None  # known from the end of join
-        self.sees_rank0 = False  # so its process id means something here
+        """Exit code of a run whose last phase has ended. Later losses do not change it."""
+        self.rank0: Rank0At | None = None  # None until the end of join
+        self.sees_rank0 = False  # whether rank 0's process id is valid here
         self._stopped_processes = StoppedProcesses()
-        self._lifeline: Lifeline | None = None
-        self._rank0_heard = self._rank0_checked = time.monotonic()
+        self._rank0_connection: Rank0Connection | None = None
+        self._rank0_message_at = self._rank0_checked = time.monotonic()
         self._next_look = self._check_at = 0.0
-        self.gone_on_without: list[Lost] = []
-        self.on_lost: Callable[[Lost], None] = lambda lost: None
+        self.lost_instances: list[InstanceLoss] = []
+        self.on_lost: Callable[[InstanceLoss], None] = lambda lost: None
         RELEASE.handle(transport, self._on_release)
         STOP.handle(transport, self._on_stop)
         LOST.handle(transport, self._on_lost)
@@ -87,7 +88,7 @@ class RankControl:
             BEAT.handle(transport, lambda source, beat: self.rank0_beat())
 
     def poll(self) -> bool:
-        """Handle control messages; rarely during the test: probing costs, and none of them is urgent."""
+        """Handle control messages. During the test, do so rarely: a probe takes time, and none is urgent."""
         now = time.monotonic()
         if now < self._next_look:
             return False
@@ -97,74 +98,74 @@ class RankControl:
         if now >= self._check_at:
             self._check_at = now + CHECK_INTERVAL_S
             away, self._rank0_checked = now - self._rank0_checked, now
-            if away > 1:  # its beats of that time may be still unread
-                self._rank0_heard = min(now, self._rank0_heard + away)
+            if away > 1:  # rank 0's heartbeats of that time may still be unread
+                self._rank0_message_at = min(now, self._rank0_message_at + away)
             self._report_stopped_rank0()
             if cause := self.rank0_lost():
                 raise RunError(Failure(cause, 0, code=ExitCode.INSTANCE_LOST))
         return worked
 
     def watched_pids(self) -> list[int] | None:
-        """Return the processes that `poll` looks after; None if one of them can't be seen from here."""
+        """Return the processes that `poll` checks; None if one of them is not visible here."""
         return [self.rank0.pid] if self.rank0 is not None and self.sees_rank0 else None
 
     def check_soon(self) -> None:
-        """Look after them at the next `poll`: one has ended."""
+        """Check these processes at the next `poll`: one has exited."""
         self._check_at = 0.0
 
     def joined(self, rank0: Rank0At) -> None:
-        """Begin to look whether rank 0 is there."""
+        """Start to watch rank 0."""
         self.rank0 = rank0
         self.sees_rank0 = rank0.pids == visible_pids()
         if self.sees_rank0:
             if self.transport.rank:
-                kept_connections.keep_while(rank0.pid)
+                connection_holder.hold_until_exit(rank0.pid)
             else:
-                kept_connections.keep(port=rank0.lifelines.port if rank0.lifelines is not None else 0)
-        elif rank0.lifelines is not None:
-            self._lifeline = Lifeline(rank0.lifelines, self.transport.rank)
+                connection_holder.hold(port=rank0.address.port if rank0.address is not None else 0)
+        elif rank0.address is not None:
+            self._rank0_connection = Rank0Connection(rank0.address, self.transport.rank)
 
     def quiet_s(self) -> float:
-        """Return for how many seconds `poll` has nothing to do unless somebody rings.
+        """Return the seconds for which `poll` has no work without a wake-up.
 
-        Whoever asks may sleep: `poll` leaves out no look before and after that.
+        The caller may then sleep, so the next `poll` looks for messages in any case.
         """
         self._next_look = 0.0
         return self.transport.quiet_s()
 
     def rank0_lost(self) -> str:
-        """Return why rank 0 can no longer end the run, so that this rank must end by itself; "" if it can.
+        """Return why rank 0 cannot end the run, so that this rank must exit by itself; "" if it can.
 
         Any thread may call this.
         """
         if self.transport.rank == 0 or self.rank0 is None:
             return ""
-        if self.rank0_ended():
+        if self.rank0_has_exited():
             return "its process has ended"
-        if time.monotonic() - self._rank0_heard > self.limits.heartbeat:
+        if time.monotonic() - self._rank0_message_at > self.timeouts.heartbeat:
             how = how_it_is_stopped(self.rank0.pid) if self.sees_rank0 else ""
-            cause = f"no heartbeat for {self.limits.heartbeat:g} s (--heartbeat_timeout)"
+            cause = f"no heartbeat for {self.timeouts.heartbeat:g} s (--heartbeat_timeout)"
             return f"{cause}; pid {self.rank0.pid} {how}" if how else cause
         return ""
 
     def _report_stopped_rank0(self) -> None:
-        """On rank 1: report that somebody has stopped rank 0."""
+        """On rank 1: report that rank 0's process is stopped (SIGSTOP)."""
         if self.transport.rank != 1 or self.rank0 is None or not self.sees_rank0:
             return
         for pid, how in self._stopped_processes.look([self.rank0.pid]):
             self.watch.note(f"rank 0 on {self.rank0.host} (pid {pid}) {how}")
 
-    def rank0_ended(self) -> bool:
-        """Return whether rank 0's process is known to have ended."""
+    def rank0_has_exited(self) -> bool:
+        """Return whether rank 0's process has exited, as far as this rank can detect it."""
         if self.rank0 is None:
             return False
         if self.sees_rank0:
             return not runs(self.rank0.pid)
-        return self._lifeline is not None and self._lifeline.ended()
+        return self._rank0_connection is not None and self._rank0_connection.has_exited()
 
     def rank0_beat(self) -> None:
-        """Note that rank 0 is alive."""
-        self._rank0_heard = time.monotonic()
+        """Note a heartbeat of rank 0."""
+        self._rank0_message_at = time.monotonic()
 
     def run_phase(
         self,
@@ -174,35 +175,35 @@ class RankControl:
         done: Callable[[], bool],
         report: Callable[[], Any],
     ) -> Any:
-        """Do this rank's part of `phase`, tell rank 0, and wait until all ranks have done theirs.
+        """Do this rank's part of `phase`, report it to rank 0, and wait until all ranks have done theirs.
 
-        Returns the value that rank 0 released it with. The watch's limit is later than rank 0's deadline: it
-        ends a rank only if rank 0 could not.
+        Returns the value of rank 0's release. The watch's limit is later than rank 0's deadline: it ends a
+        rank only if rank 0 has not.
         """
-        patience = self.limits.grace * (2 if self.transport.rank == 0 else 4)
-        self.watch.enter(phase, self.limits.phases[phase] + patience)
+        patience = self.timeouts.grace * (2 if self.transport.rank == 0 else 4)
+        self.watch.enter(phase, self.timeouts.phases[phase] + patience)
         work()
         loop.run_until(done)
-        ARRIVED.send(self.transport, 0, Arrived(phase, report()))
+        ARRIVED.send(self.transport, 0, Arrival(phase, report()))
         loop.run_until(lambda: phase in self._released)
         return self._released.pop(phase)
 
-    def fail(self, failure: Failure) -> Stopped:
-        """Tell rank 0 that this rank can't go on, and wait, at most the grace time, for its order to stop."""
-        end = time.monotonic() + self.limits.grace
+    def fail(self, failure: Failure) -> RunStopped:
+        """Report a failure of this rank to rank 0, and wait at most the grace time for STOP."""
+        end = time.monotonic() + self.timeouts.grace
         try:
             with contextlib.suppress(MPI.Exception):  # rank 0 itself is lost
                 FAILED.send(self.transport, 0, failure)
             while time.monotonic() < end and not self.rank0_lost():
-                self.transport.dispatch_whoever_is_lost()
+                self.transport.dispatch_despite_losses()
                 if self.outcome is not None:
-                    return Stopped(self.outcome, False)
-        except Stopped as stopped:
+                    return RunStopped(self.outcome, False)
+        except RunStopped as stopped:
             return stopped
-        return Stopped(failure.code or ExitCode.NOT_READY, False)
+        return RunStopped(failure.code or ExitCode.NOT_READY, False)
 
-    def say_bye(self) -> None:
-        """Tell rank 0 that nothing of the run is left on this rank."""
+    def send_bye(self) -> None:
+        """Report to rank 0 that this rank has released everything of the run."""
         with contextlib.suppress(MPI.Exception):  # as in `fail`
             BYE.send(self.transport, 0, None)
             self.transport.flush(1.0)
@@ -213,17 +214,17 @@ class RankControl:
             self.outcome = release.value
 
     def report(self, failure: Failure) -> None:
-        """Tell rank 0 of a failure that may be another rank's, and that this rank survives."""
+        """Report a failure, maybe of another rank, to rank 0. This rank continues."""
         FAILED.send(self.transport, 0, failure)
 
     def announce(self, kind: str, text: str) -> None:
-        """Have rank 0 print a line on the console."""
+        """Send rank 0 a line for the console."""
         EVENT.send(self.transport, 0, Event(kind, text))
 
-    def _on_lost(self, source: int, lost: Lost) -> None:
+    def _on_lost(self, source: int, lost: InstanceLoss) -> None:
         self.transport.forget(lost.ranks)
-        self.gone_on_without.append(lost)
+        self.lost_instances.append(lost)
         self.on_lost(lost)
 
     def _on_stop(self, source: int, stop: Stop) -> None:
-        raise Stopped(*stop)
+        raise RunStopped(*stop)

@@ -1,71 +1,72 @@
-"""A rank's one event loop: it owns MPI, and sleeps when there is nothing to do."""
+"""Event loop of a rank. It owns MPI, and sleeps when there is no work."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 
-from mpillm.comms.doorbell import Doorbell
+from mpillm.comms.wakeup_socket import WakeupSocket
 from mpillm.comms.watch import Watch
-from mpillm.comms.yielding import never_waiting
+from mpillm.comms.yielding import never_yielding
 
 _IDLE_SLEEP_S = 1200e-6  # after _IDLE_LOOKS without work; `bench routing` measures a look's CPU time
 _IDLE_LOOKS = 256
 
 
 class EventLoop:
-    """Calls every poller in turn; a poller never waits, and returns whether it found work."""
+    """Calls every poller in turn. A poller never waits, and returns whether it had work."""
 
     first_sleep_s = 20e-6
-    longest_sleep_s = 600e-6  # where this rank must poll: bounds the latency that it adds to a message
+    max_sleep_s = 600e-6  # of a rank that must poll: limits the latency that it adds to a message
 
-    def __init__(self, watch: Watch, doorbell: Doorbell) -> None:
+    def __init__(self, watch: Watch, wakeup: WakeupSocket) -> None:
         self._watch = watch
-        self._doorbell = doorbell
+        self._wakeup = wakeup
         self.pollers: list[Callable[[], bool]] = []
         self.quiet_s: list[Callable[[], float]] = []
-        """Each says for how long its poller will find nothing unless somebody rings this rank's bell."""
-        self.errands: list[Callable[[], object]] = []
-        """What a thread that calls `ask` does for the main thread while that sleeps."""
-        self._turn = threading.Lock()  # who has it may touch MPI and the roles
-        self._turn.acquire()  # the main thread gives it back only to sleep
-        self._asked = False
-        self._error: BaseException | None = None  # of an errand
+        """Each returns the seconds for which its poller has no work unless this rank is woken."""
+        self.inline_tasks: list[Callable[[], object]] = []
+        """Tasks that a thread in `run_inline_or_wake` executes while the main thread sleeps."""
+        self._turn = threading.Lock()  # its holder may use MPI and the roles
+        self._turn.acquire()  # the main thread releases it only to sleep
+        self._must_poll = False
+        self._error: BaseException | None = None  # of an inline task
 
     def wake(self) -> None:
-        """Have the main thread look. Any thread may call this."""
-        self._doorbell.ring_own()
+        """Make the main thread poll. Any thread may call this."""
+        self._wakeup.wake_own()
 
-    def ask(self) -> None:
-        """Do the errands in this thread if the main thread sleeps, which saves waking it; else it will look.
+    def run_inline_or_wake(self) -> None:
+        """Run the inline tasks in this thread if the main thread sleeps; otherwise make it poll.
 
-        Any thread may call this. What an errand raises, `run_until` raises in the main thread.
+        Inline tasks save a wake-up. Any thread may call this. `run_until` raises their exceptions in the main
+        thread.
         """
-        self._asked = True  # first: who has the lock sees it after giving the lock back
+        self._must_poll = True  # first: the lock's holder reads it after the lock's release
         if not self._turn.acquire(blocking=False):
             return
         try:
-            self._asked = not self.errands
-            for errand in self.errands:
-                errand()
-            if self._quiet_s() <= 0:  # not for a small message: as a rule it leaves by itself
-                self._asked = True
+            self._must_poll = not self.inline_tasks
+            for task in self.inline_tasks:
+                task()
+            if self._quiet_s() <= 0:  # not for a small message: usually it leaves without help
+                self._must_poll = True
         except BaseException as error:  # noqa: BLE001 - carried to the main thread, which raises it
             self._error = error
-            self._asked = True
+            self._must_poll = True
         finally:
             self._turn.release()
-        if self._asked:
+        if self._must_poll:
             self.wake()
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Poll until `done()`. Pollers raise errors; rank 0's control and the watch enforce deadlines."""
-        with never_waiting():
+        with never_yielding():
             self._run_until(done)
 
     def _run_until(self, done: Callable[[], bool]) -> None:
         pause, idle = self.first_sleep_s, 0
-        watch, doorbell = self._watch, self._doorbell
+        watch, wakeup = self._watch, self._wakeup
         while not done():
             worked = False
             for poll in self.pollers:
@@ -76,27 +77,27 @@ class EventLoop:
                 idle = 0
                 continue
             idle += 1
-            quiet_s = self._quiet_s() if doorbell.heard else 0.0
+            quiet_s = self._quiet_s() if wakeup.is_reliable else 0.0
             if self._sleep(quiet_s if quiet_s > 0 else pause) or quiet_s > 0:
                 pause, idle = self.first_sleep_s, 0
             else:
-                pause = min(pause * 1.5, self.longest_sleep_s) if idle < _IDLE_LOOKS else _IDLE_SLEEP_S
+                pause = min(pause * 1.5, self.max_sleep_s) if idle < _IDLE_LOOKS else _IDLE_SLEEP_S
 
     def _quiet_s(self) -> float:
         return min(quiet_s() for quiet_s in self.quiet_s)
 
     def _sleep(self, seconds: float) -> bool:
-        """Sleep as `Doorbell.sleep` does, unless somebody has asked; errands are done meanwhile."""
+        """Sleep as `WakeupSocket.sleep` does, unless a thread has requested a poll. Inline tasks may run."""
         try:
             try:
                 self._turn.release()
-                rung = self._asked or self._doorbell.sleep(seconds)
+                woken = self._must_poll or self._wakeup.sleep(seconds)
             finally:
                 self._turn.acquire()
-        except BaseException:  # of a signal's handler: the rank ends, and MPI soon
-            self.errands.clear()
+        except BaseException:  # of a signal handler: the rank ends, and MPI soon
+            self.inline_tasks.clear()
             raise
-        self._asked = False
+        self._must_poll = False
         if self._error is not None:
             raise self._error
-        return rung
+        return woken

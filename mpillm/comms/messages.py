@@ -1,7 +1,7 @@
-"""The content of messages: for each tag of the control and route communicators its type, writer and reader.
+"""Content of messages: type, writer and reader for each tag of the control and route communicators.
 
-Cores take and return batches of requests and responses, too. A batch is one structured array with a row per
-request or response, and one int32 array of all their tokens back to back, in row order. On the wire it is
+Cores also take and return batches of requests and responses. A batch is one structured array with a row per
+request or response, and one int32 array of all their tokens, concatenated in row order. On the wire, it is
 one uint8 buffer: two int64 (rows, tokens), the rows, the tokens. Reading it makes views, not copies.
 """
 
@@ -24,7 +24,7 @@ from mpillm.errors import Failure
 
 if TYPE_CHECKING:  # data sets use batches and must not start MPI
     from disagg import WorldPlan
-    from mpillm.comms.lifeline import Address
+    from mpillm.comms.rank_connections import Address
     from mpillm.comms.transport import Buffer, Transport
     from mpillm.devices import Gpu, OwnGpu
     from mpillm.phases import Phase
@@ -32,31 +32,31 @@ if TYPE_CHECKING:  # data sets use batches and must not start MPI
     from mpillm.telemetry.gpu_meter import GpuUse
 
 WAITING = "waiting for "
-"""Beginning of `Beat.doing` where a rank waits for a program outside the run."""
+"""Beginning of `Beat.doing` if a rank waits for a program outside the run."""
 
-NO_INSTANCE = 0xFFFFFFFF  # the instance that computes the context generates the answer
+NO_INSTANCE = 0xFFFFFFFF  # the instance that computes the context also generates
 
 REQUEST = np.dtype(
     [
         ("id", "<u4"),  # wire id: small, reused after the final response
         ("n_tokens", "<u4"),  # prompt tokens
-        ("max_output", "<u4"),  # tokens to generate at most, the end token included
-        ("min_output", "<u4"),  # tokens before which no end or stop token ends the answer
+        ("max_output", "<u4"),  # maximum number of generated tokens, including the end token
+        ("min_output", "<u4"),  # minimum number of tokens before an end or stop token ends the response
         ("temperature", "<f4"),  # 0 is greedy
         ("top_k", "<u4"),  # 0 is off
         ("top_p", "<f4"),  # 1 is off
         ("seed", "<u4"),
         ("flags", "<u4"),  # RequestFlags
         ("generation", "<u4"),  # the instance that receives the KV cache, or NO_INSTANCE
-        ("logprobs", "<u4"),  # 0: none are wanted. 1 + k: that of each token, and the k likeliest
+        ("logprobs", "<u4"),  # 0: off. 1 + k: log probability of each token, and the k likeliest tokens
     ]
 )
 
 RESPONSE = np.dtype(
     [
         ("id", "<u4"),
-        # FIRST: 1. FINAL: the whole answer, the first token and the end token included. TIMES: 3 numbers.
-        # CONTEXT_DONE: 1 number if the request has TIMES, otherwise 0. LOGPROBS: see there.
+        # FIRST: 1. FINAL: all tokens, including the first and the end token. TIMES: 3 numbers.
+        # CONTEXT_DONE: 1 number if the request has TIMES, otherwise 0. LOGPROBS: see the flag.
         ("n_tokens", "<u4"),
         ("flags", "<u4"),  # a ResponseFlag
     ]
@@ -64,65 +64,65 @@ RESPONSE = np.dtype(
 
 
 class RequestFlag(enum.IntFlag):
-    """What is special about a request."""
+    """Options of a request."""
 
-    IGNORE_STOP = 1  # no stop word ends the answer
-    IGNORE_END = 2  # no end token does; it is generated like any other
-    STREAM = 4  # whoever asks wants the tokens as they come
-    TIMES = 8  # and when they were computed
-    CONTEXT_ONLY = 256  # another run generates; the KV cache is kept for it (`serve --server_role`)
-    GENERATION_ONLY = 512  # another run has computed the context, and its KV cache is here
+    IGNORE_STOP = 1  # no stop word ends the response
+    IGNORE_END = 2  # the end token does not end the response
+    STREAM = 4  # send tokens as they are generated
+    TIMES = 8  # send TIMES responses
+    CONTEXT_ONLY = 256  # another run generates, and fetches the KV cache (`serve --server_role`)
+    GENERATION_ONLY = 512  # another run has computed the context; the KV cache has been fetched
 
 
 class ResponseFlag(enum.IntFlag):
-    """Which part of an answer a response row is.
+    """Kind of a response row.
 
-    From a context instance, FIRST with FINAL means that it hands nothing over; FINAL alone, that
-    CONTEXT_DONE will follow.
+    From a context instance, FIRST with FINAL means that there is no handoff. FINAL alone means that
+    CONTEXT_DONE follows.
     """
 
     FIRST = 1  # the first token; the row's tokens are that token, unless FINAL is set too
-    FINAL = 2  # the answer is complete; the request's id is free again
-    # The KV cache is handed over; the context instance holds nothing of the request. Of a request with TIMES:
-    # how many µs it was on its way.
+    FINAL = 2  # the response is complete; the request's id is free
+    # The KV cache has been transferred; the context instance holds nothing of the request. With TIMES, the
+    # number is the duration of the transfer in µs.
     CONTEXT_DONE = 4
-    ERROR = 8  # the request could not be answered (set with FINAL, no tokens)
-    CANCELLED = 16  # its sender has given it up (set with FINAL, no tokens)
-    PARTIAL = 32  # with STREAM: the tokens behind those of the rows before; FINAL has them all again
-    CANCEL_DONE = 64  # no CANCEL or DROP of this id is under way (alone without tokens, or set with FINAL)
-    # Of a request with TIMES, right before FIRST. Its tokens are no tokens: µs since the request came to the
-    # instance, µs since its first step began, KV cache blocks of its prompt that were there already.
+    ERROR = 8  # the request has failed (set with FINAL, no tokens)
+    CANCELLED = 16  # its sender has cancelled it (set with FINAL, no tokens)
+    PARTIAL = 32  # with STREAM: the next tokens; FINAL contains all tokens again
+    CANCEL_DONE = 64  # no CANCEL or DROP of this id is in transit (alone without tokens, or set with FINAL)
+    # With the flag TIMES of a request, immediately before FIRST. In place of tokens: µs since the request
+    # arrived at the instance, µs since its first step began, reused KV cache blocks of its prompt.
     TIMES = 128
-    # Of a request with `logprobs` 1 + k, right before FIRST, PARTIAL or FINAL. Its tokens are no tokens: the
-    # place in the answer of the first token that it is about, then 1 + 2k numbers for each token: its log
-    # probability, the k likeliest tokens in order, and their log probabilities, as the bits of float32.
+    # With `logprobs` 1 + k, immediately before FIRST, PARTIAL or FINAL. In place of tokens: the position of
+    # the first token in the response. Then 1 + 2k numbers for each token: its log probability, the k likeliest
+    # tokens in order, and their log probabilities, as the bits of float32.
     LOGPROBS = 256
-    # To the harness: nothing more of the request will come, because an instance that had it is lost; send it
-    # again, unless CANCEL_DONE is set, too. 1 number: that instance. To the leader: the sender has nothing of
-    # the request, because the other instance is lost (see roles/retries.py).
+    # To the harness: an instance of the request is lost, and no more messages follow. Resend the request,
+    # unless CANCEL_DONE is also set. 1 number: that instance. To the leader: the sender has nothing of the
+    # request, because the other instance is lost (see roles/retries.py).
     LOST = 512
-    # Where a run serves, right before FINAL with ERROR. Its tokens are no tokens: a `Refusal`.
+    # In a run that serves, immediately before FINAL with ERROR. In place of tokens: a `Refusal`.
     REFUSED = 1024
 
 
 NO_TOKENS = ResponseFlag.TIMES | ResponseFlag.LOGPROBS | ResponseFlag.REFUSED
-"""Rows with these have numbers in the place of tokens."""
+"""Rows with one of these flags have other numbers in place of tokens."""
 
 
 class Refusal(NamedTuple):
-    """Why another server has not answered a request, in HTTP's terms."""
+    """HTTP error of another server."""
 
     status: int
     message: str
-    retry_after_s: int = 0  # 0: it does not say
+    retry_after_s: int = 0  # 0: unspecified
 
     def numbers(self) -> list[int]:
-        """Return what stands in a row in the place of tokens."""
+        """Return the numbers of a row with REFUSED."""
         return [self.status, self.retry_after_s, *self.message.encode(errors="backslashreplace")]
 
     @staticmethod
     def of(numbers: Sequence[int]) -> Refusal:
-        """Return what `numbers` made."""
+        """Return the refusal of `numbers()`."""
         status, retry_after_s, *text = numbers
         return Refusal(status, bytes(text).decode(), retry_after_s)
 
@@ -141,7 +141,7 @@ class Batch:
         return len(self.rows)
 
     def offsets(self) -> NDArray[np.int64]:
-        """Shape [n + 1]: row i's tokens are ``tokens[offsets[i]:offsets[i + 1]]``."""
+        """Return offsets, shape [n + 1]: row i's tokens are ``tokens[offsets[i]:offsets[i + 1]]``."""
         offsets = np.zeros(len(self.rows) + 1, np.int64)
         np.cumsum(self.rows["n_tokens"], out=offsets[1:])
         return offsets
@@ -160,7 +160,7 @@ class Batch:
     def pack(self) -> Buffer:
         """Return the batch as one buffer for the wire."""
         header = _HEADER.pack(len(self.rows), len(self.tokens))
-        # The tokens of a large batch are copied once: a second copy would need fresh pages each time.
+        # The tokens of a large batch are copied once: each further copy would need new memory pages.
         return np.frombuffer(b"".join((header, self.rows.tobytes(), self.tokens.data)), np.uint8)
 
     @staticmethod
@@ -179,7 +179,7 @@ class Batch:
 
 
 def index_of(ids: NDArray[np.integer[Any]]) -> NDArray[np.integer[Any]] | slice:
-    """Return what picks the places `ids` of an array: of a single one a view, in a tenth of NumPy's time."""
+    """Return an index for the positions `ids` of an array. A slice of one position is ten times as fast."""
     if len(ids) != 1:
         return ids
     only = int(ids[0])
@@ -187,7 +187,7 @@ def index_of(ids: NDArray[np.integer[Any]]) -> NDArray[np.integer[Any]] | slice:
 
 
 def total(values: NDArray[np.integer[Any]]) -> int:
-    """Return the sum: of a single value in a twentieth of NumPy's time."""
+    """Return the sum. A single value is 20 times as fast as NumPy's sum."""
     return int(values[0]) if len(values) == 1 else int(values.sum())
 
 
@@ -203,12 +203,12 @@ def ragged_take(
 ) -> NDArray[np.int32]:
     """Return ``concatenate([tokens[s : s + n] for s, n in zip(starts, lengths)])``, in less time.
 
-    Of a single piece it is a view.
+    The result for a single piece is a view.
     """
     if len(starts) == 1:
         return tokens[starts[0] : starts[0] + lengths[0]]
     n = int(lengths[0]) if len(lengths) else 0
-    if n and (lengths == n).all():  # rows of a window over all tokens: a seventh of the time below
+    if n and (lengths == n).all():  # rows of a sliding window over all tokens: seven times as fast as below
         windows = np.ndarray((len(tokens) - n + 1, n), tokens.dtype, tokens, strides=tokens.strides * 2)
         return windows[starts].reshape(-1)
     ends = np.cumsum(lengths)
@@ -219,7 +219,7 @@ def ragged_take(
 
 
 def by_value(values: NDArray[np.int64], batch: Batch) -> list[tuple[int, Batch]]:
-    """Return `batch` cut by a value of each row (shape [n]): equal values together, in their order."""
+    """Split `batch` by a value of each row (shape [n]). Rows with equal values keep their order."""
     if len(values) == 1 or (values == values[0]).all():
         return [(int(values[0]), batch)]
     order = np.argsort(values, kind="stable")
@@ -233,49 +233,49 @@ def by_value(values: NDArray[np.int64], batch: Batch) -> list[tuple[int, Batch]]
     ]
 
 
-# --- what each tag carries ---
+# --- content of each tag ---
 
 
 class Beat(NamedTuple):
-    """A rank is alive."""
+    """Heartbeat of a rank."""
 
     phase: Phase
     away_s: float  # since the main thread was last in its event loop
-    stack: str  # of the main thread, when it has been away for long
-    measured: Any = None  # `Role.measured`, of a rank that leads an instance
+    stack: str  # of the main thread, if `away_s` is long
+    measured: Any = None  # `Role.measured`, of a root rank
     doing: str = ""  # `Role.doing`
 
 
-class Arrived(NamedTuple):
-    """The sender has done its part of a phase."""
+class Arrival(NamedTuple):
+    """Report that the sender has done its part of a phase."""
 
     phase: Phase
     report: Any  # JoinReport, DrainReport, otherwise None
 
 
 class JoinReport(NamedTuple):
-    """What a rank says about itself when it joins."""
+    """Facts about a rank that it reports when it joins."""
 
     host: str
     pid: int
     started: float  # time.time() at the start of the process
     versions: dict[str, str]
-    usage_error: str = ""  # what is wrong with its command line
+    usage_error: str = ""  # error in its command line
     digest: str = ""  # of its configuration
-    # Options by name, to say where two digests differ.
+    # Options by name, to describe the difference of two digests.
     values: dict[str, Any] = {}  # noqa: RUF012 - never changed
-    gpus: tuple[Gpu, ...] = ()  # those it may use, if its core uses any
+    gpus: tuple[Gpu, ...] = ()  # that it may use, if its core uses GPUs
     pids: str = ""  # see `siblings.visible_pids`
-    code: str = ""  # a digest of mpillm's files, of each node's first rank; "": of another rank
-    port: int = 0  # held where the parts of a server over several nodes may meet; 0: no server has any
+    code: str = ""  # a digest of mpillm's files, from each node's first rank; "" from other ranks
+    port: int = 0  # reserved for the connections of a server over several nodes; 0: none
 
 
 class DrainReport(NamedTuple):
-    """What a rank did in the test."""
+    """Report of a rank on the test."""
 
     roles: list[dict[str, Any]]  # `Role.report`
     cpu: CpuUse
-    gpu: GpuUse | None  # None: it has none, or its driver does not say
+    gpu: GpuUse | None  # None: without a GPU, or without the driver's measurements
     messages: int  # sent in the route communicator
     message_bytes: int
     machine: dict[str, Any] | None  # from the first rank of its node
@@ -283,29 +283,29 @@ class DrainReport(NamedTuple):
 
 
 class Release(NamedTuple):
-    """All ranks have done their part of a phase."""
+    """Report that all ranks have done their part of a phase."""
 
     phase: Phase
     value: Any  # the same for all: Setup after join, the exit code after stop, otherwise None
 
 
 class Rank0At(NamedTuple):
-    """Where rank 0 is."""
+    """Location of rank 0's process."""
 
     host: str
     pid: int
     pids: str  # see `siblings.visible_pids`
-    lifelines: Address | None  # None: all ranks can see its process
+    address: Address | None  # None: all ranks can see its process
 
 
 class Setup(NamedTuple):
-    """What every rank is told when all have joined."""
+    """Values that every rank receives when all have joined."""
 
     plan: WorldPlan
     log_dir: str
     rank0: Rank0At
     gpus: dict[int, OwnGpu]  # see `devices.assign`
-    token: str  # this run's alone
+    token: str  # unique to this run
     outlives_losses: bool  # --on_instance_loss continue
     server_gpus: dict[int, tuple[int, ...]]  # by owner; see `own_servers.gpus_of_servers`
     server_ports: dict[int, int]  # by rank; see `JoinReport.port`
@@ -314,14 +314,14 @@ class Setup(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """End now."""
+    """Request to end now."""
 
     code: int  # exit code
     finalize: bool  # no rank is lost, so call MPI_Finalize
 
 
-class Lost(NamedTuple):
-    """An instance has ended: no rank sends it anything any more, or takes anything from it."""
+class InstanceLoss(NamedTuple):
+    """Loss of an instance. Ranks send it no messages, and drop its messages."""
 
     instance: int
     ranks: tuple[int, ...]  # of the world
@@ -335,7 +335,7 @@ class Event(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """How much more an instance can hold."""
+    """Credits that an instance grants: requests and KV tokens that it can additionally hold."""
 
     requests: int
     tokens: int  # of KV cache
@@ -418,12 +418,12 @@ def _number(tag: Tag) -> Message[int]:
 
 # Control.
 BEAT: Message[Beat] = object_message(Tag.BEAT)
-ARRIVED: Message[Arrived] = object_message(Tag.ARRIVED)
+ARRIVED: Message[Arrival] = object_message(Tag.ARRIVED)
 RELEASE: Message[Release] = object_message(Tag.RELEASE)
 FAILED: Message[Failure] = object_message(Tag.FAILED)
 STOP: Message[Stop] = object_message(Tag.STOP)
 BYE: Message[None] = object_message(Tag.BYE)
-LOST: Message[Lost] = object_message(Tag.LOST)
+LOST: Message[InstanceLoss] = object_message(Tag.LOST)
 EVENT: Message[Event] = object_message(Tag.EVENT)
 # Route.
 QUERY = _batch(Tag.QUERY, REQUEST)
@@ -434,13 +434,13 @@ GRANT: Message[Grant] = Message(Tag.GRANT, _numbers, lambda buffer: Grant(*buffe
 WINDOW = _number(Tag.WINDOW)  # requests
 CANCEL = _ids(Tag.CANCEL)
 DROP = _ids(Tag.DROP)
-# (id, context instance): requests of an instance that is lost; see roles/retries.py.
+# (id, context instance): requests of a lost instance; see roles/retries.py.
 SETTLE: Message[Pairs] = Message(Tag.SETTLE, _numbers, _read_pairs)
 # Handoff, over the route: see roles/handoff.py.
 OFFER = _batch(Tag.OFFER, REQUEST)
-# (id, slot): there is room for the request; send its KV cache under this slot. NO_SLOT: the generation
-# instance has dropped a request that ended with its first token.
+# (id, slot): the request is accepted; send its KV cache under this slot. NO_SLOT: the generation instance has
+# dropped a request that ended with its first token.
 ACCEPT: Message[Pairs] = Message(Tag.ACCEPT, _numbers, _read_pairs)
-# (id, token): the request's first token. NO_TOKEN: the answer ended with it.
+# (id, token): the request's first token. NO_TOKEN: the response ended with it.
 FIRST: Message[Pairs] = Message(Tag.FIRST, _numbers, _read_pairs)
 WARM_UP = _number(Tag.WARM_UP)  # requests

@@ -1,6 +1,6 @@
-"""Movers: they move KV caches from rank to rank. Nothing here waits.
+"""Movers: they transfer KV caches between ranks, without waiting.
 
-On GPUs movers of `engine.handoff` replace `MpiMover`; who sends what to whom, and when, stays the same.
+On GPUs, movers of `engine.handoff` replace `MpiMover`. The sequence of transfers stays the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Peer(NamedTuple):
     Its ranks are consecutive in the handoff communicator, `tp_rank` varying fastest.
     """
 
-    rank: int  # its leader's, in the handoff communicator
+    rank: int  # its root rank, in the handoff communicator
     tp_size: int
     pp_size: int
 
@@ -29,17 +29,17 @@ class TransferHandle(Protocol):
     """A transfer in progress."""
 
     def done(self) -> bool:
-        """Return whether the buffer has left, or arrived."""
+        """Return whether the transfer is complete."""
         ...
 
 
 class Mover(Protocol):
-    """Sends and receives buffers. Those between two ranks with the same tag arrive in the order sent."""
+    """Sends and receives buffers. Buffers between two ranks with the same tag arrive in the order sent."""
 
-    whole_below: int  # bytes: moving less than this in several pieces costs more than it gains
+    min_split_bytes: int  # a smaller transfer in several pieces would take longer
 
     def send(self, rank: int, tag: int, buffer: Any) -> TransferHandle:
-        """Send `buffer` to `rank` of the handoff communicator; it must not change until that is done."""
+        """Send `buffer` to `rank` of the handoff communicator. It must not change before that is done."""
         ...
 
     def receive(self, rank: int, tag: int, buffer: Any) -> TransferHandle:
@@ -47,19 +47,19 @@ class Mover(Protocol):
         ...
 
     def poll(self) -> None:
-        """Make progress; call this before asking transfers whether they are done."""
+        """Make progress; call this before `TransferHandle.done`."""
         ...
 
 
 class BlockMover(Protocol):
-    """Moves parts of KV caches from blocks to blocks, without buffers."""
+    """Transfers parts of KV caches between blocks, without buffers."""
 
-    ranks: frozenset[int]  # of the handoff communicator: those that it reaches
+    ranks: frozenset[int]  # that it reaches, of the handoff communicator
 
     def move(self, rank: int, tag: int, cached: Any, layers: slice, heads: slice) -> TransferHandle:
-        """Send or receive some layers and heads of what is held in some blocks.
+        """Send or receive some layers and heads of cached blocks.
 
-        The next `poll` begins it, after the work that this rank has launched so far.
+        The next `poll` starts the transfer, after the work that this rank has launched so far.
         """
         ...
 
@@ -69,31 +69,31 @@ class BlockMover(Protocol):
 
 
 class MpiMover:
-    """Moves memory that NumPy can address, over MPI."""
+    """Transfers memory that NumPy can address, over MPI."""
 
-    whole_below = 0
+    min_split_bytes = 0
 
     def __init__(self, comm: MPI.Intracomm, *, outlives_others: bool = False) -> None:
-        """`comm`: the handoff communicator; nothing else may receive in it from any source or any tag.
+        """`comm`: the handoff communicator. No other code may receive in it from any source or with any tag.
 
-        `outlives_others`: what moves from or to a rank that is lost is never done, and no error.
+        `outlives_others`: transfers from and to a lost rank remain incomplete, without an error.
         """
         self.comm = comm
         self._outlives_others = outlives_others
 
     def send(self, rank: int, tag: int, buffer: Any) -> TransferHandle:
-        return self._moving(lambda: self.comm.Isend((np.asarray(buffer), MPI.BYTE), rank, tag))
+        return self._start(lambda: self.comm.Isend((np.asarray(buffer), MPI.BYTE), rank, tag))
 
     def receive(self, rank: int, tag: int, buffer: Any) -> TransferHandle:
-        return self._moving(lambda: self.comm.Irecv((np.asarray(buffer), MPI.BYTE), rank, tag))
+        return self._start(lambda: self.comm.Irecv((np.asarray(buffer), MPI.BYTE), rank, tag))
 
-    def _moving(self, start: Callable[[], MPI.Request]) -> TransferHandle:
-        moving = _MpiTransfer(self._outlives_others)
-        moving.attempt(start)
-        return moving
+    def _start(self, start: Callable[[], MPI.Request]) -> TransferHandle:
+        transfer = _MpiTransfer(self._outlives_others)
+        transfer.attempt(start)
+        return transfer
 
     def poll(self) -> None:
-        """Nothing to do: MPI makes progress whenever a request is tested."""
+        """Do nothing: MPI makes progress whenever a request is tested."""
 
 
 class _MpiTransfer:
@@ -107,7 +107,7 @@ class _MpiTransfer:
         try:
             self._request = start()
         except MPI.Exception as error:
-            self._pass_over(error)
+            self._raise_unless_lost(error)
 
     def done(self) -> bool:
         if self._request is None:
@@ -115,10 +115,10 @@ class _MpiTransfer:
         try:
             return self._request.Test()
         except MPI.Exception as error:
-            self._pass_over(error)
+            self._raise_unless_lost(error)
             self._request = None
             return False
 
-    def _pass_over(self, error: MPI.Exception) -> None:
+    def _raise_unless_lost(self, error: MPI.Exception) -> None:
         if not (self._outlives_others and is_loss(error)):
             raise error

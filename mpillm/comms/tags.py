@@ -1,4 +1,4 @@
-"""Every message tag, in one place."""
+"""All message tags."""
 
 from __future__ import annotations
 
@@ -6,48 +6,48 @@ import enum
 
 
 class Tag(enum.IntEnum):
-    """Tags are unique over all communicators, so that a stray message shows what its sender meant.
+    """Tags of messages, unique over all communicators, so that a tag identifies a misdirected message.
 
-    `messages.py` says what those of control and route carry, `engine_messages.py` those of the engine.
+    `messages.py` defines the content for control and route, `engine_messages.py` for the engine.
     """
 
     # control
-    LOST = 0  # an instance is lost, and the run goes on without it; from rank 0
-    BEAT = 1  # a rank is alive; to rank 0, and from rank 0 to all
+    LOST = 0  # an instance is lost, and the run continues; from rank 0
+    BEAT = 1  # heartbeat; to rank 0, and from rank 0 to all
     ARRIVED = 2  # this rank has done its part of the phase; to rank 0
-    RELEASE = 3  # all ranks have; from rank 0
-    FAILED = 4  # this rank can't go on; to rank 0
+    RELEASE = 3  # all ranks have done their part; from rank 0
+    FAILED = 4  # a failure; to rank 0
     STOP = 5  # end now; from rank 0
     BYE = 6  # this rank has released everything and will exit; to rank 0
     # control, of the doctor (see doctor/doctor_messages.py)
-    FACTS = 7  # what a rank says of itself; to rank 0
+    FACTS = 7  # facts about a rank; to rank 0
     ORDER = 8  # what to measure; from rank 0
-    FOUND = 9  # what an order has found; to rank 0
+    RESULTS = 9  # results of an order; to rank 0
     # route
     QUERY = 10  # requests; harness to leader
     WORK = 11  # requests; leader to instance
     DONE = 12  # responses; instance to leader
     ANSWER = 13  # responses; leader to harness
-    GRANT = 14  # how much more it can hold; instance to leader
-    WINDOW = 15  # how many more requests it can take; leader to harness
-    CANCEL = 16  # requests to give up; harness to leader, or back from a context instance without them
+    GRANT = 14  # credits; instance to leader
+    WINDOW = 15  # number of additional requests that it accepts; leader to harness
+    CANCEL = 16  # cancelled requests; harness to leader, or back from a context instance without them
     DROP = 17  # the same; leader to instance, and context instance to generation instance
-    SETTLE = 18  # requests whose context instance is lost: which will be answered? Leader to generation
+    SETTLE = 18  # requests of a lost context instance: will they be answered? Leader to generation instance
     # control again
     EVENT = 19  # a line for the console; to rank 0
-    # route again, between the leaders of context and generation instances (see roles/handoff.py)
+    # route again, between the root ranks of context and generation instances (see roles/handoff.py)
     OFFER = 20  # requests whose KV caches will follow
-    ACCEPT = 21  # the slots to send them under
+    ACCEPT = 21  # the slots for sending them
     FIRST = 22  # first tokens
-    WARM_UP = 23  # how many requests of the warm-up will be offered
+    WARM_UP = 23  # number of warm-up requests
     # instance and pp: inside the engine
-    PLAN = 24  # a step; leader to the other ranks of its instance
-    TOKENS = 25  # the tokens that a step sampled; first rank of the last stage to leader
+    PLAN = 24  # a step; root rank to the other ranks of its instance
+    TOKENS = 25  # the tokens that a step sampled; first rank of the last stage to root rank
     HIDDEN = 26  # the activations of a step; stage to stage
-    MOVED = 27  # which KV caches have left or arrived; rank to leader
+    MOVED = 27  # completed KV cache transfers; rank to root rank
     # handoff, up to the last slot
     NCCL_ID = 28  # the id of an NCCL communicator between two ranks; sender to receiver
-    NOTICE = 29  # what comes next over NCCL; sender to receiver
-    ROOM = 30  # the blocks that caches shall have, on a GPU that the sender reaches; receiver to sender
-    PUT = 31  # those caches are there; sender to receiver
+    NOTICE = 29  # the next transfer over NCCL; sender to receiver
+    TARGETS = 30  # target blocks of caches, on a GPU that the sender reaches; receiver to sender
+    PUT = 31  # completed puts of caches; sender to receiver
     KV = 32  # + slot: pieces of a KV cache

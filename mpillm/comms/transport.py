@@ -1,4 +1,4 @@
-"""Non-blocking messages of bytes over one communicator, a rank's messages to itself included."""
+"""Non-blocking messages of bytes over one communicator, including a rank's messages to itself."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpillm.comms.doorbell import Doorbell
 from mpillm.comms.tags import Tag
+from mpillm.comms.wakeup_socket import WakeupSocket
 
 Buffer = NDArray[np.uint8]
-_MANY = 32  # messages that may not have left yet
-# As a rule a small message leaves without the sender's help: the receiver finds all of it in shared memory.
+_MAX_UNREAPED = 32  # messages that may not have left yet
+# Usually a small message leaves without the sender's help: the receiver reads it from shared memory.
 _SMALL_BYTES = 3072
-_SMALL_LEAVES_S = 0.005  # how long it is left alone
-_TAKES_S = 0.05  # of looks for one message
+_SMALL_LEAVES_S = 0.005  # until the sender polls for it
+_TAKE_S = 0.05  # time to look for one message
 
 
-class Received(NamedTuple):
+class Envelope(NamedTuple):
+    """A received message."""
+
     source: int  # rank in the transport's communicator
     tag: Tag
     buffer: Buffer
@@ -33,51 +35,53 @@ _LOSSES = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
 
 
 def is_loss(error: MPI.Exception) -> bool:
-    """Return whether MPI (ULFM) says that a process has ended."""
+    """Return whether MPI (ULFM) reports the exit of a process."""
     return error.Get_error_class() in _LOSSES
 
 
 class Transport:
-    """Neither sends nor receives wait: progress happens only in `poll`.
+    """Sends and receives messages without waiting; only `poll` makes progress.
 
     Messages from one rank are delivered in the order sent. The counters are for the benchmarks.
     """
 
-    def __init__(self, comm: MPI.Intracomm, doorbell: Doorbell | None = None) -> None:
-        """`doorbell`: wakes the ranks for which there is a message."""
+    def __init__(self, comm: MPI.Intracomm, wakeup: WakeupSocket | None = None) -> None:
+        """`wakeup`: wakes the receiver of each message."""
         self.comm = comm
         self.rank = comm.rank
-        self._local: deque[Received] = deque()
-        self._sending: deque[tuple[MPI.Request, Buffer, int]] = deque()  # the last: to whom
-        self._arriving: deque[tuple[MPI.Request, Received]] = deque()
+        self._local: deque[Envelope] = deque()
+        self._sending: deque[tuple[MPI.Request, Buffer, int]] = deque()  # the last: its receiver
+        self._arriving: deque[tuple[MPI.Request, Envelope]] = deque()
         self._status = MPI.Status()
-        self.handlers: dict[Tag, Callable[[Received], None]] = {}
-        self._ring = doorbell.ringer(comm) if doorbell else None
+        self.handlers: dict[Tag, Callable[[Envelope], None]] = {}
+        self._wake = wakeup.waker(comm) if wakeup else None
         self.outlives_others = False
-        """Whether an error of MPI about a lost rank is passed over: rank 0 decides what follows."""
+        """Whether to ignore MPI's errors about lost ranks. Rank 0 then decides whether the run continues."""
         self._lost: frozenset[int] = frozenset()
-        self._never_done: list[object] = []  # messages from and to lost ranks, which MPI may still hold
+        self._never_done: list[
+            object
+        ] = []  # messages from and to lost ranks: MPI may still use their buffers
         self.sent_messages = 0
         self.sent_bytes = 0
 
     def send(self, dest: int, tag: Tag, buffer: Buffer) -> None:
-        """Send; `buffer` belongs to the transport from here on."""
+        """Send `buffer`, which must not change afterwards."""
         self.sent_messages += 1
         self.sent_bytes += buffer.nbytes
         if dest == self.rank:
-            self._local.append(Received(dest, tag, buffer))
+            self._local.append(Envelope(dest, tag, buffer))
             return
         if dest in self._lost:
             return
-        if len(self._sending) >= _MANY:  # of who never polls; else `poll` does it
+        if len(self._sending) >= _MAX_UNREAPED:  # for callers that do not poll
             self.reap()
         try:
             request = self.comm.Isend((buffer, MPI.BYTE), dest, tag)
         except MPI.Exception as error:
-            self._pass_over(error)
+            self._raise_unless_lost(error)
             return
-        if self._ring:
-            self._ring(dest)
+        if self._wake:
+            self._wake(dest)
         # Not tested here: unless it has left already, Open MPI would yield the CPU.
         self._sending.append((request, buffer, dest))
 
@@ -87,12 +91,12 @@ class Transport:
             self._sending.popleft()
 
     def forget(self, world_ranks: Iterable[int]) -> None:
-        """Send nothing to these ranks, and take nothing from them, from now on, alive or not."""
+        """From now on, send nothing to these ranks, and drop their messages."""
         group, world = self.comm.Get_group(), MPI.COMM_WORLD.Get_group()
-        found = world.Translate_ranks(list(world_ranks), group)
+        members = world.Translate_ranks(list(world_ranks), group)
         group.Free()
         world.Free()
-        self._lost |= {rank for rank in found if rank != MPI.UNDEFINED}
+        self._lost |= {rank for rank in members if rank != MPI.UNDEFINED}
         self._never_done += [sent for sent in self._sending if sent[2] in self._lost]
         self._never_done += [came for came in self._arriving if came[1].source in self._lost]
         self._sending = deque(sent for sent in self._sending if sent[2] not in self._lost)
@@ -103,19 +107,19 @@ class Transport:
         try:
             return request.Test()
         except MPI.Exception as error:
-            self._pass_over(error)
+            self._raise_unless_lost(error)
             return True
 
-    def _pass_over(self, error: MPI.Exception) -> None:
+    def _raise_unless_lost(self, error: MPI.Exception) -> None:
         if not (self.outlives_others and is_loss(error)):
             raise error
 
-    def ring_with(self, doorbell: Doorbell) -> None:
-        """Wake the ranks for which there is a message, from now on."""
-        self._ring = doorbell.ringer(self.comm)
+    def wake_with(self, wakeup: WakeupSocket) -> None:
+        """From now on, wake the receiver of each message."""
+        self._wake = wakeup.waker(self.comm)
 
     def quiet_s(self) -> float:
-        """Return for how many seconds `poll` finds nothing unless somebody rings; 0: a message moves."""
+        """Return the seconds for which `poll` has no work without a wake-up; 0 during a transfer."""
         if self._arriving or self._local or any(sent[1].nbytes > _SMALL_BYTES for sent in self._sending):
             return 0.0
         return _SMALL_LEAVES_S if self._sending else math.inf
@@ -126,22 +130,21 @@ class Transport:
         while self._sending and time.monotonic() < end:
             self.reap()
 
-    def poll(self) -> Received | None:
+    def poll(self) -> Envelope | None:
         """Return the next message, or None."""
         self.reap()
         if self._local:
             return self._local.popleft()
-        # Bounded, so that a flood of large messages cannot exhaust memory before anybody reads them.
+        # Limited, so that large messages cannot exhaust memory before they are read.
         if len(self._arriving) < 64:
-            # Open MPI and MPICH may only fetch, in one look, what the next one returns.
+            # In Open MPI and MPICH, a probe may fetch a message that only the next probe returns.
             message = self._probe() or self._probe()
             if message is not None:
                 status = self._status
                 buffer = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-                # Not Mrecv: a large message needs its sender's help, and the sender may be in the middle of
-                # an engine step.
+                # Not Mrecv: a large message needs its sender's help, and the sender may be in an engine step.
                 request = message.Irecv((buffer, MPI.BYTE))
-                came = request, Received(status.source, Tag(status.tag), buffer)
+                came = request, Envelope(status.source, Tag(status.tag), buffer)
                 (self._never_done if status.source in self._lost else self._arriving).append(came)
         while self._arriving:
             request, received = self._arriving[0]
@@ -149,12 +152,12 @@ class Transport:
                 if not request.Test():
                     return None
             except MPI.Exception as error:
-                self._pass_over(error)
+                self._raise_unless_lost(error)
                 if error.Get_error_class() == MPI.ERR_PROC_FAILED_PENDING:
-                    # Any loss, until it is acknowledged, stops what `_probe` has found, whoever sent it.
+                    # Until a loss is acknowledged, it blocks all messages that `_probe` has matched.
                     self.acknowledge_losses()
                     return None
-                self._arriving.popleft()  # its sender has ended in the middle of it
+                self._arriving.popleft()  # its sender has exited during the transfer
                 continue
             self._arriving.popleft()
             return received
@@ -164,23 +167,23 @@ class Transport:
         try:
             return self.comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, self._status)
         except MPI.Exception as error:
-            self._pass_over(error)
+            self._raise_unless_lost(error)
             self.acknowledge_losses()
             return None
 
-    def take(self, source: int, tag: Tag, tries: int = 32) -> Received | None:
-        """Return a small waiting message of this source and tag, out of turn; None if there is none.
+    def take(self, source: int, tag: Tag, tries: int = 32) -> Envelope | None:
+        """Return a small waiting message of this source and tag, out of order; None if there is none.
 
-        MPICH advances by one waiting message per try, which is enough for a caller that asks again soon.
-        Open MPI may give the core away at each: where others compute, that takes many times as long.
+        MPICH advances by one waiting message per try, which is enough for a caller that tries again soon.
+        Open MPI may yield the CPU core at each try, which takes much longer if other processes compute.
         """
-        end = time.monotonic() + _TAKES_S
+        end = time.monotonic() + _TAKE_S
         for _ in range(tries):
             message = self.comm.Improbe(source, tag, self._status)
             if message is not None:
                 buffer = np.empty(self._status.Get_count(MPI.BYTE), np.uint8)
                 message.Recv((buffer, MPI.BYTE))
-                return Received(source, tag, buffer)
+                return Envelope(source, tag, buffer)
             if time.monotonic() > end:
                 break
         return None
@@ -195,12 +198,12 @@ class Transport:
         return True
 
     def dispatch_own(self) -> None:
-        """Pass this rank's messages to itself to their handlers, without a look at MPI."""
+        """Pass this rank's messages to itself to their handlers, without calling MPI."""
         while self._local:
             received = self._local.popleft()
             self.handlers[received.tag](received)
 
-    def dispatch_whoever_is_lost(self) -> None:
+    def dispatch_despite_losses(self) -> None:
         """Dispatch, or sleep shortly, ignoring lost ranks: for the end of a run."""
         try:
             if not self.dispatch():
@@ -209,7 +212,7 @@ class Transport:
             self.acknowledge_losses()
 
     def known_losses(self) -> frozenset[int]:
-        """Return the members of which MPI (ULFM) knows that their process has ended; none without ULFM."""
+        """Return the members whose exit MPI (ULFM) has detected; none without ULFM."""
         try:
             failed = self.comm.Get_failed()
         except (MPI.Exception, NotImplementedError):  # built without ULFM, or by an MPI that has none

@@ -1,8 +1,8 @@
-"""The watch: a thread per rank that reports where the rank is, and ends it if nobody else can.
+"""Watch: a thread of each rank that sends heartbeats, and ends the rank if nothing else can.
 
-The main thread may spend minutes in a backend (loading weights), or be stuck there for good. So heartbeats
-come from a thread of their own. Each says how long the main thread has been away from its event loop and, if
-that is long, gives its Python stack.
+The main thread may spend minutes in a backend (loading weights), or hang there. So a separate thread sends
+the heartbeats. Each contains the time since the main thread was last in its event loop and, if that is long,
+its Python stack.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from mpillm.phases import PHASES, Phase
 
 _HERE = str(Path(__file__).parent)
 _INTERVAL_S = 0.5  # between beats
-_MOST_BEATS_PER_S = 1024  # that rank 0 reads, and that it sends
+_MAX_BEATS_PER_S = 1024  # that rank 0 reads, and that it sends
 
 
 def beat_interval_s(n_ranks: int) -> float:
-    """Return the seconds between a rank's beats: more in a run of thousands of ranks."""
-    return _INTERVAL_S * max(1, round(n_ranks / (_MOST_BEATS_PER_S * _INTERVAL_S)))
+    """Return the seconds between a rank's heartbeats, which increase for thousands of ranks."""
+    return _INTERVAL_S * max(1, round(n_ranks / (_MAX_BEATS_PER_S * _INTERVAL_S)))
 
 
-STALLED_S = 1.0  # once away from the event loop for longer, beats carry the stack
+STALLED_S = 1.0  # after this time outside the event loop, heartbeats contain the stack
 
 
 class Watch:
-    """A thread that starts with MPI and learns of each phase."""
+    """Thread that starts with MPI and enforces a limit for each phase."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -66,10 +66,10 @@ class Watch:
         last_resort: Callable[[str], None],
         n_ranks: int,
     ) -> None:
-        """Send beats from now on.
+        """Send heartbeats from now on.
 
-        The watch's thread calls all three. `stop_requested` looks for a stop that the stuck main thread can't
-        see. `last_resort` receives the message when the limit has passed.
+        The watch's thread calls all three functions. `stop_requested` looks for a STOP that a hanging main
+        thread does not read. `last_resort` receives the message when the limit has passed.
         """
         self._stop_requested = stop_requested
         self._last_resort = last_resort
@@ -91,9 +91,9 @@ class Watch:
         """Return the Python stack of the main thread, innermost call last."""
         frame = sys._current_frames().get(self._main or 0)
         frames = traceback.extract_stack(frame) if frame else []
-        # The frames above the role or the core are always the same and say nothing.
-        ours = [i for i, entry in enumerate(frames) if entry.filename.startswith(_HERE)]
-        inner = frames[ours[-1] + 1 :] if ours else []
+        # The frames above the role or the core are always the same.
+        own = [i for i, entry in enumerate(frames) if entry.filename.startswith(_HERE)]
+        inner = frames[own[-1] + 1 :] if own else []
         return "".join(traceback.format_list(inner or frames[-4:]))
 
     def _run(self) -> None:

@@ -1,9 +1,10 @@
-"""Whether Open MPI gives the core to others when a look at it finds nothing.
+"""Control of Open MPI's yielding: whether a poll without a result gives the CPU core to other processes.
 
-With more ranks than cores it does (its parameter `mpi_yield_when_idle`), so that who waits in MPI lets others
-come. An event loop only looks, and sleeps elsewhere: there every look that finds nothing, some five per
-query, would cost a turn of everybody else on the core. MPI_Init reads the parameter, once; what is called
-here is what it calls then, in Open MPI's library libopen-pal. MPICH gives way only where it waits.
+With more ranks than CPU cores, Open MPI yields (its parameter `mpi_yield_when_idle`), so that a rank which
+waits in MPI lets other ranks run. An event loop only polls in MPI, and sleeps elsewhere. With yielding, each
+poll without a result, about five per query, would cost a time slice of the other processes on the core.
+MPI_Init reads the parameter once, and then calls the function that this module calls, in Open MPI's library
+libopen-pal. MPICH yields only in waiting calls.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from functools import cache
 
 from mpillm.comms.pmix import loaded
 
-_usual = False  # what MPI_Init has chosen
+_default = False  # MPI_Init's choice
 
 
 @contextmanager
-def never_waiting() -> Iterator[None]:
-    """Keep the core, as long as the block lasts, when a look finds nothing."""
-    global _usual
-    before = _usual = _set()(False)
+def never_yielding() -> Iterator[None]:
+    """Do not yield in the block."""
+    global _default
+    before = _default = _set()(False)
     try:
         yield
     finally:
@@ -30,9 +31,9 @@ def never_waiting() -> Iterator[None]:
 
 
 @contextmanager
-def waiting() -> Iterator[None]:
-    """Give way as MPI_Init has chosen while the block waits in MPI, in an event loop, too."""
-    before = _set()(_usual)
+def yielding_while_waiting() -> Iterator[None]:
+    """Yield as MPI_Init has chosen, also inside an event loop: the block waits in MPI."""
+    before = _set()(_default)
     try:
         yield
     finally:
@@ -41,10 +42,10 @@ def waiting() -> Iterator[None]:
 
 @cache
 def _set() -> Callable[[bool], bool]:
-    """Return what sets whether to give way and returns how it was; call it once MPI is there."""
+    """Return a function that sets whether to yield, and returns the previous value. MPI must have started."""
     try:
-        found = loaded("libopen-pal.so").opal_progress_set_yield_when_idle
+        function = loaded("libopen-pal.so").opal_progress_set_yield_when_idle
     except (OSError, AttributeError):  # not Linux, not Open MPI, or one without it
         return lambda on: False
-    found.argtypes, found.restype = [ctypes.c_bool], ctypes.c_bool
-    return found
+    function.argtypes, function.restype = [ctypes.c_bool], ctypes.c_bool
+    return function

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, about
-from launch.outside import one_line
+from launch.safe_text import one_line
 from mpillm.files import check_files, excerpt, panics_named
 
 _OTHER_FORMATS = (

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from disagg.errors import ConfigError
-from launch.outside import whole_number
+from launch.safe_text import whole_number
 from mpillm.doctor.findings import Status
 from mpillm.doctor.steps import Step, must_be_named, must_be_valid
 from mpillm.errors import ExitCode

@@ -79,7 +79,7 @@ class ProbeResult(NamedTuple):
 
 FACTS: Message[RankFacts] = object_message(Tag.FACTS)
 PROBE_REQUEST: Message[ProbeRequest] = object_message(Tag.ORDER)
-PROBE_RESULT: Message[ProbeResult] = object_message(Tag.FOUND)
+PROBE_RESULT: Message[ProbeResult] = object_message(Tag.RESULTS)
 
 
 _FACTS_S = 8.0  # hosts that share cores start slowly
@@ -145,7 +145,7 @@ class RankExam:
         self._facts = own_facts(network.KeyServer())
         FACTS.send(self._transport, 0, self._facts)
         while self._end_request is None and time.monotonic() < self._end:
-            self._transport.dispatch_whoever_is_lost()
+            self._transport.dispatch_despite_losses()
         self._transport.flush(1.0)
         return self._end_request is not None and self._end_request.finalize
 
@@ -376,7 +376,7 @@ class Rank0Exam:
     def _wait(self, done: Callable[[], bool], seconds: float) -> None:
         end = time.monotonic() + seconds
         while not done() and time.monotonic() < end:
-            self._transport.dispatch_whoever_is_lost()
+            self._transport.dispatch_despite_losses()
 
 
 def neighbours(world: World) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.web_protocol import _ErrInfo
 
-from launch.outside import one_line
+from launch.safe_text import one_line
 from mpillm.endpoint.api_error import ApiError
 from mpillm.endpoint.http_errors import error_response
 

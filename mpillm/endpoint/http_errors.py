@@ -7,7 +7,7 @@ import logging
 from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from launch.outside import one_line
+from launch.safe_text import one_line
 from mpillm.endpoint.api_error import ApiError
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from disagg.errors import ConfigError
-from launch.places import RUNS
+from launch.default_paths import RUNS
 from mpillm.cores.number_of_ranks import ranks_of
 from mpillm.errors import StageError
 from mpillm.files import write_json

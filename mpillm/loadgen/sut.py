@@ -64,7 +64,7 @@ class LoadGenTest:
     def _issue(self, ids: list[int], indices: list[int]) -> None:
         self.issued.append(Query(np.array(ids, np.uint64), np.array(indices, np.int64), time.perf_counter()))
         # Many samples are the main thread's: LoadGen's has more queries to issue.
-        (self._loop.ask if len(ids) == 1 else self._loop.wake)()
+        (self._loop.run_inline_or_wake if len(ids) == 1 else self._loop.wake)()
 
     def _run(self) -> None:
         settings, logs, audit = self._arguments

@@ -151,7 +151,7 @@ class Console:
         if self._terminal:
             self._lines.draw(lines)
         elif self._frames:
-            self._lines.tell(lines)
+            self._lines.send(lines)
         else:
             self._lines.write("\n".join(lines) + "\n")
 

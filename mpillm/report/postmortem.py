@@ -10,7 +10,7 @@ from pathlib import Path
 
 from disagg.errors import ConfigError
 from launch.exits import RankExit, sentence
-from launch.witness import Cause
+from launch.launcher_monitor import Cause
 
 
 def amend(path: Path, cause: Cause | None, code: int) -> tuple[str, int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launch.environment import without_secrets
 from launch.logs import log_to
-from launch.masking import masked_words
+from launch.masking import masked_args
 from mpillm.data import read_log
 from mpillm.files import opened
 
@@ -44,7 +44,7 @@ def open_rank_log(directory: Path, rank: int) -> Path:
     if directory.stat().st_uid not in (0, os.fstat(file.fileno()).st_uid):
         raise PermissionError(errno.EPERM, "another user's folder", str(directory))
     args, _ = without_secrets(sys.argv)
-    print(f"rank {rank}, pid {os.getpid()}: {' '.join(masked_words(args))}", file=file, flush=True)
+    print(f"rank {rank}, pid {os.getpid()}: {' '.join(masked_args(args))}", file=file, flush=True)
     if rank != 0:
         sys.stdout.flush()
         sys.stderr.flush()

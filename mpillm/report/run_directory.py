@@ -13,8 +13,8 @@ from typing import Any
 import disagg
 from disagg import DisaggConfig, WorldPlan
 from disagg.errors import ConfigError, about
+from launch.default_paths import RUNS
 from launch.ownership import other_owner, trusted_owners
-from launch.places import RUNS
 from mpillm.comms.messages import JoinReport
 from mpillm.errors import STORAGE_ERRORS, ExitCode, Failure, RunError
 from mpillm.files import write_json

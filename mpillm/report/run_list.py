@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
-from launch.places import RUNS
+from launch.default_paths import RUNS
 from mpillm.files import check_files, read_json
 from mpillm.report.run_files import stopped_by
 

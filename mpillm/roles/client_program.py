@@ -52,7 +52,7 @@ class Bounds:
     """What the client may take."""
 
     stall_s: float  # of doing nothing
-    most_bytes: float  # of memory
+    max_bytes: float  # of memory
 
 
 class ClientProgram(Role):
@@ -105,7 +105,7 @@ class ClientProgram(Role):
     def test(self) -> None:
         assert self._command is not None
         _log.info("%s: %s", self._kind.title, self._command)
-        self.started, most = (time.monotonic(), time.time()), self._bounds.most_bytes
+        self.started, most = (time.monotonic(), time.time()), self._bounds.max_bytes
         self._program = OwnedServer(
             self._command,
             self._path,

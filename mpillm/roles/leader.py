@@ -41,7 +41,7 @@ from mpillm.roles.retries import Retries
 from mpillm.roles.role import Role
 
 if TYPE_CHECKING:  # its import starts MPI
-    from mpillm.comms.transport import Received, Transport
+    from mpillm.comms.transport import Envelope, Transport
 
 _MIN_WINDOW = 2048  # most requests that wait at the leader, unless twice what the instances hold is more
 _MAX_BATCH = 2048  # requests per message
@@ -153,7 +153,7 @@ class Leader(Role):
         self._n_waiting += len(ids)
         self._tokens_waiting += total(needs)
 
-    def _on_done(self, received: Received) -> None:
+    def _on_done(self, received: Envelope) -> None:
         instance = self._instance_at[received.source]
         self._heard[instance] = time.monotonic()
         buffer, rows = received.buffer, DONE.read(received.buffer).rows

@@ -14,9 +14,9 @@ from typing import Any
 
 from disagg.errors import ConfigError
 from launch.health_check import HealthCheck
-from launch.held_port import HeldPort
 from launch.interfaces import own_addresses
 from launch.owned_server import SEARCHED, OwnedServer
+from launch.reserved_port import ReservedPort
 from launch.signals import stop_signals
 from mpillm.cores.capabilities import OutlivesServer
 from mpillm.errors import ExitCode, Failure, RunError
@@ -89,7 +89,7 @@ class ServerRole(Role):
         secret_in = spec.kind.secret if spec.role else ""
         self._secret = {} if not secret_in or secret_in in os.environ else {secret_in: secret}
         self._server: OwnedServer | None = None
-        self._ports: list[HeldPort] = []  # that of HTTP, and the kind's others
+        self._ports: list[ReservedPort] = []  # that of HTTP, and the kind's others
         self._tries = 0
         self._started = 0.0
         self._check: HealthCheck | None = None
@@ -145,7 +145,7 @@ class ServerRole(Role):
     def _start(self) -> None:
         kind = self._spec.kind
         self._tries += 1
-        self._ports = [HeldPort(self._spec.host) for _ in range(1 + len(self._spec.more_ports))]
+        self._ports = [ReservedPort(self._spec.host) for _ in range(1 + len(self._spec.more_ports))]
         self._spec = spec = self._resolved()
         try:
             command = spec.command()
@@ -161,7 +161,7 @@ class ServerRole(Role):
         _log.info("%s: %s", spec.title, command)
         log = spec.base.with_suffix(".log")
         self._server = OwnedServer(
-            command, log, self._wake, _SHORT_GRACE_S, spec.max_bytes, unshown=self._secret
+            command, log, self._wake, _SHORT_GRACE_S, spec.max_bytes, hidden_env=self._secret
         )
         self._check = None
 

@@ -29,14 +29,14 @@ from typing import TYPE_CHECKING, NoReturn
 from mpi4py import MPI
 
 from disagg.errors import ConfigError
-from launch import roll_call, segments
-from launch.environment import tell_exit_code
+from launch import rank_registry, segments
+from launch.environment import write_exit_code
 from launch.exits import RankExit, sentence
 from launch.launcher import find_launcher
 from launch.signals import stop_signals
+from mpillm.comms import connection_holder
 from mpillm.comms.communicators import Communicators
-from mpillm.comms.control import RankControl, Stopped
-from mpillm.comms.kept_connections import ends_with_a_rank, have_said_all, take_leave
+from mpillm.comms.control import RankControl, RunStopped
 from mpillm.comms.messages import BEAT, BYE, STOP, DrainReport, Stop
 from mpillm.comms.transport import Transport
 from mpillm.errors import STORAGE_ERRORS, ExitCode, Failure, Interrupted, RunError, exit_code
@@ -114,7 +114,7 @@ class Ending(ABC):
         self._lock = threading.Lock()  # held to leave RUNNING
         self._control = control
         self._watch = control.watch
-        self._limits = control.limits
+        self._timeouts = control.timeouts
         self._beats = beats
         self._roles = roles
         self.directory: Path | None = None  # the run's, once it is known
@@ -130,19 +130,19 @@ class Ending(ABC):
         """
         self._begin(State.LEAVING)
         if self._control.transport.rank == 0:
-            tell_exit_code(code)
-        if comms is None or self._control.gone_on_without:
+            write_exit_code(code)
+        if comms is None or self._control.lost_instances:
             self._end_lost()
-            self._leave(Stopped(code, finalize=False))
+            self._leave(RunStopped(code, finalize=False))
         try:
             comms.free()
         except MPI.Exception:  # a rank has been lost in this moment
-            self._leave(Stopped(code, finalize=False))
+            self._leave(RunStopped(code, finalize=False))
         self._watch.quiet()
         self._finalize()
         return code
 
-    def stop(self, stopped: Stopped) -> NoReturn:
+    def stop(self, stopped: RunStopped) -> NoReturn:
         """End this rank, because rank 0 has sent STOP."""
         self._begin(State.STOPPING)
         self._let_go()
@@ -151,10 +151,12 @@ class Ending(ABC):
     def fail(self, failures: tuple[Failure, ...]) -> NoReturn:
         """End the run on every rank, because of `failures`."""
         self._begin(State.TELLING)
-        self._watch.enter(self._watch.phase, 3 * self._limits.grace)
+        self._watch.enter(self._watch.phase, 3 * self._timeouts.grace)
         for failure in failures:
             _log.error("%s", failure.cause)
-        if self._watch.phase in ("join", "load") and not ends_with_a_rank():  # looking takes a moment
+        if (
+            self._watch.phase in ("join", "load") and not connection_holder.step_ends_with_a_rank()
+        ):  # looking takes a moment
             failures = tuple(_explained(failure) for failure in failures)
         stopped = self._tell(failures)
         self.state = State.STOPPING
@@ -165,7 +167,7 @@ class Ending(ABC):
         """Leave RUNNING; if the watch's thread has done so, wait until it ends the process."""
         for number in stop_signals():
             signal.signal(number, signal.SIG_IGN)  # the rank is already ending, under deadlines
-        patience = 3 * self._limits.grace
+        patience = 3 * self._timeouts.grace
         if self._lock.acquire(timeout=patience):
             first = self.state is State.RUNNING
             self.state = state if first else self.state
@@ -179,7 +181,7 @@ class Ending(ABC):
         """End what is left of the instances that the run went on without."""
 
     @abstractmethod
-    def _tell(self, failures: tuple[Failure, ...]) -> Stopped:
+    def _tell(self, failures: tuple[Failure, ...]) -> RunStopped:
         """End the run on the other ranks; return how this one is to end."""
 
     def _did(self, failures: tuple[Failure, ...]) -> DrainReport | None:
@@ -201,31 +203,31 @@ class Ending(ABC):
             except Exception:  # noqa: BLE001 - the run's first failure is reported; this one is logged
                 _log.exception("while stopping")
 
-    def _leave(self, stopped: Stopped) -> NoReturn:
+    def _leave(self, stopped: RunStopped) -> NoReturn:
         """Finalize MPI, if no rank is lost, and exit the process with LoadGen's threads."""
         self.state = State.LEAVING
         self._watch.quiet()
-        roll_call.leaves()
+        rank_registry.deregister()
         if stopped.finalize:
             self._finalize()
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
         if self._control.transport.rank == 0:
-            have_said_all()
+            connection_holder.let_task_end()
         os._exit(int(stopped.code))
 
     def _finalize(self) -> None:
         """Finalize MPI, which waits for the other ranks and holds the GIL: only a signal can end the wait."""
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, self._limits.grace)
+        signal.setitimer(signal.ITIMER_REAL, self._timeouts.grace)
         try:
             MPI.Finalize()
         except MPI.Exception as error:  # a rank that was faster is a lost one for ULFM: all is said by now
             _log.warning("MPI_Finalize: %s", error)
         segments.forget()
         signal.setitimer(signal.ITIMER_REAL, 0)
-        take_leave()
+        connection_holder.stop()
 
     # --- the watch's thread ---
 
@@ -263,15 +265,15 @@ class Ending(ABC):
 class RankEnding(Ending):
     """Ends every rank but 0."""
 
-    def _tell(self, failures: tuple[Failure, ...]) -> Stopped:
+    def _tell(self, failures: tuple[Failure, ...]) -> RunStopped:
         if cause := self._control.rank0_lost():
             self._say_rank0_lost(cause)
-            self._leave(Stopped(ExitCode.INSTANCE_LOST, False))
+            self._leave(RunStopped(ExitCode.INSTANCE_LOST, False))
         return self._control.fail(replace(failures[0], report=self._did(failures)))
 
     def _let_go(self) -> None:
         super()._let_go()
-        self._control.say_bye()
+        self._control.send_bye()
 
     def _look(self) -> int | None:
         try:
@@ -304,7 +306,7 @@ class RankEnding(Ending):
         rank0 = self._control.rank0
         if rank0 is None:
             return
-        if self._control.rank0_ended():
+        if self._control.rank0_has_exited():
             launcher = find_launcher()
             if launcher is not None and launcher.is_srun and self.directory is not None:
                 from mpillm.report import postmortem  # few runs need it
@@ -330,7 +332,7 @@ class Rank0Ending(Ending):
         self._rank0 = rank0
         self._code: int | None = None  # once the failure is reported
 
-    def _tell(self, failures: tuple[Failure, ...]) -> Stopped:
+    def _tell(self, failures: tuple[Failure, ...]) -> RunStopped:
         if (report := self._did(failures)) is not None:
             self._rank0.control.last_reports[0] = report
         code = self._tell_person(self._rank0.control.settle(failures))
@@ -338,14 +340,14 @@ class Rank0Ending(Ending):
         stopped = self._rank0.control.stop_all(code)
         if stopped is None:
             MPI.COMM_WORLD.Abort(code)
-        return stopped or Stopped(code, False)
+        return stopped or RunStopped(code, False)
 
     def _end_lost(self) -> None:
         self._rank0.control.kill_lost()
 
     def _look(self) -> int | None:
-        lost = self._rank0.control.dead()
-        if not lost or self._rank0.control.may_go_on:  # then the main thread waits for none of them
+        lost = self._rank0.control.exited()
+        if not lost or self._rank0.control.may_continue:  # then the main thread waits for none of them
             return None
         # The main thread may be waiting for them in MPI.
         code = self._tell_person(self._rank0.control.losses(lost))
@@ -362,6 +364,6 @@ class Rank0Ending(Ending):
 
     def _tell_person(self, failures: tuple[Failure, ...]) -> int:
         self._code = exit_code(failures, self._rank0.control.phase)
-        tell_exit_code(self._code)  # first: a launcher may kill this process in a moment
+        write_exit_code(self._code)  # first: a launcher may kill this process in a moment
         self._rank0.failed(failures, self._code)
         return self._code

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, nearest
-from launch.signals import Stopped
+from launch.signals import StopSignal
 from mpillm.errors import ExitCode, needs_extra
 from mpillm.options.fields import BY_NAME
 from mpillm.report.page.page import write_page
@@ -240,7 +240,7 @@ def _interruptible() -> Iterator[None]:
     """Make Ctrl-C what Python programs and notebooks expect."""
     try:
         yield
-    except Stopped as stopped:
+    except StopSignal as stopped:
         if stopped.code == _SIGINT:
             raise KeyboardInterrupt from None
         raise

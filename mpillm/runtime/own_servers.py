@@ -148,7 +148,7 @@ def server_lines(plan: WorldPlan, specs: Sequence[ServerSpec]) -> list[str]:
     Raises ConfigError for a value that the kind can't take.
     """
     try:
-        commands = [tuple(one.command().words()) for one in specs]
+        commands = [tuple(one.command().shell_args()) for one in specs]
     except ValueError as error:
         raise ConfigError(f"--server: {error}", about=["server"]) from None
     of_roles = Counter[str]()

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpi4py import MPI
 
 from disagg.errors import ConfigError
-from launch import roll_call
-from launch.held_port import HeldPort
+from launch import rank_registry
+from launch.reserved_port import ReservedPort
 from launch.siblings import visible_pids
 from mpillm.comms.communicators import Communicators, RunComms, create_communicators, route_ranks, senders_to
-from mpillm.comms.control import Limits, RankControl, Stopped
-from mpillm.comms.doorbell import Doorbell
+from mpillm.comms.control import RankControl, RunStopped, Timeouts
 from mpillm.comms.loop import EventLoop
-from mpillm.comms.messages import BEAT, Beat, DrainReport, JoinReport, Lost, Setup
+from mpillm.comms.messages import BEAT, Beat, DrainReport, InstanceLoss, JoinReport, Setup
 from mpillm.comms.start import node_name
 from mpillm.comms.transport import Transport
+from mpillm.comms.wakeup_socket import WakeupSocket
 from mpillm.comms.watch import Watch
 from mpillm.cores.capabilities import WorksInAnyThread
 from mpillm.cores.registry import BackendRegistry
@@ -86,27 +86,27 @@ class Rank:
         self._comms = comms
         self._config = config
         self._usage_error = usage_error
-        limits = Limits(dict(DEADLINES))
+        timeouts = Timeouts(dict(DEADLINES))
         if config is not None:
-            limits = Limits(
+            timeouts = Timeouts(
                 {phase: config[field] for phase, field in FIELD_OF.items()},
                 config.grace,
                 config.heartbeat_timeout,
             )
         if serves:
-            limits.phases["test"] = math.inf
+            timeouts.phases["test"] = math.inf
         self._serves = serves
         self._drain_asked = False
         self._watch = Watch(comm.rank)
-        self._control = RankControl(Transport(comm), self._watch, limits)
+        self._control = RankControl(Transport(comm), self._watch, timeouts)
         self._beats = Transport(comm)  # the watch's: a transport belongs to one thread
-        self._doorbell = Doorbell()
-        self._loop = EventLoop(self._watch, self._doorbell)
+        self._wakeup = WakeupSocket()
+        self._loop = EventLoop(self._watch, self._wakeup)
         self._loop.pollers.append(self._control.poll)
         self._loop.quiet_s.append(self._control.quiet_s)
         self._roles: list[Role] = []
-        self._errands: list[Callable[[], object]] = []  # of the test
-        self._senders: set[int] = set()  # the ranks that ring this one's doorbell, once the plan is here
+        self._inline_tasks: list[Callable[[], object]] = []  # of the test
+        self._senders: set[int] = set()  # ranks that send this rank messages, once the plan exists
         self._first_of_node = False  # once the plan is here
         self.log_dir = ""  # the run directory, once rank 0 has made it
         self._test_started = 0.0
@@ -116,7 +116,7 @@ class Rank:
         self._recorder = Recorder()
         self._sampler = RankSampler(self._recorder)
         # Held to the end, and not listened on: whoever is the first part of a server listens there.
-        self._meeting = HeldPort("0.0.0.0") if config is not None and config.server_nodes > 1 else None
+        self._meeting = ReservedPort("0.0.0.0") if config is not None and config.server_nodes > 1 else None
         self._rank0: Rank0 | None = None
         self._ending: Ending = RankEnding(self._control, self._beats, self._roles)
         if self.rank == 0:
@@ -140,7 +140,7 @@ class Rank:
         """Do all phases; return the exit code. After a failure the process ends here."""
         try:
             code, comms = self._phases()
-        except Stopped as stopped:
+        except RunStopped as stopped:
             self._ending.stop(stopped)
         except (Exception, Interrupted) as error:  # noqa: BLE001 - any error goes to rank 0 and ends the run
             if (outcome := self._control.outcome) is not None:
@@ -158,7 +158,7 @@ class Rank:
         if not self._serves or self._watch.phase != "test" or self._drain_asked:
             return False
         self._drain_asked = True
-        self._doorbell.ring_own()
+        self._wakeup.wake_own()
         return self._rank0 is None or self._rank0.session is None or self._rank0.session.drain()
 
     def _phases(self) -> tuple[int, Communicators]:
@@ -181,9 +181,9 @@ class Rank:
     def _phase(self, phase: Phase, report: Callable[[], Any] | None = None) -> Any:
         def work() -> None:
             # In other phases rank 0 says where a rank is stuck, a moment after its heartbeat has told.
-            self._doorbell.may_rest = phase == "test"
+            self._wakeup.may_sleep_long = phase == "test"
             # In other phases the main thread waits for what they would do.
-            self._loop.errands[:] = self._errands if phase == "test" else ()
+            self._loop.inline_tasks[:] = self._inline_tasks if phase == "test" else ()
             if phase == "test":
                 # Objects made at start-up live to the end: no collection during the test need visit them.
                 gc.freeze()
@@ -195,8 +195,8 @@ class Rank:
                 for role in self._roles:
                     role.record(self._recorder)
             if phase == "health":  # by now all bells hang
-                self._doorbell.try_all(self._senders)
-                how = "sleeps until its doorbell rings" if self._doorbell.heard else "polls"
+                self._wakeup.probe_peers(self._senders)
+                how = "sleeps until a wake-up" if self._wakeup.is_reliable else "polls"
                 _log.info("when idle, this rank %s", how)
             # A client stops before its server, which may wait for it.
             for role in reversed(self._roles) if phase == "stop" else self._roles:
@@ -240,7 +240,7 @@ class Rank:
         if self._config is None:  # rank 0 knows, and releases nobody
             raise ConfigError(self._usage_error)
         self._control.joined(setup.rank0)
-        roll_call.joined()
+        rank_registry.report_joined()
         if (gpu := setup.gpus.get(self.rank)) is not None:
             with contextlib.suppress(OSError):  # then there are no samples of it
                 self._sampler.meter = GpuMeter(gpu.device)
@@ -261,18 +261,18 @@ class Rank:
             cause = f"{error.filename or setup.log_dir}: {error.strerror}"
             raise RunError(Failure(cause, self.rank or None)) from error
         node = ranks[self.rank].node
-        self._doorbell.hang(setup.token, self.rank, (rank.rank for rank in ranks if rank.node == node))
+        self._wakeup.open(setup.token, self.rank, (rank.rank for rank in ranks if rank.node == node))
         control = self._rank0.control if self._rank0 else self._control
         if (pids := control.watched_pids()) is not None:
-            self._doorbell.hear_ends(pids, control.check_soon)
-        if self._rank0 is not None and (lifelines := self._rank0.control.lifelines) is not None:
-            lifelines.on_end = self._loop.wake
+            self._wakeup.watch_exits(pids, control.check_soon)
+        if self._rank0 is not None and (rank_connections := self._rank0.control.connections) is not None:
+            rank_connections.on_exit = self._loop.wake
         self._senders = senders_to(self.rank, setup.plan)
         self._control.transport.outlives_others = setup.outlives_losses
-        self._control.transport.ring_with(self._doorbell)
-        comms = create_communicators(self._comms, setup.plan, self._doorbell)
+        self._control.transport.wake_with(self._wakeup)
+        comms = create_communicators(self._comms, setup.plan, self._wakeup)
         on_route = self.rank in route_ranks(setup.plan)
-        route = Transport(comms.route, self._doorbell) if on_route else None
+        route = Transport(comms.route, self._wakeup) if on_route else None
         if route is not None:
             route.outlives_others = setup.outlives_losses
         self._control.on_lost = partial(self._lost, route)
@@ -296,12 +296,12 @@ class Rank:
         in_any = serves and issubclass(BackendRegistry.get(self._config.core_type), WorksInAnyThread)
         if route and (in_any or (session and ranks[self.rank].instance is None)):  # other cores: the main one
             rest = [one.poll for one in self._roles if not (one.asks or one.owns)]
-            self._errands = [*asks, route.dispatch_own, *rest, route.dispatch_own]
+            self._inline_tasks = [*asks, route.dispatch_own, *rest, route.dispatch_own]
         if session:
             self._loop.pollers.append(session.poll)
         return _Part(comms, route, machine)
 
-    def _lost(self, route: Transport | None, lost: Lost) -> None:
+    def _lost(self, route: Transport | None, lost: InstanceLoss) -> None:
         _log.warning("instance %d is lost; the run goes on without it", lost.instance)
         if route is not None:
             route.forget(lost.ranks)
@@ -340,16 +340,16 @@ class Rank:
             self._rank0.control.ranks[0].measured, self._rank0.control.ranks[0].doing = beat[3:]
             self._rank0.show_waiting()
             control = self._rank0.control
-            dests = sorted(set(range(1, self.size)) - set(control.dead()) - control.lost())
+            dests = sorted(set(range(1, self.size)) - set(control.exited()) - control.lost())
         else:
-            dests = [] if self._control.rank0_ended() else [0]
+            dests = [] if self._control.rank0_has_exited() else [0]
         written = BEAT.write(beat)
         for dest in dests:
             with contextlib.suppress(MPI.Exception):  # it is lost; its missing heartbeat will show that
                 self._beats.send(dest, BEAT.tag, written)
         with contextlib.suppress(MPI.Exception):
             self._beats.reap()
-        self._doorbell.ring_own(beat=True)
+        self._wakeup.wake_own(beat=True)
 
 
 def _process_age_s() -> float:

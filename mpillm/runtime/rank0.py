@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any
 
 from disagg import InstancePlan
-from launch.environment import tell_directory
+from launch.environment import write_directory
 from launch.interfaces import own_addresses
 from mpillm.comms.control import RankControl
-from mpillm.comms.expendable import Expendable
-from mpillm.comms.lifeline import Lifelines
+from mpillm.comms.instance_loss import InstanceLossPolicy
 from mpillm.comms.messages import Event, JoinReport, Rank0At, Setup
 from mpillm.comms.rank0_control import Rank0Control
+from mpillm.comms.rank_connections import RankConnections
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.options.run_config import RunConfig
 from mpillm.phases import PHASES, Phase
@@ -88,7 +88,7 @@ class Rank0:
                 self._console.note(text, line[: len(line) - len(text)])
         where = self._where(reports)
         if planned.outlives_losses:
-            self.control.expendable = Expendable(planned.plan, self._lost)
+            self.control.loss_policy = InstanceLossPolicy(planned.plan, self._lost)
         return Setup(
             planned.plan,
             str(record().path),
@@ -127,14 +127,13 @@ class Rank0:
         self._console.note(f"{self.control.ranks[rank].describe()}: {event.text}", f"  {event.kind:<7} ")
 
     def _where(self, reports: dict[int, JoinReport]) -> Rank0At:
-        """Return where rank 0 is; ranks that can't see its process get a lifeline, if a port can be
-        opened."""
-        mine = reports[0]
-        if any(report.pids != mine.pids for report in reports.values()):
+        """Return rank 0's location. If ranks cannot see its process, open a port for liveness connections."""
+        own = reports[0]
+        if any(report.pids != own.pids for report in reports.values()):
             with contextlib.suppress(OSError):
-                self.control.lifelines = Lifelines(own_addresses())
-        lifelines = self.control.lifelines
-        return Rank0At(mine.host, mine.pid, mine.pids, lifelines.address if lifelines else None)
+                self.control.connections = RankConnections(own_addresses())
+        connections = self.control.connections
+        return Rank0At(own.host, own.pid, own.pids, connections.address if connections else None)
 
     def _made_record(self, planned: Planned) -> RunRecord:
         """Return the run directory, created at the first call."""
@@ -142,7 +141,7 @@ class Rank0:
             config, purpose = planned.config, self._purpose
             path = take_directory(config, purpose.directory_name(config))
             self._record = RunRecord(path, config, planned.plan, purpose.about(config))
-            tell_directory(path)
+            write_directory(path)
             self.control.last_read = lambda rank: last_read(path / log_name(rank))
         return self._record
 

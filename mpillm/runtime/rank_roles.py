@@ -82,7 +82,7 @@ def make_roles(
             core = core_class(replace(core_config, serves=serves, client=client), comms.instance)
         core.wake = loop.wake
         if serves and isinstance(core, WorksInAnyThread):
-            core.wake = loop.ask
+            core.wake = loop.run_inline_or_wake
             if session is not None and session.http is not None:
                 core.share(session.http)
         if config.server:

@@ -139,7 +139,7 @@ class ServeSession(RunSession):
         return self._endpoint.thread
 
     def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> list[Role]:
-        self._mailbox.wake = loop.ask
+        self._mailbox.wake = loop.run_inline_or_wake
         self._frontend = Frontend(route, leader, self._mailbox, self._endpoint, self._config.drain_deadline)
         return [self._frontend]
 

@@ -19,7 +19,7 @@ from launch.children import Children, end_of, tail
 from launch.command import Command
 from launch.live_lines import LiveLines
 from launch.own_messages import cause_in
-from launch.signals import Stopped
+from launch.signals import StopSignal
 from launch.supervisor import MPIRUN_GRACE_S
 from mpillm.loadgen.logs import latencies_ms
 from mpillm.report.numbers import duration
@@ -96,7 +96,7 @@ def run_in(
                     break
                 if end is not None and time.monotonic() > end:
                     raise ConfigError(f"the run in {folder} did not end within {deadline_s:g} s")
-    except Stopped as signal:
+    except StopSignal as signal:
         signal.during = f"the run in {folder}"
         raise
     code = child.process.returncode

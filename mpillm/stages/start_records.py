@@ -21,7 +21,7 @@ import psutil
 from disagg.errors import ConfigError
 from launch.environment import launch_type
 from launch.launcher import find_launcher
-from launch.outside import one_line
+from launch.safe_text import one_line
 from mpillm.files import as_written, read_object, write_json
 from mpillm.options.run_config import RunConfig
 

@@ -18,7 +18,7 @@ from launch.bounded_http import ReplyError, page
 from launch.command import Command, NotHere, find_program
 from launch.find_mpirun import detect
 from launch.mpirun import command_line, on_this_host, usable_cores
-from launch.outside import one_line
+from launch.safe_text import one_line
 from mpillm.stages.servers import Server
 
 PROGRAM = "/opt/tritonserver/bin/tritonserver"

@@ -10,9 +10,9 @@ import yaml
 
 from disagg.errors import ConfigError
 from launch.command import NotHere
+from launch.default_paths import SERVERS
 from launch.environment import launch_type
 from launch.launcher import one_of_several
-from launch.places import SERVERS
 from mpillm.devices import visible_gpus
 from mpillm.nvidia.configs import TrtllmEndpointConfig
 from mpillm.options.mitten import configured

@@ -177,17 +177,17 @@ def test_a_core_that_hangs_late(one: Starter, phase: str, code: int) -> None:
     check_failure(ended, code, *causes, rank=2, phase=phase, within=START_S + 2 + GRACE_S)
 
 
-ERRAND = """
+INLINE_TASK = """
 import threading
 
 from mpillm.comms.loop import EventLoop
 from mpillm.cores.dummy import DummyCore
 
-ask = EventLoop.ask
+ask = EventLoop.run_inline_or_wake
 
 
 def ask_to_fail(loop):
-    loop.errands.insert(0, fail)
+    loop.inline_tasks.insert(0, fail)
     ask(loop)
 
 
@@ -195,7 +195,7 @@ def fail():
     raise ValueError("broken in " + threading.current_thread().name)
 
 
-EventLoop.ask = ask_to_fail
+EventLoop.run_inline_or_wake = ask_to_fail
 
 
 class Core(DummyCore):
@@ -205,7 +205,7 @@ class Core(DummyCore):
 
 def test_an_error_while_loadgens_thread_sends(both: Starter) -> None:
     """It does the main thread's work while that sleeps, and the main thread ends the run."""
-    (both.folder / "errands.py").write_text(ERRAND)
+    (both.folder / "inline_tasks.py").write_text(INLINE_TASK)
     env = {"PYTHONPATH": f"{both.folder}:{ROOT}"}
-    ended = both.run(3, *ENDLESS, core="errands:Core", env=env)
+    ended = both.run(3, *ENDLESS, core="inline_tasks:Core", env=env)
     check_failure(ended, TEST_FAILED, "ValueError: broken in mpillm-loadgen", rank=0, phase="test")

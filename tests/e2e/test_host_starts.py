@@ -154,7 +154,7 @@ def test_a_firewall_under_plain_mpirun(one: Starter) -> None:
     assert ended.code != DONE
     assert re.search(
         r"ranks 2-3, on other hosts, have not started, or can't be reached: is there a firewall .* listens at"
-        r" \d+-\d+ .*`python -m mpillm mpirun` tells more",
+        r" \d+-\d+ .*`python -m mpillm mpirun` reports details",
         ended.message,
     ), ended
 

@@ -36,9 +36,9 @@ RANK = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from mpi4py import MPI
-from launch.environment import clean_environment, tell_exit_code, tell_started
+from launch.environment import clean_environment, write_exit_code, write_started
 
-tell_started()
+write_started()
 folder, mode, world = Path(sys.argv[2]), sys.argv[3], MPI.COMM_WORLD
 world.Set_errhandler(MPI.ERRORS_RETURN)
 rank = world.rank
@@ -54,7 +54,7 @@ while not all((folder / f"{mode}.{other}.pid").exists() for other in range(world
 def end(code):
     if rank == 0:
         print(f"rank 0 of {world.size} ends with {code}", flush=True)
-        tell_exit_code(code)
+        write_exit_code(code)
     os._exit(code)
 
 if mode.startswith("tell"):
@@ -86,7 +86,7 @@ if mode == "nested":
         env = clean_environment(os.environ)
         words = [os.environ["LAUNCHER"], sys.argv[0], "-n", "3", "go", folder, "tell4"]
         inner = subprocess.run([sys.executable, "-c", *words], env=env)
-        tell_exit_code(inner.returncode)
+        write_exit_code(inner.returncode)
     world.Barrier()
     os._exit(0)
 while True:  # deaf

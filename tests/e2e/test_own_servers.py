@@ -192,7 +192,7 @@ def test_what_stands_over_a_server_is_stopped(one: Starter) -> None:
     (guard,) = guards(command)
     os.kill(guard, signal.SIGSTOP)
     ended = command.end(60, lingers=10).must(INSTANCE_LOST)
-    said = f"process {guard} (what stands over it) is stopped: kill -CONT {guard}"
+    said = f"process {guard} (its guard) is stopped: kill -CONT {guard}"
     assert said in ended.message, repr(ended)
 
 

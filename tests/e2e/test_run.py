@@ -46,7 +46,7 @@ def test_every_sample_once_with_its_tokens(both: Starter, samples: Samples, rank
         assert sum(instance["samples"] for instance in result["per_instance"]) == len(samples.prompts)
     for rank in range(ranks):
         log = (ended.log_dir / f"ranks/rank_{rank:04d}.log").read_text()
-        assert "when idle, this rank sleeps until its doorbell rings" in log
+        assert "when idle, this rank sleeps until a wake-up" in log
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.command import BENCHES as LABORATORY
-from launch.places import RUNS
+from launch.default_paths import RUNS
 from mpillm.cli import COMMANDS
 from mpillm.experiments.commands.bench import BENCHES
 

@@ -29,7 +29,7 @@ class Wire:
 class Mover:
     """Stands for `mpillm.comms.mover.Mover` on one rank."""
 
-    whole_below = 0
+    min_split_bytes = 0
 
     def __init__(self, wire: Wire, rank: int) -> None:
         self._wire = wire

@@ -38,7 +38,7 @@ class Failing(TorchCore):
 class FailingHandoff(TorchCore):
     """Raises at the fifth piece of a KV cache that rank MPILLM_TEST_RANK would move in the test."""
 
-    whole_below = 0
+    min_split_bytes = 0
     _left = 1 << 60
 
     def start_test(self) -> None:

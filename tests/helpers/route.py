@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpillm.comms.tags import Tag
-from mpillm.comms.transport import Buffer, Received
+from mpillm.comms.transport import Buffer, Envelope
 
 
 class Route:
@@ -20,13 +20,13 @@ class Route:
     def __init__(self, network: Network, rank: int) -> None:
         self._network = network
         self.rank = rank
-        self.handlers: dict[Tag, Callable[[Received], None]] = {}
+        self.handlers: dict[Tag, Callable[[Envelope], None]] = {}
 
     def send(self, dest: int, tag: Tag, buffer: Buffer) -> None:
         if (self.rank, dest) in self._network.forgotten:
             return
         self._network.under_way.setdefault((self.rank, dest), deque()).append(
-            Received(self.rank, tag, buffer)
+            Envelope(self.rank, tag, buffer)
         )
 
 
@@ -34,7 +34,7 @@ class Network:
     """Delivers one message at a time, of a pair of ranks that `chance` chooses."""
 
     def __init__(self, n_ranks: int, chance: random.Random) -> None:
-        self.under_way: dict[tuple[int, int], deque[Received]] = {}
+        self.under_way: dict[tuple[int, int], deque[Envelope]] = {}
         self.chance = chance
         self.routes: list[Any] = [Route(self, rank) for rank in range(n_ranks)]
         self.forgotten: set[tuple[int, int]] = set()  # who has, and whom

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
-from launch.environment import EXIT_FILE, tell_signal
-from mpillm.comms.control import Limits, RankControl, Stopped
-from mpillm.comms.doorbell import Doorbell
+from launch.environment import EXIT_FILE, write_signal
+from mpillm.comms.control import RankControl, RunStopped, Timeouts
 from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import Event, JoinReport, Rank0At
 from mpillm.comms.rank0_control import Rank0Control
-from mpillm.comms.transport import Received, Transport
+from mpillm.comms.transport import Envelope, Transport
+from mpillm.comms.wakeup_socket import WakeupSocket
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.phases import PHASES, Phase
 
@@ -46,10 +46,10 @@ class Rank:
         transport: Callable[[MPI.Intracomm], Any] = Transport,
     ) -> None:
         watch: Any = QuietWatch()
-        limits = Limits(dict.fromkeys(PHASES, deadline), grace=5.0, heartbeat=60.0)
+        timeouts = Timeouts(dict.fromkeys(PHASES, deadline), grace=5.0, heartbeat=60.0)
         self.rank, self.size = comm.rank, comm.size
-        self.control = RankControl(transport(comm), watch, limits)
-        self.loop = EventLoop(watch, Doorbell())
+        self.control = RankControl(transport(comm), watch, timeouts)
+        self.loop = EventLoop(watch, WakeupSocket())
         self.loop.pollers.append(self.control.poll)
         self.events: list[tuple[int, Event]] = []
         self.completed: list[tuple[str, float, dict[int, Any]]] = []
@@ -72,13 +72,13 @@ class Rank:
             self.loop, name, lambda: None, lambda: time.monotonic() >= end, lambda: report
         )
 
-    def wait_for_stop(self) -> Stopped:
+    def wait_for_stop(self) -> RunStopped:
         """Look for messages only, as a rank that is busy with something else."""
-        with pytest.raises(Stopped) as stopped:
+        with pytest.raises(RunStopped) as stopped:
             end = time.monotonic() + 20
             while time.monotonic() < end:
                 self.control.transport.dispatch()
-        self.control.say_bye()
+        self.control.send_bye()
         return stopped.value
 
     def end(self, code: ExitCode) -> None:
@@ -142,10 +142,10 @@ def test_a_deadline_names_the_missing_rank(comm: MPI.Intracomm) -> None:
     elif comm.rank == missing:
         assert rank.wait_for_stop().code == ExitCode.NOT_READY
     else:
-        with pytest.raises(Stopped) as stopped:
+        with pytest.raises(RunStopped) as stopped:
             rank.phase("load")
         assert stopped.value.code == ExitCode.NOT_READY
-        rank.control.say_bye()
+        rank.control.send_bye()
 
 
 class BereavedTransport(Transport):
@@ -153,7 +153,7 @@ class BereavedTransport(Transport):
 
     losses = 0
 
-    def poll(self) -> Received | None:
+    def poll(self) -> Envelope | None:
         if self.losses:
             self.losses -= 1
             raise MPI.Exception(MPI.ERR_OTHER)
@@ -179,7 +179,7 @@ def test_failures_travel_and_end_the_run_everywhere(comm: MPI.Intracomm, losses:
     else:
         stopped = rank.control.fail(Failure(f"broken {comm.rank}", comm.rank, "trace"))
         assert (stopped.code, stopped.finalize) == (ExitCode.TEST_FAILED, True)
-        rank.control.say_bye()
+        rank.control.send_bye()
 
 
 def test_an_interrupt_is_reported_once_and_never_hides_a_cause(
@@ -198,7 +198,7 @@ def test_an_interrupt_is_reported_once_and_never_hides_a_cause(
         assert rank.rank0.settle((mine,)) == (mine,)
         # The launcher's signal is about the whole run, also when it reaches another rank first.
         monkeypatch.setenv(EXIT_FILE, str(tmp_path / "exit"))
-        tell_signal(signal.SIGTERM, tmp_path / "exit")
+        write_signal(signal.SIGTERM, tmp_path / "exit")
         other = Failure("interrupted (SIGTERM)", 1, interrupted=True)
         assert rank.rank0.settle((other,)) == (Failure("interrupted (SIGTERM)", code=143, interrupted=True),)
         rank.end(ExitCode.NOT_READY)
@@ -207,7 +207,7 @@ def test_an_interrupt_is_reported_once_and_never_hides_a_cause(
             Failure("the cause", 1) if comm.rank == 1 else Failure("interrupted", comm.rank, interrupted=True)
         )
         rank.control.fail(cause)
-        rank.control.say_bye()
+        rank.control.send_bye()
 
 
 def test_a_process_that_is_gone_is_noticed(comm: MPI.Intracomm) -> None:
@@ -215,16 +215,16 @@ def test_a_process_that_is_gone_is_noticed(comm: MPI.Intracomm) -> None:
     rank.phase("join")
     if comm.rank == 0:
         state = rank.rank0.ranks[1]
-        assert rank.rank0.gone() == []
+        assert rank.rank0.unresponsive() == []
         child = os.fork()
         if child == 0:
             os._exit(0)
         state.pid = child  # a zombie, then nothing
         end = time.monotonic() + 10
-        while rank.rank0.gone() != [1]:
+        while rank.rank0.unresponsive() != [1]:
             assert time.monotonic() < end
         os.waitpid(child, 0)
-        assert rank.rank0.gone() == [1]
+        assert rank.rank0.unresponsive() == [1]
         with pytest.raises(RunError) as error:
             rank.phase("load")
         assert (error.value.failures[0].rank, error.value.failures[0].code) == (1, ExitCode.INSTANCE_LOST)
@@ -234,7 +234,7 @@ def test_rank_0_that_says_nothing_is_missed(comm: MPI.Intracomm) -> None:
     rank = Rank(comm)
     rank.phase("join")
     if comm.rank != 0:
-        rank.control.limits = Limits(dict.fromkeys(PHASES, 20.0), grace=5.0, heartbeat=0.5)
+        rank.control.timeouts = Timeouts(dict.fromkeys(PHASES, 20.0), grace=5.0, heartbeat=0.5)
         rank.control.joined(Rank0At("another host", 1, "not seen from here", None))
         end = time.monotonic() + 10
         with pytest.raises(RunError) as error:

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpillm.comms import doorbell, yielding
+from mpillm.comms import wakeup_socket, yielding
 from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import BEAT, STOP, Beat, Stop
 from mpillm.comms.tags import Tag
-from mpillm.comms.transport import Received, Transport
+from mpillm.comms.transport import Envelope, Transport
 
 pytestmark = pytest.mark.mpi(min_size=2)
 LARGE = 5_000_000  # bytes: no MPI sends that without the receiver
@@ -43,12 +43,12 @@ def test_a_loop_keeps_the_core_where_open_mpi_would_give_way() -> None:
 
     def look() -> bool:
         seen.append(gives_way(False))
-        with yielding.waiting():
+        with yielding.yielding_while_waiting():
             seen.append(gives_way(True))
         seen.append(gives_way(False))
         return True
 
-    loop = EventLoop(cast("Any", SimpleNamespace(tick=lambda: None)), doorbell.Doorbell())
+    loop = EventLoop(cast("Any", SimpleNamespace(tick=lambda: None)), wakeup_socket.WakeupSocket())
     loop.pollers.append(look)
     loop.run_until(lambda: bool(seen))
     assert seen == [False, True, False]
@@ -68,7 +68,7 @@ def bytes_of(value: int, size: int = 8) -> np.ndarray:
     return made
 
 
-def value_of(received: Received) -> int:
+def value_of(received: Envelope) -> int:
     return int(received.buffer[:8].view(np.int64)[0])
 
 
@@ -78,7 +78,7 @@ def test_order_of_each_source(comm: MPI.Intracomm) -> None:
     transport = Transport(comm)
     got: dict[int, list[int]] = {source: [] for source in range(comm.size)}
 
-    def take(received: Received) -> None:
+    def take(received: Envelope) -> None:
         assert len(received.buffer) == (300_000 if value_of(received) % 10 == 0 else 8)
         assert (received.buffer[8:] == value_of(received) % 251).all()
         got[received.source].append(value_of(received))
@@ -123,7 +123,7 @@ def test_a_late_large_message_does_not_hold_up_the_receiver(comm: MPI.Intracomm,
         until(looked.exists, lambda: None)
         transport.flush(20)
     elif comm.rank == 1:
-        got: list[Received] = []
+        got: list[Envelope] = []
         transport.handlers[Tag.WORK] = got.append
         for _ in range(100):
             start = time.monotonic()
@@ -172,7 +172,7 @@ def test_take_is_out_of_turn(comm: MPI.Intracomm) -> None:
         until(lambda: bool(taken), lambda: taken.extend(filter(None, [STOP.take(transport, 0)])))
         assert taken == [Stop(5, False)]
         assert STOP.take(transport, 0) is None
-        left: list[Received] = []
+        left: list[Envelope] = []
         until(lambda: bool(left), lambda: left.extend(filter(None, [transport.poll()])))
         assert (left[0].tag, BEAT.read(left[0].buffer)) == (Tag.BEAT, Beat("load", 0.0, ""))
 
@@ -193,17 +193,17 @@ def test_dispatch_is_bounded(comm: MPI.Intracomm) -> None:
 def test_a_message_wakes_a_rank_that_sleeps(comm: MPI.Intracomm) -> None:
     """Each rank sleeps until the one before it has sent something, small or large."""
     n_rounds = 20
-    bell = doorbell.Doorbell()
-    bell.short_sleep_s = bell.long_sleep_s = 20.0
-    bell.hang(comm.bcast(secrets.token_hex(8)), comm.rank, range(comm.size))
+    wakeup = wakeup_socket.WakeupSocket()
+    wakeup.short_sleep_s = wakeup.long_sleep_s = 20.0
+    wakeup.open(comm.bcast(secrets.token_hex(8)), comm.rank, range(comm.size))
     comm.Barrier()
-    bell.try_all(range(comm.size))
-    assert bell.heard
-    transport = Transport(comm, bell)
+    wakeup.probe_peers(range(comm.size))
+    assert wakeup.is_reliable
+    transport = Transport(comm, wakeup)
     got: list[int] = []
     transport.handlers[Tag.WORK] = lambda received: got.append(value_of(received))
     watch: Any = QuietWatch()
-    loop = EventLoop(watch, bell)
+    loop = EventLoop(watch, wakeup)
     loop.pollers.append(transport.dispatch)
     loop.quiet_s.append(transport.quiet_s)
     end = time.monotonic() + 15
@@ -268,7 +268,7 @@ def test_a_message_that_a_loss_interrupts_still_arrives(comm: MPI.Intracomm, out
         if message is not None:
             buffer = np.empty(1 << 16, np.uint8)
             request = Wounded(message.Irecv((buffer, MPI.BYTE)), MPI.ERR_PROC_FAILED_PENDING)
-            transport._arriving.append((cast("MPI.Request", request), Received(0, Tag.BYE, buffer)))
+            transport._arriving.append((cast("MPI.Request", request), Envelope(0, Tag.BYE, buffer)))
     if not outlives:
         with pytest.raises(MPI.Exception):
             transport.poll()

@@ -8,8 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launch.bounded_http import MOST_ANSWER, MOST_EVENT
-from launch.outside import one_line
+from launch.bounded_http import MAX_ANSWER_BYTES, MAX_EVENT_BYTES
+from launch.safe_text import one_line
 from mpillm.comms.messages import Refusal
 
 _PLAIN, _BETWEEN = b"data: ", b"\n\ndata: "
@@ -50,7 +50,7 @@ class EventStream:
         for line in lines:
             self._take(line, events)
         self._waited = 0 if events else self._waited + len(data)
-        if self._waited > MOST_EVENT:
+        if self._waited > MAX_EVENT_BYTES:
             raise ValueError(f"it sent {self._waited} bytes without an event's end")
         return events
 
@@ -126,8 +126,8 @@ class Answer:
         """
         if self._events is None:
             self._whole += data
-            if len(self._whole) > MOST_ANSWER:
-                raise AnswerError(f"its answer is longer than {MOST_ANSWER} bytes")
+            if len(self._whole) > MAX_ANSWER_BYTES:
+                raise AnswerError(f"its answer is longer than {MAX_ANSWER_BYTES} bytes")
             return
         events = self._events.feed(data)
         if len(events) > 1 and (messages := _together(events)) is not None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from launch.bounded_http import MOST_PAGE
+from launch.bounded_http import MAX_PAGE_BYTES
 from mpillm.comms.messages import Refusal
 from mpillm.cores.openai_client.dialect import COMPLETIONS, DIALECTS, Dialect
 from mpillm.cores.openai_client.http_connection import (
@@ -206,7 +206,7 @@ class _Reply(Receiver):
         self.status = 0
         self.headers: Mapping[str, str] = {}
         self.body: list[bytes] = []
-        self._left = MOST_PAGE
+        self._left = MAX_PAGE_BYTES
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def on_head(self, status: int, headers: Mapping[str, str]) -> None:
@@ -215,7 +215,7 @@ class _Reply(Receiver):
     def on_body(self, data: bytes, at: float) -> None:
         self._left -= len(data)
         if self._left < 0:
-            raise HttpError(f"its answer is longer than {MOST_PAGE} bytes")
+            raise HttpError(f"its answer is longer than {MAX_PAGE_BYTES} bytes")
         self.body.append(data)
 
     def on_end(self, connection: HttpConnection) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Protocol, cast
 
-from launch.bounded_http import MOST_ANSWER
+from launch.bounded_http import MAX_ANSWER_BYTES
 
 _MOST_HEAD = 1 << 16  # bytes of a status line with its headers
 _MOST_INTERIM = 16  # responses such as 100 (Continue) before one
@@ -190,7 +190,7 @@ class HttpConnection(asyncio.Protocol):
                     f"it sent {bytes(buffer[start:end])[:60]!r} where the size of a chunk belongs"
                 )
             size = int(text, 16)
-            if size > MOST_ANSWER:
+            if size > MAX_ANSWER_BYTES:
                 raise HttpError(f"it sent a chunk of {size} bytes")
             if size == 0:  # trailers, then an empty line
                 after = buffer.find(b"\r\n\r\n", end)

@@ -56,7 +56,7 @@ class Arrival(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """A message that has arrived, as `Received`."""
+    """A message that has arrived, as `Envelope`."""
 
     source: int
     buffer: Buffer

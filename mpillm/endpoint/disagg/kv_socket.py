@@ -4,7 +4,7 @@ A connection fetches one cache. The client sends the 16 bytes of its key; the se
 size (int64, little-endian; -1: there is none under this key) and checksum, then its bytes, once all of them
 are there, and takes one byte in return, after which nothing of the cache is kept. A cache that nobody fetches
 is dropped after a time. Each cache that is fetched has a thread, so neither the engine's steps nor HTTP wait
-for a socket; who does not know a key has none (`launch.door`).
+for a socket; a client without the key gets none (`launch.handshake_listener`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from launch.door import Door
+from launch.handshake_listener import HandshakeListener
 from mpillm.cores.capabilities import Cache
 
 _log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class KvStore:
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         self.port: int = listener.getsockname()[1]
-        self._door = Door("mpillm-kv", listener, KEY_BYTES, self._admit)
+        self._listener = HandshakeListener("mpillm-kv", listener, KEY_BYTES, self._admit)
 
     def open(self, id_: int) -> None:
         """Let the request's cache be asked for from now on; whoever asks waits until it is there."""
@@ -115,7 +115,7 @@ class KvStore:
             return [id_ for id_, kept in self._kept.items() if now > kept.until]
 
     def close(self) -> None:
-        self._door.close()
+        self._listener.close()
 
     # --- threads ---
 

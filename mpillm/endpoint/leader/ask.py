@@ -12,7 +12,7 @@ import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
-from launch.bounded_http import MOST_ANSWER, MOST_EVENT
+from launch.bounded_http import MAX_ANSWER_BYTES, MAX_EVENT_BYTES
 from mpillm.endpoint.api_error import ApiError, Json
 from mpillm.endpoint.body_values import LARGE
 from mpillm.endpoint.leader.workers import Place, Pool, Worker, reason
@@ -122,7 +122,7 @@ class Ask:
 
     async def read(self, most: int | None = None) -> bytes:
         """Return the body. Raises ApiError if it has more than `most` bytes, or than an answer may have."""
-        most = most or MOST_ANSWER
+        most = most or MAX_ANSWER_BYTES
         parts: list[bytes] = []
 
         async def read_all() -> None:
@@ -164,7 +164,7 @@ class Ask:
                 waited = 0 if new else waited + len(chunk)
                 heard_at = time.monotonic() if new else heard_at
                 events += new
-                if waited > MOST_EVENT:
+                if waited > MAX_EVENT_BYTES:
                     raise self._bad(f"it sent {waited} bytes without an event")
                 if events > most:
                     raise self._bad(f"it sent more than {most} events")

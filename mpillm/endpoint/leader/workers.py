@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.instances import Instance
-from launch.outside import one_line
+from launch.safe_text import one_line
 from mpillm.comms.messages import REQUEST, Batch
 from mpillm.roles.pool import InstancePool
 

@@ -24,7 +24,7 @@ class HostMover:
     def __init__(self, mover: Mover, rank: int, pinned: PinnedMemory) -> None:
         """`mover`: between ranks; `rank`: this one, in its communicator; `pinned`: for what goes over MPI."""
         self._pinned = pinned
-        self.whole_below = mover.whole_below
+        self.min_split_bytes = mover.min_split_bytes
         self.host_end = _HostEnd(self, mover, rank)
         self._mover = mover
         self._rank = rank
@@ -97,7 +97,7 @@ class _HostEnd:
     """The `Mover` of NumPy arrays at the other end."""
 
     def __init__(self, gpus: HostMover, mover: Mover, rank: int) -> None:
-        self.whole_below = mover.whole_below
+        self.min_split_bytes = mover.min_split_bytes
         self._gpus = gpus
         self._mover = mover
         self._rank = rank

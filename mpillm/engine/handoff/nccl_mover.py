@@ -108,7 +108,7 @@ def event(stream: torch.cuda.Stream) -> Event:
 class NcclMover:
     """A `Mover` of tensors on a GPU (uint8 [bytes])."""
 
-    whole_below = 256 << 20
+    min_split_bytes = 256 << 20
 
     def __init__(self, links: dict[int, SendReceiveLink]) -> None:
         """`links`: by rank of the handoff communicator, each in one direction; `connected` makes them."""

@@ -24,7 +24,7 @@ from mpillm.engine.handoff.notes import Notes
 from mpillm.engine.kernels.puts import Put, TargetCache
 from mpillm.engine.parallel.peer_memory import ExportedMemory, export, reach
 from mpillm.engine.schedule.block_allocator import NULL_BLOCK
-from mpillm.engine.schedule.engine_messages import PUT, ROOM, PutTarget
+from mpillm.engine.schedule.engine_messages import PUT, TARGETS, PutTarget
 from mpillm.engine.tensors.staging import Event, Staging
 
 _log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class PeerLink:
 
         Raises RuntimeError if it cannot be reached.
         """
-        self._targets, self._puts = Notes(comm, peer, ROOM), Notes(comm, peer, PUT)
+        self._targets, self._puts = Notes(comm, peer, TARGETS), Notes(comm, peer, PUT)
         if target is not None:
             assert isinstance(cache, KVCache)
             self._cache = cache
@@ -240,12 +240,12 @@ def _offer(comm: MPI.Intracomm, rank: int, cache: KVCache | TwoCaches) -> PeerLi
         target = _TargetCaches(exported, places, str(caches[0].keys.dtype))
     except RuntimeError as error:
         _log.warning("no memory of this GPU for others: %s", error)
-    comm.send(target, rank, Tag.ROOM)
+    comm.send(target, rank, Tag.TARGETS)
     return PeerLink(comm, rank, cache, None) if comm.recv(None, rank, Tag.PUT) else None
 
 
 def _offered(comm: MPI.Intracomm, rank: int, cache: KVCache | TwoCaches) -> PeerLink | None:
-    target, link = comm.recv(None, rank, Tag.ROOM), None
+    target, link = comm.recv(None, rank, Tag.TARGETS), None
     if target is not None:
         try:
             link = PeerLink(comm, rank, cache, target)

@@ -7,8 +7,8 @@ last of its layers is in the cache.
 
 A piece is gathered into one contiguous buffer (see `KVCache.read`) and scattered into blocks on arrival, so
 the two ends may have different block sizes. Between GPUs that reach each other's memory it goes from blocks
-to blocks (see `peer_mover`). A cache too small for several messages (`Mover.whole_below`) goes in one piece
-to each rank.
+to blocks (see `peer_mover`). A cache too small for several messages (`Mover.min_split_bytes`) goes in one
+piece to each rank.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Transfers:
             for peer, other in peers.items()
         }
         token_bytes = config.n_layers * config.n_kv_heads * cache.piece_bytes(1, slice(0, 1), slice(0, 1))
-        self._whole_below = {peer: mover.whole_below * n / token_bytes for peer, n in n_ranks.items()}
+        self._whole_below = {peer: mover.min_split_bytes * n / token_bytes for peer, n in n_ranks.items()}
         self._active: list[_ActiveTransfer] = []
         self._by_layer: list[_ActiveTransfer] = []  # of the current step
         self._to_send: deque[tuple[_ActiveTransfer, _Piece]] = deque()

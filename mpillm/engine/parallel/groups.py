@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mpillm.comms.messages import Message
 from mpillm.comms.tags import Tag
-from mpillm.comms.yielding import waiting
+from mpillm.comms.yielding import yielding_while_waiting
 from mpillm.engine.schedule.engine_messages import MOVED, PLAN, TOKENS
 from mpillm.engine.schedule.step import Step
 from mpillm.engine.shape.layout import RankLayout
@@ -69,9 +69,7 @@ class MpiGroups(Groups):
 
         self._mpi = MPI
         self._tp = comms.tp
-        self._instance, self._stages = (
-            Transport(comm, comms.doorbell) for comm in (comms.instance, comms.pp)
-        )
+        self._instance, self._stages = (Transport(comm, comms.wakeup) for comm in (comms.instance, comms.pp))
         self._sampler = comms.instance.size - layout.tp_size  # the first rank of the last stage
         self._hidden: Tensor | None = None
 
@@ -81,7 +79,7 @@ class MpiGroups(Groups):
         if self._tp.size == 1 or not x.numel():
             return x
         total = x.float().contiguous()  # float32: MPI has no bfloat16, and sums lose less
-        with waiting():
+        with yielding_while_waiting():
             self._tp.Allreduce(self._mpi.IN_PLACE, (total.numpy(), self._mpi.FLOAT))
         return total.to(x.dtype)
 
@@ -91,7 +89,7 @@ class MpiGroups(Groups):
         sizes = [len(x) * width * x.element_size() for width in widths]
         gathered = np.empty(sum(sizes), np.uint8) if self._tp.rank == 0 else None
         own_bytes = x.contiguous().view(torch.uint8).numpy()
-        with waiting():
+        with yielding_while_waiting():
             self._tp.Gatherv((own_bytes, self._mpi.BYTE), (gathered, sizes, None, self._mpi.BYTE), 0)
         if gathered is None:
             return None

@@ -1,6 +1,6 @@
 """The engine's own messages: for each tag its type, writer and reader.
 
-The ranks of an instance exchange PLAN, TOKENS, MOVED and `groups.HIDDEN`. NCCL_ID and NOTICE, or ROOM and
+The ranks of an instance exchange PLAN, TOKENS, MOVED and `groups.HIDDEN`. NCCL_ID and NOTICE, or TARGETS and
 PUT, go between the GPUs of two instances that hand KV caches over. The caches themselves (`Tag.KV` and above)
 are bytes as `KVCache.read` returns them; both ends know their sizes.
 """
@@ -153,14 +153,14 @@ def _read_notices(buffer: Buffer) -> list[Notice]:
     return [Notice(*row) for row in buffer.view(np.int64).reshape(-1, 2).tolist()]
 
 
-def _write_rooms(rooms: list[PutTarget]) -> Buffer:
+def _write_targets(rooms: list[PutTarget]) -> Buffer:
     numbers: list[int] = []
     for room in rooms:
         numbers += *room[:4], len(room.blocks), len(room.window_blocks), *room.blocks, *room.window_blocks
     return _bytes(np.array(numbers, np.int32))
 
 
-def _read_rooms(buffer: Buffer) -> list[PutTarget]:
+def _read_targets(buffer: Buffer) -> list[PutTarget]:
     numbers, at, rooms = buffer.view(np.int32).tolist(), 0, []
     while at < len(numbers):
         tag, layer, head, n_tokens, n_blocks, n_window_blocks = numbers[at : (at := at + 6)]
@@ -186,5 +186,5 @@ NCCL_ID: Message[bytes] = Message(
 NOTICE: Message[list[Notice]] = Message(
     Tag.NOTICE, lambda together: _bytes(np.array(together, np.int64).reshape(-1)), _read_notices
 )
-ROOM: Message[list[PutTarget]] = Message(Tag.ROOM, _write_rooms, _read_rooms)
+TARGETS: Message[list[PutTarget]] = Message(Tag.TARGETS, _write_targets, _read_targets)
 PUT = _int32(Tag.PUT)  # tags of pieces that are in the receiver's blocks, in the order of their rooms

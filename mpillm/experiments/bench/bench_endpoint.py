@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from disagg.errors import ConfigError, about
+from launch.default_paths import RUNS
 from launch.environment import clean_environment
-from launch.places import RUNS
 from mpillm.cores.openai_client.dialect import Sampling
 from mpillm.cores.openai_client.endpoint import EndpointError
 from mpillm.data.dataset import Dataset, PromptLimits, Synthetic, load_dataset, unused_lengths

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from disagg.errors import ConfigError
-from launch.outside import whole_number
+from launch.safe_text import whole_number
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.entries import layer_bytes

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
-from launch.places import RUNS
+from launch.default_paths import RUNS
 from mpillm.errors import ExitCode
 from mpillm.experiments.compare_page import compare_page, headline
 from mpillm.experiments.compared_runs import ComparedRun, compare

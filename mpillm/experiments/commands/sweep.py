@@ -9,7 +9,7 @@ from statistics import mean
 from typing import Any
 
 from disagg.errors import ConfigError
-from launch.places import RUNS
+from launch.default_paths import RUNS
 from mpillm.errors import ExitCode
 from mpillm.experiments.option_grid import (
     Point,

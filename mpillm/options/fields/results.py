@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launch.places import RUNS
+from launch.default_paths import RUNS
 from mpillm.options.field import Options, option
 from mpillm.options.fields.effects import REPORTED, SUBMITTED, TIME
 from mpillm.options.parsers import boolean, not_negative

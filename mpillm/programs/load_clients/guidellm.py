@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launch.outside import whole_number
+from launch.safe_text import whole_number
 from mpillm.programs.load_clients.kind import (
     LoadClientKind,
     LoadReport,

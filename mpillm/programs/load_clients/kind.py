@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError
 from launch.command import Command, KnownFailure
-from launch.outside import one_line
+from launch.safe_text import one_line
 from mpillm.files import excerpt, read_object
 from mpillm.programs.kind import ProgramKind
 

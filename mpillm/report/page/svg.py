@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from launch.outside import whole_number
+from launch.safe_text import whole_number
 from mpillm.report.numbers import milliseconds, short
 from mpillm.report.page.charts import Chart
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from launch.children import Children
 from launch.command import Command
-from launch.places import RUNS
+from launch.default_paths import RUNS
 from launch.supervisor import MPIRUN_GRACE_S
 from mpillm.core_names import TRITON_URL
 from mpillm.cores.number_of_ranks import ranks_of

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from disagg.errors import ConfigError
 from launch.check_world import check_world
+from launch.default_paths import SERVERS
 from launch.environment import LAUNCH_TYPE, drop_launch_type, launch_type
 from launch.launcher import one_of_several
-from launch.places import SERVERS
 from mpillm.comms.start import mpi_library
 from mpillm.core_names import BUILT_IN, DEFAULT, DISAGGREGATED, found_at
 from mpillm.cores.registry import BackendRegistry

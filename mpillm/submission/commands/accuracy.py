@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launch.places import RUNS
+from launch.default_paths import RUNS
 from mpillm.errors import ExitCode
 from mpillm.files import as_written, read_json
 from mpillm.options import json_output

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from disagg.errors import ConfigError
-from launch.places import RUNS
+from launch.default_paths import RUNS
 from mpillm.errors import ExitCode
 from mpillm.files import as_written
 from mpillm.options.command_line import Parser

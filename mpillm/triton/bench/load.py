@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from launch.outside import one_line
+from launch.safe_text import one_line
 from mpillm.experiments.loadtest.load_test import Record
 from mpillm.files import excerpt
 from mpillm.triton.client.connection import InferError

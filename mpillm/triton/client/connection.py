@@ -22,8 +22,8 @@ import tritonclient.grpc as grpcclient
 from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from launch.bounded_http import OF_GRPC
-from launch.outside import one_line
+from launch.bounded_http import GRPC_OPTIONS
+from launch.safe_text import one_line
 
 Tensors = Mapping[str, NDArray[Any]]
 Response = dict[str, NDArray[Any]]
@@ -92,7 +92,7 @@ class GrpcConnection:
             self._client = grpcclient.InferenceServerClient(
                 url,
                 ssl=secure is not None,
-                channel_args=OF_GRPC,
+                channel_args=GRPC_OPTIONS,
                 **(secure._asdict() if secure else {}),
             )
         except (InferenceServerException, OSError) as error:

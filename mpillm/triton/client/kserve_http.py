@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from launch.bounded_http import MOST_ANSWER, Bounded, ReplyError
-from launch.outside import one_line
+from launch.bounded_http import MAX_ANSWER_BYTES, Bounded, ReplyError
+from launch.safe_text import one_line
 from mpillm.triton.client.connection import InferError, Response, Tensors, as_answer
 
 _KINDS = {"i4": "INT32", "f4": "FP32", "u8": "UINT64", "b1": "BOOL", "O": "BYTES"}
@@ -101,7 +101,7 @@ class KServeConnection:
         try:
             with (
                 as_answer(self.url),
-                self._server.ask(f"/v2/models/{path}", self._timeout_s, data, MOST_ANSWER) as response,
+                self._server.request(f"/v2/models/{path}", self._timeout_s, data, MAX_ANSWER_BYTES) as response,
             ):
                 if response.status != http.HTTPStatus.OK:
                     raise InferError(f"{self.url}: HTTP {response.status}: {_error_message(response.read())}")

@@ -15,7 +15,7 @@ import psutil
 
 from disagg.errors import ConfigError
 from launch.command import NotHere
-from launch.places import SERVERS
+from launch.default_paths import SERVERS
 from mpillm.devices import visible_gpus
 from mpillm.errors import ExitCode
 from mpillm.options.command_line import Parser

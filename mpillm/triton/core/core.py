@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, about, nearest
-from launch.outside import one_line
+from launch.safe_text import one_line
 from mpillm.comms.messages import Batch, Refusal, RequestFlag, ResponseFlag
 from mpillm.core_names import TRITON_URL
 from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics, StatedLimits, short_requests

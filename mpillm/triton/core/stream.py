@@ -25,7 +25,7 @@ import grpc
 import grpc.aio
 from tritonclient.grpc import service_pb2
 
-from launch.bounded_http import OF_GRPC
+from launch.bounded_http import GRPC_OPTIONS
 from mpillm.cores.openai_client.client_thread import ClientThread
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ _SERVICE = "/inference.GRPCInferenceService/"
 
 def open_channel(url: str) -> grpc.Channel:
     """Return a connection for blocking calls."""
-    return grpc.insecure_channel(url, OF_GRPC)
+    return grpc.insecure_channel(url, GRPC_OPTIONS)
 
 
 class StreamPool:
@@ -80,7 +80,7 @@ class StreamPool:
     def _channel(self, url: str) -> grpc.aio.Channel:
         # channels with equal arguments would share a connection
         own = ("mpillm.channel", len(self._channels))
-        self._channels.append(grpc.aio.insecure_channel(url, [*OF_GRPC, own]))
+        self._channels.append(grpc.aio.insecure_channel(url, [*GRPC_OPTIONS, own]))
         return self._channels[-1]
 
     @property

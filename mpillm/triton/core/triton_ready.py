@@ -13,7 +13,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from disagg.errors import nearest
 from launch.bounded_http import ReplyError, page
-from launch.outside import one_line
+from launch.safe_text import one_line
 from mpillm.comms.messages import WAITING
 from mpillm.triton.core.stream import error_text
 

@@ -30,7 +30,7 @@ from launch.exits import RankExit, sentence
 from launch.interfaces import own_addresses
 from launch.launcher import EveryRankError
 from mpillm.comms.communicators import InstanceComms
-from mpillm.comms.lifeline import Lifeline, Lifelines
+from mpillm.comms.rank_connections import Rank0Connection, RankConnections
 from mpillm.comms.start import node_name, start_mpi
 from mpillm.core_names import DEFAULT
 from mpillm.cores.base import CoreConfig, LLMCore
@@ -137,9 +137,9 @@ class Ranks:
         self.comms = InstanceComms(world.Dup(), world.Dup(), MPI.COMM_SELF.Dup())
         self._node_ranks = world.Split_type(MPI.COMM_TYPE_SHARED).size
         self._processes: list[tuple[str, int]] = world.allgather((node_name(), os.getpid()))
-        self._connections = Lifelines(("127.0.0.1", *own_addresses())) if self.rank == 0 else None
+        self._connections = RankConnections(("127.0.0.1", *own_addresses())) if self.rank == 0 else None
         address = world.bcast(self._connections.address if self._connections else None, 0)
-        self._rank0_connection = Lifeline(address, self.rank) if self.rank else None
+        self._rank0_connection = Rank0Connection(address, self.rank) if self.rank else None
 
     def own(self, config: EngineConfig) -> EngineConfig:
         """Return the configuration of this rank's engine.

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from mpillm.comms.doorbell import Doorbell
 from mpillm.comms.loop import EventLoop
+from mpillm.comms.wakeup_socket import WakeupSocket
 
-LONG_S = 20.0  # a sleep that nobody ends
+LONG_S = 20.0  # a sleep without a wake-up
 
 
 class QuietWatch:
@@ -25,16 +25,16 @@ class Turns:
     """A loop of this thread, its turns, and what was done in which thread."""
 
     def __init__(self) -> None:
-        bell = Doorbell()
-        bell.short_sleep_s = bell.long_sleep_s = LONG_S
-        bell.hang(f"test-{id(self)}", 0, {0})
-        bell.try_all(set())
-        assert bell.heard
+        wakeup = WakeupSocket()
+        wakeup.short_sleep_s = wakeup.long_sleep_s = LONG_S
+        wakeup.open(f"test-{id(self)}", 0, {0})
+        wakeup.probe_peers(set())
+        assert wakeup.is_reliable
         watch: Any = QuietWatch()
-        self.loop = EventLoop(watch, bell)
+        self.loop = EventLoop(watch, wakeup)
         self.loop.pollers.append(self._poll)
         self.loop.quiet_s.append(lambda: self.quiet_s)
-        self.loop.errands.append(lambda: self.did.append(threading.current_thread()))
+        self.loop.inline_tasks.append(lambda: self.did.append(threading.current_thread()))
         self.quiet_s = math.inf
         self.turns = 0
         self.at_turn: dict[int, Callable[[], None]] = {}
@@ -73,48 +73,50 @@ def asleep(turns: Turns) -> None:
         time.sleep(0.001)
 
 
-def test_who_asks_does_the_errands_while_the_main_thread_sleeps(turns: Turns) -> None:
-    thread = turns.in_a_thread(lambda: asleep(turns), turns.loop.ask, turns.loop.ask, turns.loop.wake)
+def test_inline_tasks_run_while_the_main_thread_sleeps(turns: Turns) -> None:
+    thread = turns.in_a_thread(
+        lambda: asleep(turns), turns.loop.run_inline_or_wake, turns.loop.run_inline_or_wake, turns.loop.wake
+    )
     assert turns.run() < LONG_S
     assert turns.did == [thread, thread]
 
 
 def test_a_main_thread_that_is_awake_looks_once_more_before_it_sleeps(turns: Turns) -> None:
-    turns.at_turn[1] = lambda: turns.in_a_thread(turns.loop.ask).join()
+    turns.at_turn[1] = lambda: turns.in_a_thread(turns.loop.run_inline_or_wake).join()
     turns.at_turn[2] = turns.loop.wake
     assert turns.run(2) < LONG_S
     assert turns.did == []
 
 
-def test_what_an_errand_leaves_is_the_main_threads(turns: Turns) -> None:
+def test_what_an_inline_task_leaves_is_the_main_threads(turns: Turns) -> None:
     def leave() -> None:
         turns.quiet_s = 0.0
 
-    turns.loop.errands.append(leave)
-    turns.in_a_thread(lambda: asleep(turns), turns.loop.ask)
+    turns.loop.inline_tasks.append(leave)
+    turns.in_a_thread(lambda: asleep(turns), turns.loop.run_inline_or_wake)
     assert turns.run() < LONG_S
     assert len(turns.did) == 1
 
 
-def test_without_errands_the_main_thread_is_woken(turns: Turns) -> None:
-    turns.loop.errands.clear()
-    turns.in_a_thread(lambda: asleep(turns), turns.loop.ask)
+def test_without_inline_tasks_the_main_thread_is_woken(turns: Turns) -> None:
+    turns.loop.inline_tasks.clear()
+    turns.in_a_thread(lambda: asleep(turns), turns.loop.run_inline_or_wake)
     assert turns.run() < LONG_S
 
 
-def test_what_an_errand_raises_is_raised_in_the_main_thread(turns: Turns) -> None:
+def test_what_an_inline_task_raises_is_raised_in_the_main_thread(turns: Turns) -> None:
     def fail() -> None:
         raise ValueError("broken")
 
-    turns.loop.errands.append(fail)
-    turns.in_a_thread(lambda: asleep(turns), turns.loop.ask)
+    turns.loop.inline_tasks.append(fail)
+    turns.in_a_thread(lambda: asleep(turns), turns.loop.run_inline_or_wake)
     with pytest.raises(ValueError, match="broken"):
         turns.run()
-    turns.loop.ask()  # as LoadGen's thread may, until the process has ended
+    turns.loop.run_inline_or_wake()  # as LoadGen's thread may, until the process has ended
     assert len(turns.did) == 1
 
 
-def test_no_errand_is_done_once_a_signal_has_ended_the_loop(turns: Turns) -> None:
+def test_no_inline_task_runs_once_a_signal_has_ended_the_loop(turns: Turns) -> None:
     def interrupt(number: int, frame: object) -> None:
         raise InterruptedError
 
@@ -126,5 +128,5 @@ def test_no_errand_is_done_once_a_signal_has_ended_the_loop(turns: Turns) -> Non
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    turns.in_a_thread(turns.loop.ask).join()
+    turns.in_a_thread(turns.loop.run_inline_or_wake).join()
     assert turns.did == []

@@ -15,12 +15,12 @@ from mpillm.comms.messages import (
     NO_SLOT,
     REQUEST,
     RESPONSE,
-    Arrived,
+    Arrival,
     Batch,
     Beat,
     Event,
     Grant,
-    Lost,
+    InstanceLoss,
     Message,
     Release,
     Stop,
@@ -29,7 +29,7 @@ from mpillm.comms.messages import (
     ragged_take,
 )
 from mpillm.comms.tags import Tag
-from mpillm.comms.transport import Received
+from mpillm.comms.transport import Envelope
 from mpillm.errors import Failure
 
 
@@ -79,12 +79,12 @@ def test_responses_are_not_read_as_requests() -> None:
 # Of every tag of the control and route communicators, values as they are sent.
 SENT: dict[Tag, list[Any]] = {
     Tag.BEAT: [Beat("load", 0.5, ""), Beat("test", 3.25, "File …", (1.5, None))],
-    Tag.ARRIVED: [Arrived("load", None), Arrived("join", {"host": "a", "pid": 3})],
+    Tag.ARRIVED: [Arrival("load", None), Arrival("join", {"host": "a", "pid": 3})],
     Tag.RELEASE: [Release("load", None), Release("stop", 4)],
     Tag.FAILED: [Failure("broken", 3, "Traceback …", 5, interrupted=True)],
     Tag.STOP: [Stop(4, True), Stop(143, False)],
     Tag.BYE: [None],
-    Tag.LOST: [Lost(1, (4, 5))],
+    Tag.LOST: [InstanceLoss(1, (4, 5))],
     Tag.QUERY: [batch([3, 0, 4])],
     Tag.WORK: [batch([1])],
     Tag.DONE: [batch([3, 0, 4], RESPONSE)],
@@ -103,7 +103,7 @@ SENT: dict[Tag, list[Any]] = {
 MESSAGES = {made.tag: made for made in vars(messages).values() if isinstance(made, Message)}
 
 
-OF_THE_DOCTOR = (Tag.FACTS, Tag.ORDER, Tag.FOUND)  # mpillm/doctor/exam.py
+OF_THE_DOCTOR = (Tag.FACTS, Tag.ORDER, Tag.RESULTS)  # mpillm/doctor/exam.py
 
 
 def test_each_tag_of_control_and_route_is_described_once() -> None:
@@ -118,10 +118,10 @@ def test_each_tag_of_control_and_route_is_described_once() -> None:
 @pytest.mark.parametrize("tag", SENT, ids=lambda tag: tag.name)
 def test_a_message_is_read_as_it_was_written(tag: Tag) -> None:
     """Value and type are the same, whether a message is handled in turn or taken out of turn."""
-    sent: list[Received] = []
+    sent: list[Envelope] = []
     transport: Any = SimpleNamespace(
         handlers={},
-        send=lambda dest, tag, buffer: sent.append(Received(dest, tag, buffer)),
+        send=lambda dest, tag, buffer: sent.append(Envelope(dest, tag, buffer)),
         take=lambda source, tag, tries: next(
             (one for one in sent if (one.source, one.tag) == (source, tag)), None
         ),

@@ -98,7 +98,7 @@ def test_a_stranger_that_has_the_name_stops_nobody(monkeypatch: pytest.MonkeyPat
 
 def test_strangers_that_come_count_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor do they make anybody wait: who comes again and again is no caller."""
-    monkeypatch.setattr(node_barrier, "_is_ours", lambda other: False)
+    monkeypatch.setattr(node_barrier, "_is_own_user", lambda other: False)
     name, came, over = secrets.token_hex(8), list[int](), threading.Event()
 
     def come_again() -> None:

@@ -38,12 +38,12 @@ def test_rank_0_blames_its_own_host(monkeypatch: pytest.MonkeyPatch, is_own: boo
     cluster.arrive("join")
     control = cluster.control
     monkeypatch.setattr(control._transport, "known_losses", frozenset, raising=False)
-    monkeypatch.setattr(control, "_time_to_settle", lambda failures: 0.0)
+    monkeypatch.setattr(control, "_settle_time_s", lambda failures: 0.0)
     silent = range(1 if is_own else 2, len(control.ranks))
     for rank, state in enumerate(control.ranks):
         state.host, state.pid = f"h{rank}", os.getpid()
         if rank in silent:
-            state.heard -= 120
+            state.last_message_at -= 120
     with pytest.raises(RunError) as error:
         control.poll()
     failures = control.settle(error.value.failures)

@@ -82,7 +82,7 @@ def test_a_cause_that_was_seen_is_told_at_once(seen: bool) -> None:
         cluster.live(3 * step_s, step_s)
     with pytest.raises(RunError):
         cluster.live(2 * step_s if seen else 2.0, step_s)
-    assert cluster.control._time_to_settle((failure,)) == (0 if seen else rank0_control._SETTLE_S)
+    assert cluster.control._settle_time_s((failure,)) == (0 if seen else rank0_control._SETTLE_S)
 
 
 @pytest.mark.parametrize("phase", PHASES[-2:])
@@ -118,7 +118,7 @@ def test_a_phase_that_takes_too_long_says_what_the_rank_waits_for() -> None:
     state = cluster.control.ranks[STOPPED]
     stack = "  File core.py, line 1, in load"
     cluster.control._on_beat(STOPPED, Beat("load", 9.0, stack, None, "waiting for http://a:1: refused\nmore"))
-    (failure,) = [one for one in cluster.control._late(60.0) if one.rank == STOPPED]
+    (failure,) = [one for one in cluster.control._deadline_failures(60.0) if one.rank == STOPPED]
     assert failure.cause == (
         "phase 'load' missed its deadline of 60 s (--load_deadline); waiting for http://a:1: refused"
     )

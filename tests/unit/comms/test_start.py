@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 from launch.environment import EXIT_FILE
-from launch.roll_call import ROLL_CALL
+from launch.rank_registry import REGISTRY_ADDRESS
 from mpillm.comms import start
 from mpillm.comms.start import node_name
 from mpillm.comms.transport import Transport
@@ -32,8 +32,8 @@ def test_rank_1_says_who_is_missing_if_rank_0_does_not(
     monkeypatch: pytest.MonkeyPatch, rank_0_says_it: bool
 ) -> None:
     """Rank 0's child may take longer to find out; then it ends rank 1."""
-    monkeypatch.setattr(start, "_SECOND_S", 0.1)
-    monkeypatch.setattr(start, "_FINDS_OUT_S", 30.0 if rank_0_says_it else 0.3)
+    monkeypatch.setattr(start, "_RANK_1_EXTRA_S", 0.1)
+    monkeypatch.setattr(start, "_DIAGNOSIS_S", 30.0 if rank_0_says_it else 0.3)
     monkeypatch.setattr(start, "stopped_ranks", lambda: "rank 0 is stopped")
     wait_end, done_end = os.pipe()
     if rank_0_says_it:
@@ -67,7 +67,7 @@ def test_a_rank_that_ends_when_mpi_has_just_started(
     def leave(code: int) -> None:
         raise SystemExit(code)
 
-    for name in (EXIT_FILE, ROLL_CALL):
+    for name in (EXIT_FILE, REGISTRY_ADDRESS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(start, "_LAUNCHER_GRACE_S", 0.0)

@@ -16,7 +16,7 @@ import pytest
 from disagg.errors import ConfigError
 from mpillm.comms.messages import ANSWER, CANCEL, QUERY, RESPONSE, Batch, ResponseFlag
 from mpillm.comms.tags import Tag
-from mpillm.comms.transport import Received
+from mpillm.comms.transport import Envelope
 from mpillm.data.dataset import PromptLimits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint import http_thread
@@ -75,7 +75,7 @@ class Rank0:
         """Send rank 0 rows of (id, tokens, flags), as the leader does."""
         made = np.array(list(rows), RESPONSE)
         batch = Batch(made, np.full(int(made["n_tokens"].sum()), ord("a"), np.int32))
-        self.network.routes[0].handlers[Tag.ANSWER](Received(1, Tag.ANSWER, ANSWER.write(batch)))
+        self.network.routes[0].handlers[Tag.ANSWER](Envelope(1, Tag.ANSWER, ANSWER.write(batch)))
 
 
 FIRST_AND_FINAL = int(ResponseFlag.FIRST | ResponseFlag.FINAL)

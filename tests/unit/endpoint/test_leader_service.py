@@ -322,7 +322,7 @@ def without_end(first: bytes, piece: bytes, pause_s: float = 0.0) -> Reply:
 @pytest.mark.parametrize("kind", ["context", "generation"])
 @pytest.mark.parametrize("way", [*ENDLESS, "a drop at a time", "a head, a drop at a time"])
 def test_an_answer_without_end_is_given_up(kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ask, "MOST_ANSWER", 1 << 22)
+    monkeypatch.setattr(ask, "MAX_ANSWER_BYTES", 1 << 22)
     monkeypatch.setattr(ask, "_CONNECT_S", 1.0)
     slow = {"a drop at a time": ENDLESS["a body of gigabytes"][0], "a head, a drop at a time": b""}
     reply = without_end(slow[way], b"H", 0.1) if way in slow else without_end(*ENDLESS[way])

@@ -18,10 +18,10 @@ from launch import sbatch
 from launch.children import tail
 from launch.find_mpirun import choose
 from launch.launcher import find_launcher, refuse_copies
+from launch.launcher_monitor import LauncherMonitor
 from launch.mpirun import slots
-from launch.mpirun_words import spans_hosts
-from launch.roll_call import RollCall
-from launch.witness import Witness
+from launch.mpirun_args import spans_hosts
+from launch.rank_registry import RankRegistry
 from mpillm.doctor import cluster_report, gpus
 from mpillm.experiments.option_grid import grid_of_yaml, points
 from mpillm.loadgen.settings import LoadGenConfig, load_settings
@@ -285,9 +285,9 @@ def test_what_programs_print(folder: Path, said: bytes) -> None:
     assert len(tail(log, 15).splitlines()) <= 15 * 3
     cluster_report._judge_doctor(0, log)
     gpus.parse_matrix(text)
-    witness = Witness(calls())
+    monitor = LauncherMonitor(calls())
     for line in text.splitlines():
-        witness.hear(line)
+        monitor.read_line(line)
     calls().absent()
     with contextlib.suppress(ConfigError):
         choose([("mpirun", text)], "Open MPI v4.1.6")
@@ -296,5 +296,5 @@ def test_what_programs_print(folder: Path, said: bytes) -> None:
 
 
 @cache
-def calls() -> RollCall:
-    return RollCall(4)
+def calls() -> RankRegistry:
+    return RankRegistry(4)

@@ -1,4 +1,4 @@
-"""What listens: HTTP, bells, doctor's port. Whatever strangers say, who comes after them is answered."""
+"""Listeners: HTTP, wake-ups, doctor's port. Whatever clients send, the next client is served."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unittest import mock
 from hypothesis import strategies as st
 
 from mpillm.comms import node_barrier
-from mpillm.comms.doorbell import Doorbell
+from mpillm.comms.wakeup_socket import WakeupSocket
 from mpillm.doctor import network
 from mpillm.endpoint.admission import Guard
 from tests.helpers.fuzzing import damaged, fuzz
@@ -121,10 +121,10 @@ def test_http_of_a_leader(
 
 
 @cache
-def bells() -> tuple[Doorbell, Doorbell, str]:
+def wakeups() -> tuple[WakeupSocket, WakeupSocket, str]:
     run = secrets.token_hex(8)
-    for rank, bell in enumerate(made := (Doorbell(), Doorbell())):
-        bell.hang(run, rank, (0, 1))
+    for rank, wakeup in enumerate(made := (WakeupSocket(), WakeupSocket())):
+        wakeup.open(run, rank, (0, 1))
     return (*made, run)
 
 
@@ -132,9 +132,9 @@ SAID = st.lists(st.sampled_from([b"", b"!", b"-", b"!" * 5000]) | st.binary(max_
 
 
 @fuzz(SAID, st.integers(0, 3), st.sampled_from(["ring", "meet"]), examples=40)
-def test_bells_and_barriers(_: Path, said: list[bytes], n: int, which: str) -> None:
+def test_wakeups_and_barriers(_: Path, said: list[bytes], n: int, which: str) -> None:
     """Any process of a node can reach them: a rank still hears the others, and nobody waits for strangers."""
-    mine, other, run = bells()
+    mine, other, run = wakeups()
     if which == "ring":
         with (
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger,
@@ -144,8 +144,8 @@ def test_bells_and_barriers(_: Path, said: list[bytes], n: int, which: str) -> N
             for one in said:
                 stranger.sendto(one, f"\0mpillm-{run}-0".encode())
         mine.sleep(0.0)
-        other.try_all([0])
-        assert other.heard and mine.sleep(30.0) and not mine.sleep(0.0)
+        other.probe_peers([0])
+        assert other.is_reliable and mine.sleep(30.0) and not mine.sleep(0.0)
         return
     name = secrets.token_hex(8)
     with mock.patch.object(node_barrier, "_PATIENCE_S", 0.05), contextlib.ExitStack() as strangers:

@@ -25,7 +25,7 @@ pytest.importorskip("tritonclient.grpc")
 
 from tritonclient.grpc import InferResult, service_pb2
 
-from launch.outside import one_line
+from launch.safe_text import one_line
 from mpillm.cores.base import CoreConfig
 from mpillm.cores.openai_client.answer import Answer, AnswerError
 from mpillm.cores.openai_client.dialect import DIALECTS

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import strategies as st
 
 from disagg.instances import Instance
-from launch.callers import KEY, Callers
+from launch.liveness_server import KEY, LivenessServer
 from mpillm.comms import messages
 from mpillm.comms.messages import REQUEST, RESPONSE, Batch, Refusal
 from mpillm.cores.openai_client.answer import Answer, AnswerError, failure_text, refusal_of
@@ -105,9 +105,9 @@ HELLO = struct.Struct(f"!{KEY}II64s")
 
 
 @cache
-def callers() -> tuple[Callers, list[Any]]:
+def callers() -> tuple[LivenessServer, list[Any]]:
     said: list[Any] = []
-    return Callers("fuzzed-callers", HELLO, said.append, lambda fields, _: said.append(fields)), said
+    return LivenessServer("fuzzed-callers", HELLO, said.append, lambda fields, _: said.append(fields)), said
 
 
 @cache
@@ -122,8 +122,8 @@ GREETINGS = st.deferred(lambda: damaged([HELLO.pack(callers()[0].key, 3, 9, b"ho
 
 
 @fuzz(st.lists(GREETINGS, min_size=1, max_size=4), st.booleans(), examples=30)
-def test_doors(_: Path, greetings: list[bytes], pauses: bool) -> None:
-    """A lifeline's, the roll call's, a KV cache's: whatever strangers say, who comes after them is heard."""
+def test_handshake_listeners(_: Path, greetings: list[bytes], pauses: bool) -> None:
+    """Handshake listeners: whatever unauthenticated clients send, the next authorized client is admitted."""
     (roll, said), (kept, _key) = callers(), store()
     for greeting in greetings:
         for port in (roll.port, kept.port):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from launch.bounded_http import Bounded, ReplyError, page
+from launch.bounded_http import BoundedClient, ReplyError, page
 from launch.health_check import _problem
 from mpillm.triton.tritonserver import model_table
 from tests.helpers.endless_server import ENDLESS, OK, endless_server
@@ -64,11 +64,11 @@ def test_a_connection_is_kept_until_something_goes_wrong() -> None:
             else Reply([head(Content_Length=9)], "close")
         )
 
-    with ScriptedServer(others={"/": answer}) as server, Bounded(server.address) as connection:
+    with ScriptedServer(others={"/": answer}) as server, BoundedClient(server.address) as connection:
         seen = []
         for _ in range(4):
             try:
-                with connection.ask("/", 60.0) as response:
+                with connection.request("/", 60.0) as response:
                     seen.append(response.read())
             except ReplyError as error:
                 seen.append(str(error).encode())

@@ -15,7 +15,7 @@ import pytest
 
 from disagg.errors import ConfigError
 from launch.children import Children
-from launch.signals import Stopped
+from launch.signals import StopSignal
 
 SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
 # A child that starts another one and understands no SIGTERM.
@@ -66,7 +66,7 @@ def test_grandchildren_end_too(tmp_path: Path) -> None:
 
 def test_a_signal_stops_the_wait(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Stopped) as stopped, Children() as children:
+    with pytest.raises(StopSignal) as stopped, Children() as children:
         child = children.start("tool", SLEEPER, os.environ, tmp_path / "log")
         wait_for(tmp_path / "log")
         os.kill(os.getpid(), signal.SIGTERM)
@@ -84,7 +84,7 @@ def test_a_signal_that_python_drops_stops_the_next_wait(tmp_path: Path) -> None:
         def __del__(self) -> None:
             signal.raise_signal(signal.SIGTERM)
 
-    with pytest.raises(Stopped), Children(stop_grace_s=5) as children:
+    with pytest.raises(StopSignal), Children(stop_grace_s=5) as children:
         child = children.start("sleep", ["sleep", "60"], os.environ, tmp_path / "log")
         Finalized()
         children.wait(child, 30)
@@ -92,7 +92,7 @@ def test_a_signal_that_python_drops_stops_the_next_wait(tmp_path: Path) -> None:
 
 
 def test_the_signal_that_came_is_passed_on(tmp_path: Path) -> None:
-    with pytest.raises(Stopped) as stopped, Children(pass_on=True) as children:
+    with pytest.raises(StopSignal) as stopped, Children(pass_on=True) as children:
         child = children.start("tool", SLEEPER, os.environ, tmp_path / "log")
         wait_for(tmp_path / "log")
         os.kill(os.getpid(), signal.SIGINT)
@@ -103,7 +103,7 @@ def test_the_signal_that_came_is_passed_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pass_on", [True, False])
 def test_a_child_that_gets_the_signal_and_has_our_output_names_it(pass_on: bool) -> None:
-    with pytest.raises(Stopped) as stopped, Children(pass_on=pass_on) as children:
+    with pytest.raises(StopSignal) as stopped, Children(pass_on=pass_on) as children:
         child = children.start("sleep", ["sleep", "60"], os.environ)
         os.kill(os.getpid(), signal.SIGINT)
         children.wait(child, 20)
@@ -111,7 +111,7 @@ def test_a_child_that_gets_the_signal_and_has_our_output_names_it(pass_on: bool)
 
 
 def test_a_second_signal_cuts_the_grace_time_short(tmp_path: Path) -> None:
-    with pytest.raises(Stopped), Children(stop_grace_s=60) as children:
+    with pytest.raises(StopSignal), Children(stop_grace_s=60) as children:
         child = children.start("tool", STUBBORN, os.environ, tmp_path / "log")
         wait_for(tmp_path / "log")
         again = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
@@ -132,7 +132,7 @@ POLITE = (
 
 def test_an_echo_of_a_signal_leaves_the_grace_time(tmp_path: Path) -> None:
     """Slurm sends SIGTERM twice at a job's time limit."""
-    with pytest.raises(Stopped), Children(stop_grace_s=60) as children:
+    with pytest.raises(StopSignal), Children(stop_grace_s=60) as children:
         child = children.start("tool", [sys.executable, "-c", POLITE], os.environ, tmp_path / "log")
         wait_for(tmp_path / "log")
         again = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM))

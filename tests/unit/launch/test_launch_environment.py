@@ -20,12 +20,12 @@ from launch.environment import (
     let_rank_0_report,
     mpirun_ends_ranks,
     rank_environment,
-    tell_exit_code,
-    tell_signal,
-    tell_started,
-    told_exit_code,
-    told_signal,
-    told_started,
+    read_exit_code,
+    read_signal,
+    read_started,
+    write_exit_code,
+    write_signal,
+    write_started,
 )
 from launch.signals import stop_signals, title
 
@@ -125,34 +125,34 @@ def test_ranks_get_the_exit_file_and_are_unbuffered() -> None:
 
 def test_an_exit_code_is_written_once_and_whole(tmp_path: Path) -> None:
     file = tmp_path / "exit_code"
-    assert told_exit_code(file) is None
-    tell_exit_code(4, {EXIT_FILE: str(file)})
-    assert told_exit_code(file) == 4
+    assert read_exit_code(file) is None
+    write_exit_code(4, {EXIT_FILE: str(file)})
+    assert read_exit_code(file) == 4
     assert [path.name for path in tmp_path.iterdir()] == ["exit_code"]
 
 
 def test_rank_0_tells_that_it_runs(tmp_path: Path) -> None:
     file = tmp_path / "exit_code"
     for env in ({}, {"OMPI_COMM_WORLD_RANK": "1"}, {"PMI_RANK": "2"}):
-        tell_started({EXIT_FILE: str(file), **env})
-        assert not told_started(file)
-    tell_started({EXIT_FILE: str(file), "PMI_RANK": "0"})
-    assert told_started(file) and told_exit_code(file) is None
+        write_started({EXIT_FILE: str(file), **env})
+        assert not read_started(file)
+    write_started({EXIT_FILE: str(file), "PMI_RANK": "0"})
+    assert read_started(file) and read_exit_code(file) is None
     with pytest.raises(ConfigError, match="rank 0 is on a host that does not see this folder"):
-        tell_started({EXIT_FILE: str(tmp_path / "elsewhere" / "exit_code"), "PMI_RANK": "0"})
+        write_started({EXIT_FILE: str(tmp_path / "elsewhere" / "exit_code"), "PMI_RANK": "0"})
 
 
 def test_without_a_launcher_nothing_is_reported() -> None:
-    tell_started({"PMI_RANK": "0"})
-    tell_exit_code(4, {})
+    write_started({"PMI_RANK": "0"})
+    write_exit_code(4, {})
 
 
 def test_the_launchers_signal_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "exit_code"
-    assert told_signal({EXIT_FILE: str(file)}) is None and told_signal({}) is None
-    tell_signal(signal.SIGINT, file)
-    assert told_signal({EXIT_FILE: str(file)}) == signal.SIGINT
-    assert told_signal({EXIT_FILE: str(tmp_path / "elsewhere" / "exit_code")}) is None
+    assert read_signal({EXIT_FILE: str(file)}) is None and read_signal({}) is None
+    write_signal(signal.SIGINT, file)
+    assert read_signal({EXIT_FILE: str(file)}) == signal.SIGINT
+    assert read_signal({EXIT_FILE: str(tmp_path / "elsewhere" / "exit_code")}) is None
     assert (title(signal.SIGINT), title(signal.SIGTERM)) == ("Ctrl-C", "SIGTERM")
 
 
@@ -172,7 +172,7 @@ def test_hydras_notice_of_a_lost_rank_does_not_stop_the_others() -> None:
 
 def test_programs_run_by_path_survive_the_stop_signals() -> None:
     """They import nothing of ours, so they have a list of their own."""
-    assert {*stop_signals({})} <= {*server_guard.OURS}
+    assert {*stop_signals({})} <= {*server_guard.HANDLED}
     assert {*stop_signals(HYDRA_RANK)} <= {*guard.FORWARDED_BY_HYDRA}
 
 
@@ -184,7 +184,7 @@ def test_another_rank_waits_until_rank_0_has_reported(
 
     def rank_0_reports(seconds: float) -> None:
         waited.append(seconds)
-        tell_exit_code(2, env)
+        write_exit_code(2, env)
 
     monkeypatch.setattr(time, "sleep", rank_0_reports)
     let_rank_0_report(env)
@@ -220,9 +220,9 @@ def test_an_exit_code_that_cannot_be_written_is_said(
 ) -> None:
     """On a full disk rank 0 still has the other ranks to stop."""
     file = tmp_path / "gone" / "exit_code"
-    tell_exit_code(4, {EXIT_FILE: str(file)})
+    write_exit_code(4, {EXIT_FILE: str(file)})
     said = capsys.readouterr().err
-    assert said == f"mpillm: exit code 4 can't be told: {file}: No such file or directory\n"
+    assert said == f"mpillm: exit code 4 can't be written: {file}: No such file or directory\n"
 
 
 @pytest.mark.parametrize(

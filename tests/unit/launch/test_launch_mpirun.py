@@ -26,7 +26,7 @@ from launch import find_mpirun, mpirun, segments, supervisor
 from launch.command import wrapped
 from launch.find_mpirun import Mpi, choose, find_launchers, parse_mpirun_version
 from launch.mpirun import INSTANCE_LOST, command_line, exit_code, on_this_host, slots, usable_cores
-from launch.mpirun_words import parse_arguments, spans_hosts
+from launch.mpirun_args import parse_arguments, spans_hosts
 from tests.helpers.support import ROOT
 
 OPEN_MPI_5 = Mpi("openmpi", (5, 0, 11), "/v/bin/mpirun")
@@ -332,10 +332,10 @@ def test_an_mpirun_that_starts_nothing_is_ended(tmp_path: Path, capsys: pytest.C
     assert mpirun.main(["-n", "2", "--start-deadline=0.3", "run"], mpi=Mpi("openmpi", (5,), str(begins))) == 0
 
 
-def test_without_a_port_for_the_roll_call_it_goes_on(
+def test_without_a_port_for_the_rank_registry_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line says what is missing then; ranks are not asked to call."""
+    """One line reports it; ranks do not register."""
 
     def no_port(*_: object, **__: object) -> None:
         raise OSError(24, "Too many open files")
@@ -467,8 +467,8 @@ def test_an_mpirun_that_fails_before_rank_0(tmp_path: Path, capsys: pytest.Captu
             64,
             "a process here may open 64 files, and mpirun needs up to 96 for 8 ranks: ulimit -n 96, or more;",
         ),
-        (1024, "what it printed says why; if it printed nothing: `python -m mpillm mpirun -n 8 doctor`"),
-        (resource.RLIM_INFINITY, "what it printed says why; if it printed nothing:"),
+        (1024, "see its output; if there is none: `python -m mpillm mpirun -n 8 doctor`"),
+        (resource.RLIM_INFINITY, "see its output; if there is none:"),
     ],
 )
 def test_an_mpirun_that_prints_nothing_is_explained_by_the_limit_of_open_files(
@@ -496,7 +496,7 @@ def test_mpis_own_exit_code_is_none_of_ours(
         leave += '; printf /none > "$(dirname "$MPILLM_EXIT_FILE")/directory"'
     fails = script(tmp_path / "mpirun", f"{leave}; exit 14")
     assert mpirun.main(["-n", "2", "run"], mpi=Mpi("openmpi", (5,), str(fails))) == code
-    said = "mpirun ended with 14 before the ranks had joined: what it printed says why"
+    said = "mpirun ended with 14 before the ranks had joined: see its output"
     assert (said in capsys.readouterr().err) != joined
 
 
@@ -534,13 +534,13 @@ def test_the_line_on_a_terminal_fits_80_columns_and_can_be_pasted() -> None:
 @pytest.mark.parametrize("status", [0, 9])
 def test_an_exit_code_of_mpirun_that_says_nothing(status: int) -> None:
     """MPICH's and Open MPI's mpirun may end with 0 after SIGKILL of rank 0."""
-    witness: Any = SimpleNamespace(
-        lost_by_open_mpi=lambda at: "",
-        told_person=False,
-        before_rank_0=lambda status: "",
+    monitor: Any = SimpleNamespace(
+        lost_openmpi_daemon=lambda at: "",
+        failure_is_printed=False,
+        exits_before_rank_0=lambda status: "",
         hosts=dict,
     )
-    supervisor: Any = SimpleNamespace(told_at=math.inf, killed=0)
-    cause = mpirun._why(witness, supervisor, None, INSTANCE_LOST, status)
+    supervisor: Any = SimpleNamespace(finished_at=math.inf, killed=0)
+    cause = mpirun._why(monitor, supervisor, None, INSTANCE_LOST, status)
     assert cause is not None and cause.rank == 0
     assert cause.text.endswith("killed or crashed (mpirun ended with 9)" if status else "killed or crashed")

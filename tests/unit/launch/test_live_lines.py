@@ -91,7 +91,7 @@ def test_an_alarm_is_red_on_a_terminal_only(tells: bool) -> None:
         lines = LiveLines(terminal, terminal)
         if tells:
             rank = io.StringIO()
-            LiveLines(rank, rank).alarm("no page: \x07", tells=True)
+            LiveLines(rank, rank).alarm("no page: \x07", sends=True)
             lines.pump(io.BytesIO(rank.getvalue().encode()), terminal)
         else:
             lines.alarm("no page: \x07")

@@ -9,10 +9,10 @@ import pytest
 
 from launch import masking
 from launch.command import Command
-from launch.masking import MASK, holds_secret, masked, masked_value, masked_words, without_known
+from launch.masking import MASK, holds_secret, masked, masked_args, masked_value, without_known
 from launch.mpirun import main as mpirun
-from launch.outside import printable
 from launch.owned_server import OwnedServer
+from launch.safe_text import printable
 from mpillm.files import write_json
 from mpillm.options.options import parse_run
 from tests.helpers.support import wait_until
@@ -87,11 +87,11 @@ def test_other_texts_stay(text: str) -> None:
     ],
 )
 def test_secrets_in_command_lines(words: list[str], shown: list[str]) -> None:
-    assert masked_words(words) == shown
+    assert masked_args(words) == shown
 
 
 def test_a_secret_that_is_known_is_masked_in_any_text(tmp_path: Path) -> None:
-    masked_words(["--api-key", KEY])
+    masked_args(["--api-key", KEY])
     assert without_known(f"wrong key {KEY}!") == printable(f"wrong key {KEY}!") == f"wrong key {MASK}!"
     write_json(tmp_path / "result.json", {"cause": f"it says {KEY}"})
     assert KEY not in (tmp_path / "result.json").read_text()

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from launch.callers import unreached
-from launch.mpi_ports import Port, listen_as_mpi, told_apart, unmet, unreached_ranks
+from launch.liveness_server import unreachable
+from launch.mpi_ports import Port, explain_missing_ranks, explain_separation, listen_as_mpi, unreachable_ranks
 
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2"}
 
@@ -24,7 +24,7 @@ def closed() -> Iterator[int]:
 def test_who_listens_is_reached_without_accepting(closed: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        problems = unreached({0: ("127.0.0.1", port), 1: ("127.0.0.1", closed), 2: ("no address", 1)}, 1.0)
+        problems = unreachable({0: ("127.0.0.1", port), 1: ("127.0.0.1", closed), 2: ("no address", 1)}, 1.0)
     assert problems.keys() == {1, 2} and problems[1] == "Connection refused"
 
 
@@ -38,8 +38,8 @@ def test_open_mpis_ports() -> None:
         assert listener is not None
         with listener:
             assert first < listener.getsockname()[1] < first + 20
-        assert f"listens at {first}-{first + 19} (OMPI_MCA" in told_apart("h2", [], OPEN_MPI | names)
-    assert "Open MPI's TCP listens at 1024-65535 " in told_apart("h2", [], OPEN_MPI)
+        assert f"listens at {first}-{first + 19} (OMPI_MCA" in explain_separation("h2", [], OPEN_MPI | names)
+    assert "Open MPI's TCP listens at 1024-65535 " in explain_separation("h2", [], OPEN_MPI)
 
 
 def test_ports_that_the_system_chooses() -> None:
@@ -47,7 +47,7 @@ def test_ports_that_the_system_chooses() -> None:
     assert listener is not None
     with listener:
         assert listener.getsockname()[1] >= 1024
-    assert "UCX_TCP_PORT_RANGE" in told_apart("h2", [], {"PMI_RANK": "0"})
+    assert "UCX_TCP_PORT_RANGE" in explain_separation("h2", [], {"PMI_RANK": "0"})
 
 
 def test_one_rank_of_each_other_host_is_tried(closed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,30 +56,30 @@ def test_one_rank_of_each_other_host_is_tried(closed: int, monkeypatch: pytest.M
     with socket.create_server((here, 0)) as listener:
         port = listener.getsockname()[1]
         ports = [Port(0, "h1", here, closed), Port(1, "h2", here, port), Port(2, "h2", here, closed)]
-        assert unreached_ranks(ports, "h1") == ""
-        apart = told_apart("", ports, OPEN_MPI)
+        assert unreachable_ranks(ports, "h1") == ""
+        apart = explain_separation("", ports, OPEN_MPI)
         assert "MPI does not connect them: a rank or a daemon of mpirun may be stopped" in apart
         assert "firewall" not in apart
         ports += [Port(3, "h3", here, closed), Port(4, "h3", here, port)]
         said = f"host h3 (ranks 3-4) can't be reached from h1 (127.0.0.1 port {closed}: Connection refused)"
-        assert unreached_ranks(ports, "h1") == said
+        assert unreachable_ranks(ports, "h1") == said
         said = f"all ranks have started, but rank 0 … from head; {said}: is there a firewall"
-        assert told_apart("rank 0 … from head", ports, OPEN_MPI).startswith(said)
+        assert explain_separation("rank 0 … from head", ports, OPEN_MPI).startswith(said)
 
 
 def test_an_address_of_two_hosts_is_named() -> None:
     twins = [Port(i, f"h{i}", "127.0.0.1", 0, "eth0=10.77.0.9,tmfifo_net0=192.1") for i in (1, 2)]
-    assert "10.77.0.9 (eth0) is an address of h1 and of h2" in told_apart("", twins, OPEN_MPI)
+    assert "10.77.0.9 (eth0) is an address of h1 and of h2" in explain_separation("", twins, OPEN_MPI)
 
 
 def test_who_may_be_missing_where_no_launcher_tells() -> None:
-    elsewhere = unmet([0, 1], 2, 4, OPEN_MPI)
+    elsewhere = explain_missing_ranks([0, 1], 2, 4, OPEN_MPI)
     assert elsewhere.startswith(
         "ranks 2-3, on other hosts, have not started, or can't be reached: is there a fire"
     )
-    assert "listens at 1024-65535 " in elsewhere and "`python -m mpillm mpirun` tells more" in elsewhere
+    assert "listens at 1024-65535 " in elsewhere and "`python -m mpillm mpirun` reports details" in elsewhere
     for here, n_here, size in (([0], 2, 4), ([0, 1], None, 4), ([0, 1], 2, None)):
-        assert unmet(here, n_here, size, OPEN_MPI).startswith(
+        assert explain_missing_ranks(here, n_here, size, OPEN_MPI).startswith(
             "a rank has not started, or can't be reached: is"
         )
-    assert unmet([0, 1], 2, 2, OPEN_MPI) == "a rank has not started, or can't be reached"
+    assert explain_missing_ranks([0, 1], 2, 2, OPEN_MPI) == "a rank has not started, or can't be reached"

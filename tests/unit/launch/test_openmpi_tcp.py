@@ -8,7 +8,7 @@ import pytest
 
 from launch import openmpi_tcp
 from launch.interfaces import Interface
-from launch.openmpi_tcp import exclusion, parameter, why_apart
+from launch.openmpi_tcp import exclusion, explain_disconnection, parameter
 
 DOCKER, ETH = Interface("docker0", "172.17.0.1"), Interface("eth0", "10.77.0.1")
 TWIN = Interface("tmfifo_net0", "192.168.100.1")  # the same on every host, and no bridge
@@ -62,7 +62,7 @@ WRONG = {
 @pytest.mark.parametrize("setting", WRONG)
 def test_a_cause_is_named_with_its_remedy(setting: str) -> None:
     name, _, value = setting.partition("=")
-    assert WRONG[setting] in why_apart(HOSTS, {name: value} if name else {})
+    assert WRONG[setting] in explain_disconnection(HOSTS, {name: value} if name else {})
 
 
 @pytest.mark.parametrize(
@@ -72,4 +72,4 @@ def test_a_cause_is_named_with_its_remedy(setting: str) -> None:
 def test_good_settings_are_no_cause(setting: str) -> None:
     name, _, value = setting.partition("=")
     hosts = {host: [one for one in own if one.name != "tmfifo_net0"] for host, own in HOSTS.items()}
-    assert why_apart(hosts, {name: value}) == "" and why_apart(hosts, {}) == ""
+    assert explain_disconnection(hosts, {name: value}) == "" and explain_disconnection(hosts, {}) == ""

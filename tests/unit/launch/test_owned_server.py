@@ -39,7 +39,7 @@ def test_its_guard_is_what_has_ended(tmp_path: Path, number: int) -> None:
     words = "import subprocess, time\nwhile True: subprocess.run(['sleep', '0.3']); time.sleep(0.1)"
     server = OwnedServer(Command((sys.executable, "-c", words)), tmp_path / "server.log")
     try:
-        wait_until(lambda: server._gone[1], "a program to end")
+        wait_until(lambda: server._first_exit[1], "a program to end")
         os.kill(server._guard.pid, number)
         why = wait_until(server.ended, "its end")
     finally:

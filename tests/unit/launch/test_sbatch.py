@@ -316,5 +316,5 @@ def test_commands_that_start_several_runs_are_started_once(capsys: pytest.Captur
 
 
 def test_a_command_that_is_none_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"rnu is no command.*run"):
+    with pytest.raises(ConfigError, match=r"rnu is not a command.*run"):
         main(["--dry_run", "--", "rnu", "--model_path", "a"])

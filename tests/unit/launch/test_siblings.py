@@ -17,7 +17,7 @@ import pytest
 from launch.prctl import KEEPER
 from launch.siblings import (
     EndedRanks,
-    Sibling,
+    RankProcess,
     StoppedProcesses,
     _missing,
     describe_rank,
@@ -89,7 +89,7 @@ def test_of_several_the_one_that_ended_first_is_named(ranks: dict[int, subproces
     ranks[2].kill()
     assert select.select([ended.exits], [], [], 10)[0]
 
-    def and_the_others(looked: Callable[[], dict[int, Sibling]] = siblings) -> dict[int, Sibling]:
+    def and_the_others(looked: Callable[[], dict[int, RankProcess]] = siblings) -> dict[int, RankProcess]:
         for process in ranks.values():
             process.kill()
             process.wait()
@@ -108,7 +108,7 @@ def test_a_rank_that_was_never_there_is_named_later(
     wait_until(lambda: siblings().keys() == {0, 2}, "the other ranks")
     ended = EndedRanks()
     assert ended.look() == ""
-    monkeypatch.setattr("launch.siblings._STARTED_S", -1.0)
+    monkeypatch.setattr("launch.siblings._ALL_STARTED_S", -1.0)
     assert ended.look() == "rank 1 has ended, or was not started"
 
 
@@ -119,7 +119,7 @@ def test_a_child_that_was_taken_for_its_rank_and_ends_is_no_loss(
     child.wait()
     ended = EndedRanks()
     with monkeypatch.context() as patched:
-        patched.setattr("launch.siblings.siblings", lambda: {2: Sibling(child.pid, "S")})
+        patched.setattr("launch.siblings.siblings", lambda: {2: RankProcess(child.pid, "S")})
         assert ended.look() == ""
     wait_until(lambda: siblings().keys() == {0, 1, 2}, "all ranks")
     assert ended.look() == ""
@@ -132,7 +132,7 @@ def test_ranks_that_see_no_other_say_nothing_of_them(
         ranks[rank].kill()
         ranks[rank].wait()
     wait_until(lambda: siblings().keys() == {0}, "the rank that is left")
-    monkeypatch.setattr("launch.siblings._STARTED_S", -1.0)
+    monkeypatch.setattr("launch.siblings._ALL_STARTED_S", -1.0)
     assert EndedRanks().look() == ""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launch.witness import Cause
+from launch.launcher_monitor import Cause
 from mpillm.report.postmortem import amend, amend_for_rank0
 from mpillm.report.run_directory import POSTMORTEM_CLAIM
 from mpillm.report.run_directory import UNFINISHED as GOES_ON

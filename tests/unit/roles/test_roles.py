@@ -28,7 +28,7 @@ from mpillm.comms.messages import (
     ResponseFlag,
 )
 from mpillm.comms.tags import Tag
-from mpillm.comms.transport import Received
+from mpillm.comms.transport import Envelope
 from mpillm.cores.base import CoreConfig, Metrics
 from mpillm.cores.dummy import DummyCore
 from mpillm.data.dataset import Dataset
@@ -246,7 +246,7 @@ def test_a_context_instance_counts_what_it_hands_over_once() -> None:
     role = Context(core, route, leader=0, instance=0, receivers={1: 5}, warm_up_receivers=[])
 
     def receive(tag: Tag, buffer: Any) -> None:
-        route.handlers[tag](Received(5, tag, buffer))
+        route.handlers[tag](Envelope(5, tag, buffer))
 
     role.ready()
     receive(Tag.WORK, WORK.write(asked(7, 8)))
@@ -277,7 +277,7 @@ def test_a_generation_instance_counts_all_but_first_tokens() -> None:
     role = Generation(core, route, leader=0, instance=1, senders={5: 0}, warm_up_senders=1)
 
     def receive(tag: Tag, buffer: Any) -> None:
-        route.handlers[tag](Received(5, tag, buffer))
+        route.handlers[tag](Envelope(5, tag, buffer))
 
     def hand_over(*ids: int) -> None:
         receive(Tag.OFFER, OFFER.write(asked(*ids)))
@@ -324,14 +324,14 @@ def test_loadgen_is_told_of_a_first_token_once(messages: list[list[tuple[int, in
     dataset = Dataset("three tokens", np.array([5, 6, 7], np.int32), np.array([0, 3]))
     totals = Totals()
     harness = Harness(route, 1, dataset, Sampling(8), test, None, len(messages) == 2, totals)
-    route.handlers[Tag.WINDOW](Received(1, Tag.WINDOW, WINDOW.write(10)))
+    route.handlers[Tag.WINDOW](Envelope(1, Tag.WINDOW, WINDOW.write(10)))
     harness.test()
     assert harness.poll()
     id_ = sent[0].rows["id"][0]
     for message in messages:
         rows = np.array([(id_, n_tokens, flags) for n_tokens, flags in message], RESPONSE)
         tokens = np.arange(sum(n_tokens for n_tokens, _ in message), dtype=np.int32)
-        route.handlers[Tag.ANSWER](Received(1, Tag.ANSWER, ANSWER.write(Batch(rows, tokens))))
+        route.handlers[Tag.ANSWER](Envelope(1, Tag.ANSWER, ANSWER.write(Batch(rows, tokens))))
     assert (
         [response.id for response in told["first"]] == [response.id for response in told["complete"]] == [77]
     )
@@ -360,7 +360,7 @@ def test_only_some_samples_have_stop_words(ignores: Any, sampling: Sampling) -> 
     issued = deque([Query(np.arange(4, dtype=np.uint64), np.array([2, 1, 1, 0]), 0.0)])
     test: Any = SimpleNamespace(issued=issued)
     harness = Harness(route, 1, dataset, sampling, test, None, False, Totals())
-    route.handlers[Tag.WINDOW](Received(1, Tag.WINDOW, WINDOW.write(10)))
+    route.handlers[Tag.WINDOW](Envelope(1, Tag.WINDOW, WINDOW.write(10)))
     assert harness.poll()
     assert sent[0].rows["flags"].tolist() == ([0] * 4 if ignores is None else [1, 0, 0, 1])
     assert sent[0].tokens.tolist() == [2, 1, 1, 0]

@@ -15,10 +15,10 @@ from mpi4py import MPI
 
 from disagg.errors import ConfigError
 from mpillm.comms import transport
-from mpillm.comms.control import Limits, Stopped
+from mpillm.comms.control import RunStopped, Timeouts
 from mpillm.comms.messages import BEAT, STOP, Beat, Rank0At, Stop
 from mpillm.comms.tags import Tag
-from mpillm.comms.transport import Received
+from mpillm.comms.transport import Envelope
 from mpillm.errors import ExitCode, Failure, Interrupted, RunError
 from mpillm.options.fields import DEADLINES
 from mpillm.runtime import ending
@@ -37,11 +37,11 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
         self.events: list[str] = []
         self.states: list[State] = []
-        self.messages: list[Received] = []  # for the watch's transport
+        self.messages: list[Envelope] = []  # for the watch's transport
         # what telling rank 0, or stopping all, comes to
-        self.stopped: Stopped | None = Stopped(ExitCode.NOT_READY, True)
+        self.stopped: RunStopped | None = RunStopped(ExitCode.NOT_READY, True)
         self.rank0_lost = ""
-        self.dead: list[int] = []
+        self.exited: list[int] = []
         watch = SimpleNamespace(
             phase="load",
             enter=lambda *_: None,
@@ -50,17 +50,17 @@ class World:
         )
         transport = SimpleNamespace(rank=rank)
         control: Any = SimpleNamespace(
-            transport=transport, watch=watch, limits=Limits(DEADLINES), gone_on_without=[],
+            transport=transport, watch=watch, timeouts=Timeouts(DEADLINES), lost_instances=[],
             sees_rank0=True, rank0=Rank0At("here", 1, "", None),
-            rank0_ended=lambda: False,
+            rank0_has_exited=lambda: False,
             rank0_lost=lambda: self.rank0_lost, rank0_beat=self.note("beat"),
-            fail=lambda failure: self.did("told rank 0", self.stopped), say_bye=self.note("bye"),
+            fail=lambda failure: self.did("told rank 0", self.stopped), send_bye=self.note("bye"),
         )  # fmt: skip
         of_all = SimpleNamespace(
             ranks=range(3),
             phase="load",
-            dead=lambda: self.dead,
-            may_go_on=False,
+            exited=lambda: self.exited,
+            may_continue=False,
             kill_lost=self.note("kill lost"),
             losses=lambda ranks: tuple(Failure("lost", rank, code=5) for rank in ranks),
             settle=lambda failures: failures,
@@ -98,7 +98,7 @@ class World:
             ending, "signal", SimpleNamespace(signal=lambda *_: None, setitimer=lambda *_: None, **names)
         )
         monkeypatch.setattr(
-            ending, "tell_exit_code", lambda code: self.events.append(f"launcher {int(code)}")
+            ending, "write_exit_code", lambda code: self.events.append(f"launcher {int(code)}")
         )
         monkeypatch.setattr(logging, "shutdown", lambda: None)
         monkeypatch.setattr(time, "sleep", lambda seconds: self.events.append("wait"))
@@ -111,7 +111,7 @@ class World:
         self.states.append(self.ending.state)
         return value
 
-    def take(self, source: int, tag: Tag, tries: int) -> Received | None:
+    def take(self, source: int, tag: Tag, tries: int) -> Envelope | None:
         for received in self.messages:
             if (received.source, received.tag) == (source, tag):
                 self.messages.remove(received)
@@ -148,7 +148,7 @@ def test_a_rank_that_fails_tells_rank_0_and_waits_to_be_stopped(monkeypatch: pyt
 
 def test_a_rank_that_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 2)
-    assert world.ended(world.ending.stop, Stopped(4, finalize=False)) == [
+    assert world.ended(world.ending.stop, RunStopped(4, finalize=False)) == [
         "role stops",
         "bye",
         "quiet",
@@ -226,8 +226,8 @@ def test_a_rank_lost_after_the_last_phase_changes_nothing(monkeypatch: pytest.Mo
 def test_a_stuck_rank_ends_when_rank_0_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 2)
     assert world.ending.end_stuck() is None and world.ending.state is State.RUNNING
-    beat = Received(0, Tag.BEAT, BEAT.write(Beat("load", 0.0, "")))
-    world.messages += [beat, beat, Received(0, Tag.STOP, STOP.write(Stop(4, True)))]
+    beat = Envelope(0, Tag.BEAT, BEAT.write(Beat("load", 0.0, "")))
+    world.messages += [beat, beat, Envelope(0, Tag.STOP, STOP.write(Stop(4, True)))]
     assert world.ending.end_stuck() == 4
     assert world.events == ["beat", "beat", "BYE to 0"]
 
@@ -267,7 +267,7 @@ def test_a_stuck_rank_of_a_busy_machine_soon_beats_again(monkeypatch: pytest.Mon
 def test_rank_0_ends_while_stuck_if_a_process_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 0)
     assert world.ending.end_stuck() is None
-    world.dead = [1]
+    world.exited = [1]
     assert world.ending.end_stuck() == 5
     assert world.events == ["launcher 5", "told lost", "STOP to 2"]
 
@@ -276,8 +276,8 @@ def test_rank_0_ends_while_stuck_if_a_process_is_gone(monkeypatch: pytest.Monkey
 def test_the_watch_yields_to_the_main_thread(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     """Messages are the main thread's as well: it reads a STOP."""
     world = World(monkeypatch, rank)
-    world.dead, world.rank0_lost, world.ending.state = [1], "silent", State.TELLING
-    world.messages.append(Received(0, Tag.STOP, STOP.write(Stop(4, True))))
+    world.exited, world.rank0_lost, world.ending.state = [1], "silent", State.TELLING
+    world.messages.append(Envelope(0, Tag.STOP, STOP.write(Stop(4, True))))
     assert world.ending.end_stuck() is None
     assert world.events == [] and len(world.messages) == 1
 
@@ -287,11 +287,11 @@ def test_the_main_thread_yields_to_the_watch(monkeypatch: pytest.MonkeyPatch, ra
     """Nothing is reported twice; the main thread gives the watch time to end the process."""
     for call in ("fail", "finish", "stop"):
         world = World(monkeypatch, rank)
-        world.dead = [1]
-        world.messages.append(Received(0, Tag.STOP, STOP.write(Stop(5, True))))
+        world.exited = [1]
+        world.messages.append(Envelope(0, Tag.STOP, STOP.write(Stop(5, True))))
         assert world.ending.end_stuck() == 5
         world.events.clear()
-        arguments = {"fail": (BROKEN,), "finish": (0, None), "stop": (Stopped(5, True),)}[call]
+        arguments = {"fail": (BROKEN,), "finish": (0, None), "stop": (RunStopped(5, True),)}[call]
         assert world.ended(getattr(world.ending, call), *arguments) == ["wait", "exit 5"]
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.comms.control import Limits, RankControl
-from mpillm.comms.messages import ARRIVED, RELEASE, Arrived, JoinReport, Rank0At, Setup
+from mpillm.comms.control import RankControl, Timeouts
+from mpillm.comms.messages import ARRIVED, RELEASE, Arrival, JoinReport, Rank0At, Setup
 from mpillm.comms.tags import Tag
-from mpillm.comms.transport import Received
+from mpillm.comms.transport import Envelope
 from mpillm.errors import ExitCode, Failure
 from mpillm.options.fields import DEADLINES
 from mpillm.options.options import parse_run, parse_serve
@@ -229,7 +229,7 @@ class Run:
             [*DUMMY, "--dataset", "synthetic", "--num_samples", "70", "--log_dir", str(directory), *words]
         )
         self.transport: Any = Loopback()
-        control = RankControl(self.transport, SimpleNamespace(phase="join"), Limits(DEADLINES))  # type: ignore[arg-type]
+        control = RankControl(self.transport, SimpleNamespace(phase="join"), Timeouts(DEADLINES))  # type: ignore[arg-type]
         self.out, self.err = io.StringIO(), io.StringIO()
         self.rank0 = Rank0(control, 3, self.config, 0.0, Console(self.out, self.err), Session)
 
@@ -239,7 +239,7 @@ class Run:
         for rank, report in reports.items():
             assert self.transport.sent == []
             self.transport.handlers[Tag.ARRIVED](
-                Received(rank, Tag.ARRIVED, ARRIVED.write(Arrived(phase, report)))
+                Envelope(rank, Tag.ARRIVED, ARRIVED.write(Arrival(phase, report)))
             )
         assert [(dest, tag) for dest, tag, _ in self.transport.sent] == [
             (rank, Tag.RELEASE) for rank in range(3)

@@ -19,8 +19,8 @@ def test_no_heartbeat_goes_to_a_rank_0_that_has_ended(has_ended: bool) -> None:
     rank: Any = Rank.__new__(Rank)
     rank._rank0, rank._roles = None, []
     rank._sampler = SimpleNamespace(sample=lambda: None)
-    rank._control = SimpleNamespace(rank0_ended=lambda: has_ended)
+    rank._control = SimpleNamespace(rank0_has_exited=lambda: has_ended)
     rank._beats = SimpleNamespace(send=lambda dest, tag, _: sent.append((dest, tag)), reap=lambda: None)
-    rank._doorbell = SimpleNamespace(ring_own=lambda beat: None)
+    rank._wakeup = SimpleNamespace(wake_own=lambda beat: None)
     rank._beat(Beat("test", 0.0, ""))
     assert sent == ([] if has_ended else [(0, Tag.BEAT)])

@@ -102,7 +102,7 @@ def test_an_answer_that_makes_no_sense(body: bytes) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("way", ENDLESS)
 def test_an_answer_without_end(way: str, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kserve_http, "MOST_ANSWER", 1 << 22)
+    monkeypatch.setattr(kserve_http, "MAX_ANSWER_BYTES", 1 << 22)
     with (
         endless_server(*ENDLESS[way]) as url,
         KServeConnection(url, TIMEOUT_S) as connection,

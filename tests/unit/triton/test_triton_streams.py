@@ -15,7 +15,7 @@ pytest.importorskip("tritonclient.grpc")
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from launch.bounded_http import MOST_ANSWER, OF_GRPC
+from launch.bounded_http import MAX_ANSWER_BYTES, GRPC_OPTIONS
 from mpillm.triton.client import connection
 from mpillm.triton.core import stream
 from mpillm.triton.core.stream import StreamPool
@@ -65,10 +65,10 @@ def test_no_message_of_a_server_has_more_bytes_than_an_answer_may_have(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither for a core nor for a client, whose library would take 2 GiB."""
-    assert dict(OF_GRPC)["grpc.max_receive_message_length"] == MOST_ANSWER
+    assert dict(GRPC_OPTIONS)["grpc.max_receive_message_length"] == MAX_ANSWER_BYTES
     few = [("grpc.max_receive_message_length", LARGE)]
-    monkeypatch.setattr(stream, "OF_GRPC", few)
-    monkeypatch.setattr(connection, "OF_GRPC", few)
+    monkeypatch.setattr(stream, "GRPC_OPTIONS", few)
+    monkeypatch.setattr(connection, "GRPC_OPTIONS", few)
     heard, streams = list[str](), StreamPool()
     try:
         streams.connect(url, 1, lambda _, response, error: heard.append(error), n_calls=1)

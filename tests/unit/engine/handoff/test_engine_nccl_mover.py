@@ -190,10 +190,10 @@ def test_transfers_in_pieces_within_their_memory() -> None:
 
 def test_a_small_cache_goes_in_one_piece() -> None:
     config = load_model_config("tiny-llama")
-    for whole_below, n_sent in ((0, 4), (1 << 20, 1)):
+    for min_split_bytes, n_sent in ((0, 4), (1 << 20, 1)):
         wire = Wire()
         mover, _ = movers(wire)
-        mover.whole_below = whole_below
+        mover.min_split_bytes = min_split_bytes
         cache = KVCache(config.n_layers, 4, config.n_kv_heads, 4, config.head_dim, torch.float32)
         transfers = Transfers(cache, config, RankLayout(), mover, {9: Peer(1, 1, 1)}, sends=True)
         transfers.start([Transfer(Kind.SEND, 1, 9, 0, 5, [1, 2])])

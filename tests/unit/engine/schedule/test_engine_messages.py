@@ -63,7 +63,7 @@ SENT: dict[Tag, list[Any]] = {
     Tag.MOVED: [[2**31 - 1], []],
     Tag.NCCL_ID: [bytes(range(128))],
     Tag.NOTICE: [[Notice(Tag.KV + 255, 2**40), Notice(Tag.KV, 0)], []],
-    Tag.ROOM: [[PutTarget(Tag.KV + 7, 3, 1, 40, [5, 1], (0, 3)), PutTarget(Tag.KV, 0, 0, 1, [9])], []],
+    Tag.TARGETS: [[PutTarget(Tag.KV + 7, 3, 1, 40, [5, 1], (0, 3)), PutTarget(Tag.KV, 0, 0, 1, [9])], []],
     Tag.PUT: [[Tag.KV + 7, Tag.KV], []],
 }
 MESSAGES: dict[Tag, Message[Any]] = {

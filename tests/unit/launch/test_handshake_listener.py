@@ -1,4 +1,4 @@
-"""A door: strangers are few and stay a short time, and who knows the greeting comes in whatever they do."""
+"""Limits of unauthenticated connections. A client with the greeting is admitted whatever the others do."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from launch import door
-from launch.door import Door
+from launch import handshake_listener
+from launch.handshake_listener import HandshakeListener
 from tests.helpers.support import wait_until
 
 GREETING = b"0123456789abcdef"
@@ -19,16 +19,16 @@ PATIENCE_S = 60.0
 
 
 class Admitted:
-    """Counts who has come in through a door of its own."""
+    """Counts the clients that a listener of its own has admitted."""
 
     def __init__(self) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
-        self.said: list[bytes] = []
-        self.door = Door("test", listener, len(GREETING), self._admit)
+        self.greetings: list[bytes] = []
+        self.listener = HandshakeListener("test", listener, len(GREETING), self._admit)
 
-    def _admit(self, connection: socket.socket, said: bytes) -> None:
-        self.said.append(said)
+    def _admit(self, connection: socket.socket, greeting: bytes) -> None:
+        self.greetings.append(greeting)
         connection.close()
 
     def call(self) -> socket.socket:
@@ -39,7 +39,7 @@ class Admitted:
 def admitted() -> Iterator[Admitted]:
     made = Admitted()
     yield made
-    made.door.close()
+    made.listener.close()
     with pytest.raises(ConnectionRefusedError):
         made.call()
 
@@ -50,29 +50,33 @@ def closed(connection: socket.socket) -> bool:
     return True
 
 
-def test_the_strangers_that_have_waited_longest_make_room(admitted: Admitted) -> None:
+def test_the_oldest_connections_are_dropped(admitted: Admitted) -> None:
     with contextlib.ExitStack() as stack:
-        strangers = [stack.enter_context(admitted.call()) for _ in range(3 * door._STRANGERS)]
-        assert all(closed(one) for one in strangers[: 2 * door._STRANGERS])
+        clients = [
+            stack.enter_context(admitted.call()) for _ in range(3 * handshake_listener._MAX_UNAUTHENTICATED)
+        ]
+        assert all(closed(one) for one in clients[: 2 * handshake_listener._MAX_UNAUTHENTICATED])
         with admitted.call() as caller:
             caller.sendall(GREETING)
-            assert closed(caller) and admitted.said == [GREETING]
-        assert len(admitted.door._strangers) <= door._STRANGERS
+            assert closed(caller) and admitted.greetings == [GREETING]
+        assert len(admitted.listener._unauthenticated) <= handshake_listener._MAX_UNAUTHENTICATED
 
 
-def test_strangers_of_another_address_make_no_room(admitted: Admitted) -> None:
+def test_connections_of_another_address_are_kept(admitted: Admitted) -> None:
     with contextlib.ExitStack() as stack:
         other = ("127.0.0.2", 0)  # all of 127.0.0.0/8 is this machine's, on Linux
         slow = stack.enter_context(socket.create_connection(admitted.address, PATIENCE_S, other))
-        strangers = [stack.enter_context(admitted.call()) for _ in range(3 * door._STRANGERS)]
-        assert all(closed(one) for one in strangers[: 2 * door._STRANGERS])
+        clients = [
+            stack.enter_context(admitted.call()) for _ in range(3 * handshake_listener._MAX_UNAUTHENTICATED)
+        ]
+        assert all(closed(one) for one in clients[: 2 * handshake_listener._MAX_UNAUTHENTICATED])
         slow.sendall(GREETING)
-        assert closed(slow) and admitted.said == [GREETING]
+        assert closed(slow) and admitted.greetings == [GREETING]
 
 
 def test_a_greeting_has_a_deadline_for_all_of_it(admitted: Admitted, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for each byte, nor for the next event."""
-    monkeypatch.setattr(door, "_GREETING_S", 0.5)
+    monkeypatch.setattr(handshake_listener, "_GREETING_S", 0.5)
     with admitted.call() as silent, admitted.call() as slow:
         began, sent = time.monotonic(), 0
         with contextlib.suppress(OSError):
@@ -80,7 +84,7 @@ def test_a_greeting_has_a_deadline_for_all_of_it(admitted: Admitted, monkeypatch
                 slow.sendall(GREETING[sent : sent + 1])
                 sent += 1
                 time.sleep(0.1)
-        assert closed(silent) and closed(slow) and not admitted.said, time.monotonic() - began
+        assert closed(silent) and closed(slow) and not admitted.greetings, time.monotonic() - began
 
 
 def test_a_greeting_in_pieces(admitted: Admitted) -> None:
@@ -89,13 +93,13 @@ def test_a_greeting_in_pieces(admitted: Admitted) -> None:
         for byte in GREETING:
             caller.sendall(bytes([byte]))
             time.sleep(0.001)
-        assert closed(caller) and admitted.said == [GREETING]
+        assert closed(caller) and admitted.greetings == [GREETING]
 
 
-def test_the_thread_ends_with_the_door() -> None:
+def test_the_thread_ends_with_the_listener() -> None:
     made = Admitted()
-    with made.call() as stranger:
-        wait_until(lambda: made.door._strangers, "the stranger")
-        made.door.close()
-        assert closed(stranger)
+    with made.call() as client:
+        wait_until(lambda: made.listener._unauthenticated, "the client")
+        made.listener.close()
+        assert closed(client)
     wait_until(lambda: all(thread.name != "test" for thread in threading.enumerate()), "the thread's end")

@@ -1,4 +1,4 @@
-"""Lifelines: a process that ends is known, and nothing else is taken for one that has."""
+"""Connections to rank 0: the exit of a process is detected, and nothing else counts as an exit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpillm.comms.lifeline import Address, Lifeline, Lifelines
+from mpillm.comms.rank_connections import Address, Rank0Connection, RankConnections
 from tests.helpers.support import wait_until
 
 HOLD = """
 import sys, time
-from mpillm.comms.lifeline import Address, Lifeline
-line = Lifeline(Address(("127.0.0.1",), int(sys.argv[1]), bytes.fromhex(sys.argv[2])), int(sys.argv[3]))
+from mpillm.comms.rank_connections import Address, Rank0Connection
+address = Address(("127.0.0.1",), int(sys.argv[1]), bytes.fromhex(sys.argv[2]))
+line = Rank0Connection(address, int(sys.argv[3]))
 while line._connection is None: time.sleep(0.01)
 print("held", flush=True)
 time.sleep(600)
@@ -27,14 +28,14 @@ time.sleep(600)
 
 
 @pytest.fixture
-def lifelines() -> Lifelines:
-    return Lifelines(("127.0.0.1",))
+def connections() -> RankConnections:
+    return RankConnections(("127.0.0.1",))
 
 
 @pytest.fixture
-def holders(lifelines: Lifelines) -> Iterator[list[subprocess.Popen[str]]]:
+def holders(connections: RankConnections) -> Iterator[list[subprocess.Popen[str]]]:
     """Yield processes that hold the lifelines of ranks 1 and 2."""
-    address = lifelines.address
+    address = connections.address
     command = [sys.executable, "-c", HOLD, str(address.port), address.key.hex()]
     made = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in (1, 2)]
     try:
@@ -50,25 +51,29 @@ def holders(lifelines: Lifelines) -> Iterator[list[subprocess.Popen[str]]]:
             process.stdout.close()
 
 
-def test_a_killed_process_is_known(lifelines: Lifelines, holders: list[subprocess.Popen[str]]) -> None:
-    assert lifelines.ended == frozenset()
+def test_a_killed_process_is_known(
+    connections: RankConnections, holders: list[subprocess.Popen[str]]
+) -> None:
+    assert connections.exited == frozenset()
     holders[1].kill()
-    wait_until(lambda: lifelines.ended, "rank 2's end")
-    assert lifelines.ended == {2}
+    wait_until(lambda: connections.exited, "rank 2's end")
+    assert connections.exited == {2}
     holders[0].terminate()
-    wait_until(lambda: lifelines.ended == {1, 2}, "rank 1's end")
+    wait_until(lambda: connections.exited == {1, 2}, "rank 1's end")
 
 
-def test_a_stopped_process_has_not_ended(lifelines: Lifelines, holders: list[subprocess.Popen[str]]) -> None:
+def test_a_stopped_process_has_not_ended(
+    connections: RankConnections, holders: list[subprocess.Popen[str]]
+) -> None:
     holders[0].send_signal(signal.SIGSTOP)
     holders[1].kill()
-    wait_until(lambda: lifelines.ended, "rank 2's end")
-    assert lifelines.ended == {2}
+    wait_until(lambda: connections.exited, "rank 2's end")
+    assert connections.exited == {2}
 
 
-def test_strangers_and_broken_connections_say_nothing(lifelines: Lifelines) -> None:
+def test_strangers_and_broken_connections_say_nothing(connections: RankConnections) -> None:
     """Neither a stranger without the key nor a connection that the network resets counts as a lost rank."""
-    here = ("127.0.0.1", lifelines.address.port)
+    here = ("127.0.0.1", connections.address.port)
     with socket.create_connection(here) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
         with contextlib.suppress(ConnectionResetError):
@@ -76,30 +81,30 @@ def test_strangers_and_broken_connections_say_nothing(lifelines: Lifelines) -> N
     with socket.create_connection(here):
         pass
     reset = socket.create_connection(here)
-    reset.sendall(lifelines.address.key + struct.pack("!I", 1))
+    reset.sendall(connections.address.key + struct.pack("!I", 1))
     reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     reset.close()
-    own = Lifeline(lifelines.address, 3)
+    own = Rank0Connection(connections.address, 3)
     wait_until(lambda: own._connection, "a connection")
     assert own._connection is not None
     own._connection.close()  # as the end of its process does
-    wait_until(lambda: lifelines.ended, "rank 3's end")
-    assert lifelines.ended == {3}
+    wait_until(lambda: connections.exited, "rank 3's end")
+    assert connections.exited == {3}
 
 
 def test_the_end_of_rank_0_is_known() -> None:
     with socket.create_server(("127.0.0.1", 0)) as rank0:
-        line = Lifeline(Address(("127.0.0.1",), rank0.getsockname()[1], os.urandom(16)), 5)
+        line = Rank0Connection(Address(("127.0.0.1",), rank0.getsockname()[1], os.urandom(16)), 5)
         connection, _ = rank0.accept()
         wait_until(lambda: line._connection, "a connection")
-        assert not line.ended()
+        assert not line.has_exited()
         connection.close()
-        wait_until(line.ended, "the end")
+        wait_until(line.has_exited, "the end")
 
 
-def test_an_address_that_does_not_answer_is_passed_over(lifelines: Lifelines) -> None:
+def test_an_address_that_does_not_answer_is_passed_over(connections: RankConnections) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.2", 0))  # nobody listens there
-        _, port, key = lifelines.address
-        line = Lifeline(Address(("no.such.host.invalid", "127.0.0.1"), port, key), 1)
+        _, port, key = connections.address
+        line = Rank0Connection(Address(("no.such.host.invalid", "127.0.0.1"), port, key), 1)
         wait_until(lambda: line._connection, "a connection")

@@ -13,8 +13,8 @@ import time
 import pytest
 
 from launch.exits import RankExit
-from launch.roll_call import RollCall
-from launch.witness import Witness
+from launch.launcher_monitor import LauncherMonitor
+from launch.rank_registry import RankRegistry
 from tests.helpers.support import wait_until
 
 # As printed by Open MPI 5.0.11 and 4.1.6, and MPICH 5.0.2.
@@ -49,41 +49,41 @@ time.sleep(60)
 """
 
 
-def hear(made: Witness, text: str) -> None:
+def read_lines(made: LauncherMonitor, text: str) -> None:
     for line in text.splitlines(keepends=True):
-        made.hear(line)
+        made.read_line(line)
 
 
 @pytest.fixture
-def roll_call() -> RollCall:
-    """Return the roll call of four ranks on two hosts, all of which have answered."""
-    made = RollCall(4)
+def registry() -> RankRegistry:
+    """Return the registry of four ranks on two hosts, all of which have registered."""
+    made = RankRegistry(4)
     made._hosts = {0: "h1", 1: "h1", 2: "h2", 3: "h2"}
     return made
 
 
 @pytest.mark.parametrize("text", [LOST, OLDER, FAILED])
-def test_the_host_of_a_lost_daemon(roll_call: RollCall, text: str) -> None:
-    made = Witness(roll_call)
-    hear(made, text)
+def test_the_host_of_a_lost_daemon(registry: RankRegistry, text: str) -> None:
+    made = LauncherMonitor(registry)
+    read_lines(made, text)
     how = ", which was ended by signal 9 (SIGKILL)" if text == FAILED else ""
     said = f"mpirun has lost its daemon on h2{how}, and ended all ranks"
-    assert made.lost_by_open_mpi(math.inf) == f"host h2 (ranks 2-3): {said}"
-    assert made.lost_by_open_mpi(time.monotonic() - 60) == "", "the run had ended long before"
+    assert made.lost_openmpi_daemon(math.inf) == f"host h2 (ranks 2-3): {said}"
+    assert made.lost_openmpi_daemon(time.monotonic() - 60) == "", "the run had ended long before"
 
 
-def test_what_others_print_says_nothing(roll_call: RollCall) -> None:
-    made = Witness(roll_call)
-    hear(made, "  Remote host:   h2\nDaemon exit status: 137\nmpillm: failed in phase 'test'\n")
-    assert made.lost_by_open_mpi(math.inf) == "" and made.told_person
+def test_what_others_print_says_nothing(registry: RankRegistry) -> None:
+    made = LauncherMonitor(registry)
+    read_lines(made, "  Remote host:   h2\nDaemon exit status: 137\nmpillm: failed in phase 'test'\n")
+    assert made.lost_openmpi_daemon(math.inf) == "" and made.failure_is_printed
 
 
-def test_hydras_lost_daemon(roll_call: RollCall) -> None:
+def test_hydras_lost_daemon(registry: RankRegistry) -> None:
     """Its shell is the one that has ended; the numbers are those of the hosts, in the ranks' order."""
     process = subprocess.Popen([sys.executable, "-c", MPIRUN], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     pids = [int(process.stdout.readline()) for _ in range(2)]
-    made = Witness(roll_call)
+    made = LauncherMonitor(registry)
     made.hydra_ends_s = 0.1
     try:
 
@@ -93,62 +93,62 @@ def test_hydras_lost_daemon(roll_call: RollCall) -> None:
 
         wait_until(noted, "both shells")
         os.kill(pids[1], signal.SIGKILL)
-        hear(made, HYDRA)
+        read_lines(made, HYDRA)
     finally:
         for pid in (*pids, process.pid):
             os.kill(pid, signal.SIGKILL)
         process.communicate()
     expected = "host h2 (ranks 2-3): mpirun has lost its daemon on h2, and ended all ranks"
-    assert made.before_rank_0(255) == expected
+    assert made.exits_before_rank_0(255) == expected
 
 
-def test_hydra_goes_on_without_a_daemon(roll_call: RollCall) -> None:
+def test_hydra_goes_on_without_a_daemon(registry: RankRegistry) -> None:
     """It is told once, and not when all of them end with the run."""
-    made = Witness(roll_call)
+    made = LauncherMonitor(registry)
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         made._note_proxy(1, process.pid)
         made._note_proxy(0, os.getpid())
-    assert made.goes_on_without() == "", "the run may just be ending"
+    assert made.lost_hydra_daemon() == "", "the run may just be ending"
     made.goes_on_s = 0.0
-    assert made.goes_on_without() == (
-        "host h2 (ranks 2-3): mpirun has lost its daemon on h2; its ranks go on, but what they print is lost"
+    assert made.lost_hydra_daemon() == (
+        "host h2 (ranks 2-3): mpirun has lost its daemon on h2; its ranks go on, but their output is lost"
     )
-    assert made.goes_on_without() == "" == Witness(roll_call).goes_on_without()
+    assert made.lost_hydra_daemon() == "" == LauncherMonitor(registry).lost_hydra_daemon()
 
 
 @pytest.mark.parametrize("ended", [[0, 1], [0, 1, 3]])
-def test_a_host_of_which_nothing_is_heard(roll_call: RollCall, ended: list[int]) -> None:
+def test_a_host_of_which_nothing_is_heard(registry: RankRegistry, ended: list[int]) -> None:
     """All shells have ended when Hydra's words are read, so they don't tell which was the first."""
-    made = Witness(roll_call)
+    made = LauncherMonitor(registry)
     made.hydra_ends_s = 0.1
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         made._note_proxy(0, process.pid)
         made._note_proxy(1, process.pid)
-    hear(made, HYDRA)
+    read_lines(made, HYDRA)
     for rank in ended:
-        roll_call._note_end((rank, 7, 0, b"h", b""))
+        registry._on_exit((rank, 7, 0, b"h", b""))
     expected = "host h2 (ranks 2-3): mpirun has lost its daemon on h2, and ended all ranks"
-    assert made.before_rank_0(255) == (expected if ended == [0, 1] else "")
+    assert made.exits_before_rank_0(255) == (expected if ended == [0, 1] else "")
 
 
 @pytest.mark.parametrize("is_silent", [True, False])
-def test_the_shell_of_another_host_may_end_first(roll_call: RollCall, is_silent: bool) -> None:
+def test_the_shell_of_another_host_may_end_first(registry: RankRegistry, is_silent: bool) -> None:
     """The host without power is the one of which nothing is heard, at last."""
-    made = Witness(roll_call)
+    made = LauncherMonitor(registry)
     made.hydra_ends_s = 0.5 if is_silent else 30.0
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         made._note_proxy(0, process.pid)
         made._note_proxy(1, os.getpid())
-    hear(made, HYDRA)
-    roll_call._note_end((0, 7, 0, b"h", b""))
+    read_lines(made, HYDRA)
+    registry._on_exit((0, 7, 0, b"h", b""))
     if not is_silent:
-        threading.Timer(0.2, roll_call._note_end, [(2, 7, 0, b"h", b"")]).start()
+        threading.Timer(0.2, registry._on_exit, [(2, 7, 0, b"h", b"")]).start()
     lost = "host h2 (ranks 2-3): mpirun has lost" if is_silent else "host h1 (ranks 0-1): mpirun has lost"
-    assert made.before_rank_0(255).startswith(lost)
+    assert made.exits_before_rank_0(255).startswith(lost)
 
 
-def test_ranks_that_ended_before_rank_0(roll_call: RollCall, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Witness().before_rank_0(1) == Witness(roll_call).before_rank_0(1) == ""
-    monkeypatch.setattr(roll_call, "before_rank_0", lambda: [RankExit(2, "h2", 7)])
-    said = Witness(roll_call).before_rank_0(137)
+def test_ranks_that_exited_before_rank_0(registry: RankRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert LauncherMonitor().exits_before_rank_0(1) == LauncherMonitor(registry).exits_before_rank_0(1) == ""
+    monkeypatch.setattr(registry, "exits_before_rank_0", lambda: [RankExit(2, "h2", 7)])
+    said = LauncherMonitor(registry).exits_before_rank_0(137)
     assert said == "rank 2 on h2 (pid 7) has ended; then mpirun, with 137, and all ranks"

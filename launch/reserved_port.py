@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 
-class HeldPort:
+class ReservedPort:
     """A free port that is bound, without a listener.
 
     The system does not assign it to a process that requests any free port. Another run that reserves ports in
@@ -14,7 +14,7 @@ class HeldPort:
     """
 
     def __init__(self, host: str) -> None:
-        """`host`: the address that the server will listen at. Raises OSError if there is none such here."""
+        """`host`: the address that the server will listen at. Raises OSError if it is not this host's."""
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from disagg.errors import ConfigError, nearest
 from launch.launcher import RANK_COMMANDS
-from launch.outside import whole_number
+from launch.safe_text import whole_number
 from launch.supervisor import START_DEADLINE_S
 
 USAGE = """\
@@ -62,8 +62,8 @@ class Arguments:
 def parse_arguments(argv: Sequence[str], commands: Sequence[str] = RANK_COMMANDS) -> Arguments:
     """Split `argv` into our options, `mpirun`'s, and the mpillm command with its own.
 
-    An option of `mpirun` takes the words up to the next option or command, so nobody has to keep a list of
-    its options; a value that is also a command is written with an equals sign (``--host=bench``).
+    An option of `mpirun` takes the arguments up to the next option or command, so no list of its options is
+    necessary. If a value is also the name of a command, write it with an equals sign (``--host=bench``).
     """
     ranks: int | None = None
     dry_run = False
@@ -71,58 +71,58 @@ def parse_arguments(argv: Sequence[str], commands: Sequence[str] = RANK_COMMANDS
     options: list[str] = []
     values: list[str] = []
     takes_values = False
-    words = list(argv)
-    while words and words[0].replace("_", "-") not in commands:
-        word = words.pop(0)
-        if word == "--":
+    args = list(argv)
+    while args and args[0].replace("_", "-") not in commands:
+        arg = args.pop(0)
+        if arg == "--":
             break
-        if word.startswith("-"):
-            name = word.lstrip("-")
+        if arg.startswith("-"):
+            name = arg.lstrip("-")
             takes_values = False
-            if match := re.fullmatch(rf"(-+(?:{'|'.join(_RANKS)}))(?:=|(?=[0-9]))(.*)", word):  # -n=5, -n5
+            if match := re.fullmatch(rf"(-+(?:{'|'.join(_RANKS)}))(?:=|(?=[0-9]))(.*)", arg):  # -n=5, -n5
                 ranks = _number_of_ranks(match[1], [match[2]])
             elif name in _RANKS:
-                ranks = _number_of_ranks(word, words)
+                ranks = _number_of_ranks(arg, args)
             elif name.replace("-", "_") == "dry_run":
                 dry_run = True
             elif name.partition("=")[0].replace("-", "_") == "start_deadline":
-                start_deadline_s = _seconds(word, words)
+                start_deadline_s = _seconds(arg, args)
             else:
-                options.append(word)
-                takes_values = "=" not in word
+                options.append(arg)
+                takes_values = "=" not in arg
         elif takes_values:
-            options.append(word)
-            values.append(word)
+            options.append(arg)
+            values.append(arg)
         else:
-            words.insert(0, word)
+            args.insert(0, arg)
             break
-    if not words:
-        guess = next(filter(None, (nearest(value, commands) for value in values)), "")
+    if not args:
+        suggestion = next(filter(None, (nearest(value, commands) for value in values)), "")
         raise ConfigError(
-            f"mpirun: no command to run{guess}; after the options of mpirun comes one of:"
+            f"mpirun: no command to run{suggestion}; after the options of mpirun comes one of:"
             f" {', '.join(commands)}"
         )
-    words[0] = words[0].replace("_", "-")
-    if words[0] not in commands:
+    args[0] = args[0].replace("_", "-")
+    if args[0] not in commands:
         raise ConfigError(
-            f"mpirun: '{words[0]}' is not a command that runs on ranks{nearest(words[0], commands)};"
+            f"mpirun: '{args[0]}' is not a command that runs on ranks{nearest(args[0], commands)};"
             f" those are: {', '.join(commands)}"
         )
     if ranks is None:
-        raise ConfigError(f"mpirun: -n is needed: the number of ranks, as in 'mpirun -n 5 {words[0]} …'")
-    return Arguments(ranks, dry_run, options, words, start_deadline_s)
+        raise ConfigError(f"mpirun: -n is needed: the number of ranks, as in 'mpirun -n 5 {args[0]} …'")
+    return Arguments(ranks, dry_run, options, args, start_deadline_s)
 
 
-def _number_of_ranks(option: str, words: list[str]) -> int:
-    value = words.pop(0) if words else ""
+def _number_of_ranks(option: str, args: list[str]) -> int:
+    value = args.pop(0) if args else ""
     if not re.fullmatch(r"[0-9]{1,7}", value) or int(value) < 1:
         raise ConfigError(f"mpirun: {option} '{value}': must be a number of ranks, at least 1")
     return int(value)
 
 
-def _seconds(option: str, words: list[str]) -> float:
+def _seconds(option: str, args: list[str]) -> float:
     name, equals, value = option.partition("=")
-    value = value if equals else words.pop(0) if words else ""
+    value = value if equals else args.pop(0) if args else ""
     if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]*)?", value) or float(value) == 0:
         raise ConfigError(f"mpirun: {name} '{value}': must be a number of seconds above 0")
     return float(value)

@@ -17,7 +17,7 @@ import pytest
 
 from launch.live_lines import LiveLines, frame
 from launch.logs import log_to
-from launch.outside import one_line, printable
+from launch.safe_text import one_line, printable
 
 CLEAR = "\x1b[2J"
 EVIL = f"a{CLEAR}\x1b]0;title\x07\x9b31m\u202eb\r\nc\x00"

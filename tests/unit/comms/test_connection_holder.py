@@ -1,4 +1,4 @@
-"""Connections that outlive a rank under Slurm's PMIx, so that the step does; its lifeline does not."""
+"""Connections that outlive a rank under Slurm's PMIx. Only the liveness connection closes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tests.helpers.support import wait_until
 
 RANK = """
 import os, socket, sys, threading
-from mpillm.comms import kept_connections
-kept_connections.prepare()
+from mpillm.comms import connection_holder
+connection_holder.prepare()
 ports = map(int, sys.argv[1:])
-pmix, lifeline, other = [socket.create_connection(("127.0.0.1", port)) for port in ports]
+pmix, liveness, other = [socket.create_connection(("127.0.0.1", port)) for port in ports]
 if os.environ["SLURM_PROCID"] == "0":
-    kept_connections.keep(port=lifeline.getsockname()[1])
+    connection_holder.hold(port=liveness.getsockname()[1])
 elif os.environ.get("JOINED") != "no":
-    kept_connections.keep(rank0=lifeline.fileno())
+    connection_holder.hold(rank0=liveness.fileno())
 print(os.getpid(), flush=True)
 if (said := sys.stdin.readline()) == "leave":
-    kept_connections.take_leave()
+    connection_holder.stop()
 elif said == "all":
-    kept_connections.have_said_all()
+    connection_holder.let_task_end()
 os._exit(5)
 """
 UNDER_SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "PMIX_NAMESPACE": "slurm.pmix.1.0"}
@@ -40,7 +40,7 @@ class Rank(NamedTuple):
     task: subprocess.Popen[str]
     pid: int
     pmix: socket.socket
-    lifeline: socket.socket
+    liveness: socket.socket
     other: socket.socket
 
 
@@ -80,7 +80,7 @@ def test_a_killed_rank_is_known_by_its_lifeline_alone(rank: Rank) -> None:
     Rank 0 is known by those that end at its port.
     """
     os.kill(rank.pid, signal.SIGKILL)
-    wait_until(partial(is_closed, rank.lifeline), "the end of the lifeline")
+    wait_until(partial(is_closed, rank.liveness), "the end of the liveness connection")
     assert not is_closed(rank.pmix) and not is_closed(rank.other)
     assert rank.task.poll() is None, "the step goes on on this node"
     rank.pmix.shutdown(socket.SHUT_RDWR)
@@ -93,24 +93,24 @@ def test_a_killed_rank_is_known_by_its_lifeline_alone(rank: Rank) -> None:
 def test_the_task_of_a_killed_rank_ends_after_rank_0(rank: Rank) -> None:
     """That of rank 0 when another rank has had the time to say so."""
     os.kill(rank.pid, signal.SIGKILL)
-    wait_until(partial(is_closed, rank.lifeline), "the end of the lifeline")
+    wait_until(partial(is_closed, rank.liveness), "the end of the liveness connection")
     assert rank.task.poll() is None
-    rank.lifeline.close()
+    rank.liveness.close()
     assert rank.task.wait(8) == -signal.SIGKILL
     assert not is_closed(rank.pmix) and not is_closed(rank.other), "the step ends first"
 
 
 def test_a_rank_ends_with_its_task(rank: Rank) -> None:
     rank.task.kill()
-    wait_until(partial(is_closed, rank.lifeline), "the end of the lifeline")
+    wait_until(partial(is_closed, rank.liveness), "the end of the liveness connection")
 
 
 def test_the_task_outlives_what_slurm_sends_to_all(rank: Rank) -> None:
     rank.task.terminate()
     os.kill(rank.pid, signal.SIGTERM)
-    wait_until(partial(is_closed, rank.lifeline), "the end of the lifeline")
+    wait_until(partial(is_closed, rank.liveness), "the end of the liveness connection")
     assert rank.task.poll() is None
-    rank.lifeline.close()
+    rank.liveness.close()
     assert rank.task.wait(5) == -signal.SIGTERM, "as the rank has"
 
 
@@ -127,7 +127,7 @@ def test_a_rank_that_takes_its_leave_leaves_none(rank: Rank) -> None:
     assert rank.task.stdin is not None
     rank.task.stdin.write("leave")
     rank.task.stdin.close()
-    for connection in (rank.pmix, rank.lifeline, rank.other):
+    for connection in (rank.pmix, rank.liveness, rank.other):
         wait_until(partial(is_closed, connection), "the end of the connections", 5)
     assert rank.task.wait(5) == 5
 
@@ -140,6 +140,6 @@ def test_a_rank_that_takes_its_leave_leaves_none(rank: Rank) -> None:
 )
 def test_elsewhere_nothing_is_kept(rank: Rank) -> None:
     os.kill(rank.pid, signal.SIGKILL)
-    for connection in (rank.pmix, rank.lifeline, rank.other):
+    for connection in (rank.pmix, rank.liveness, rank.other):
         wait_until(partial(is_closed, connection), "the end of the connections", 5)
     assert rank.task.wait(5) == -signal.SIGKILL
