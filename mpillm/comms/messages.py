@@ -94,8 +94,8 @@ class ResponseFlag(enum.IntFlag):
     # arrived at the instance, µs since its first step began, reused KV cache blocks of its prompt.
     TIMES = 128
     # With `logprobs` 1 + k, immediately before FIRST, PARTIAL or FINAL. In place of tokens: the position of
-    # the first token in the response. Then 1 + 2k numbers for each token: its log probability, the k likeliest
-    # tokens in order, and their log probabilities, as the bits of float32.
+    # the first token in the response. Then 1 + 2k numbers for each token: its log probability, the k
+    # likeliest tokens in order, and their log probabilities, as the bits of float32.
     LOGPROBS = 256
     # To the harness: an instance of the request is lost, and no more messages follow. Resend the request,
     # unless CANCEL_DONE is also set. 1 number: that instance. To the leader: the sender has nothing of the

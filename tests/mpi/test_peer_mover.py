@@ -18,7 +18,7 @@ from mpillm.engine.handoff import peer_mover
 from mpillm.engine.handoff.notes import Notes
 from mpillm.engine.handoff.peer_mover import CacheSlice, PeerMover, PutLink
 from mpillm.engine.parallel.peer_memory import ExportedMemory
-from mpillm.engine.schedule.engine_messages import PUT, ROOM, PutTarget
+from mpillm.engine.schedule.engine_messages import PUT, TARGETS, PutTarget
 from mpillm.engine.tensors.staging import Event
 from tests.helpers.loopback import Mark
 
@@ -40,7 +40,7 @@ class MpiLink:
     """Its messages go over MPI; nothing is copied."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self._rooms, self._puts = (Notes(comm, 1 - comm.rank, message) for message in (ROOM, PUT))
+        self._rooms, self._puts = (Notes(comm, 1 - comm.rank, message) for message in (TARGETS, PUT))
         self.put_rooms: list[PutTarget] = []
 
     def mark(self) -> Mark:
