@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launch.launcher import EveryRankError, one_of_several
 from launch.default_paths import RUNS
+from launch.launcher import EveryRankError, one_of_several
 from mpillm.doctor.steps import step_runner
 from mpillm.experiments.run_series import GROUP, SeriesOptions, parse_series
 from mpillm.experiments.selftest import GOOD, Tried, cases

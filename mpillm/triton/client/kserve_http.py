@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from launch.bounded_http import MAX_ANSWER_BYTES, Bounded, ReplyError
+from launch.bounded_http import MAX_ANSWER_BYTES, BoundedClient, ReplyError
 from launch.safe_text import one_line
 from mpillm.triton.client.connection import InferError, Response, Tensors, as_answer
 
@@ -38,7 +38,7 @@ class KServeConnection:
         self.url = url
         self._timeout_s = timeout_s
         try:
-            self._server = Bounded(url)
+            self._server = BoundedClient(url)
         except ReplyError as error:
             raise InferError(f"{url}: {error}") from None
 
@@ -101,7 +101,9 @@ class KServeConnection:
         try:
             with (
                 as_answer(self.url),
-                self._server.request(f"/v2/models/{path}", self._timeout_s, data, MAX_ANSWER_BYTES) as response,
+                self._server.request(
+                    f"/v2/models/{path}", self._timeout_s, data, MAX_ANSWER_BYTES
+                ) as response,
             ):
                 if response.status != http.HTTPStatus.OK:
                     raise InferError(f"{self.url}: HTTP {response.status}: {_error_message(response.read())}")

@@ -169,7 +169,7 @@ class Ranks:
         """Return a sentence that names the ranks that have ended; empty if none ends within `wait_s`."""
         assert self._connections is not None
         end = time.monotonic() + wait_s
-        while not (ended := self._connections.ended) and time.monotonic() < end:
+        while not (ended := self._connections.exited) and time.monotonic() < end:
             time.sleep(_LOOK_S)
         if not ended:
             return ""
@@ -188,7 +188,7 @@ class Ranks:
         assert connection is not None
 
         def watch_ranks() -> None:
-            while not connection.ended():
+            while not connection.has_exited():
                 time.sleep(_LOOK_S)
             _log.error("rank 0 of the engine has ended")
             time.sleep(_LOOK_S)  # a stop message may have arrived

@@ -15,7 +15,7 @@ pytest.importorskip("tritonclient.grpc")
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from launch.bounded_http import MAX_ANSWER_BYTES, GRPC_OPTIONS
+from launch.bounded_http import GRPC_OPTIONS, MAX_ANSWER_BYTES
 from mpillm.triton.client import connection
 from mpillm.triton.core import stream
 from mpillm.triton.core.stream import StreamPool
