@@ -71,7 +71,10 @@ $(PIPELINE): $(if $(OMPI_COMM_WORLD_RANK)$(PMI_RANK)$(PMIX_RANK)$(SLURM_PROCID),
 $(PREPARING):
 	@echo "make $@ is not built here: install TensorRT-LLM and Triton, or start one of NVIDIA's containers that has them (docs/howto/pipeline.md)" >&2; exit 2
 
-test: lint test-short test-mpi
+# Lint and type checks take a minute of one core. They run beside the short tests, which wait half of their time.
+test: $(STAMP)
+	@mkdir -p build; $(MAKE) lint > build/lint.txt 2>&1 & lint=$$!; trap 'kill $$lint 2> /dev/null' INT TERM; \
+	$(MAKE) test-short test-mpi; status=$$?; wait $$lint || status=1; cat build/lint.txt; exit $$status
 
 test-short: $(STAMP)
 	$(PY) -m pytest $(UNTESTED) $(PARALLEL) -m "not (long or $(ELSEWHERE))" $(if $(CPU_LIMIT),--cpu_limit $(CPU_LIMIT)) $(PYTEST_ARGS) tests
