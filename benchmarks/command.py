@@ -8,6 +8,7 @@ from mpillm.errors import ExitCode
 from mpillm.experiments.commands.bench import find
 
 BENCHES = {
+    "engine": "the embedded engine on a CPU: against transformers, vLLM, or itself with draft tokens",
     "http": "what HTTP costs beside the same work through MPI, with cores of zero cost",
     "harness-agreement": "what another client measures of a server, beside LoadGen and ours",
     "owned": "a server that a rank owns beside the same one started by hand",
@@ -24,6 +25,7 @@ BENCHES = {
     "all-reduce": "a sum over the GPUs of a TP group with its norm, by NCCL and in one kernel",
     "handoff": "KV caches between two ranks, against plain messages of the same size",
 }
+WITH_JSON = ("engine",)  # have the option --json
 ON_RANKS = ("agreement", "all-reduce", "handoff")  # of an mpirun; the others are one process
 
 
@@ -36,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the benchmark that is named, with the options after its name."""
     from mpillm.options.values import collect
 
-    named = find("benchmarks", BENCHES, module_of, argv)
+    named = find("benchmarks", BENCHES, module_of, argv, figures=bool({*argv[:1]} & {*WITH_JSON}))
     if named is None:
         return ExitCode.DONE
     bench, parser, words = named

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from benchmarks.engine import Options as OfEngine
 from disagg.errors import ConfigError
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.shape.dtypes import N_BYTES
@@ -17,7 +18,6 @@ from mpillm.engine.shape.entries import layer_bytes
 from mpillm.engine.shape.model_info import ModelInfo, check_model
 from mpillm.engine.shape.speculative_config import EAGLE, SpeculativeConfig, decode_rows
 from mpillm.engine.speculation.check_speculation import check_speculation
-from mpillm.experiments.bench.bench_engine import Options as OfEngine
 from mpillm.experiments.bench.roofline import Roofline
 from mpillm.options.field import option
 from mpillm.options.fields.model import ModelFields

@@ -20,7 +20,6 @@ GROUPS = {"find": ("find-max-qps", "ab", "sweep", "advise", "bench"), "look": ("
 
 BENCHES = {
     "endpoint": "a load test of a server over HTTP, reported as `vllm bench serve` does",
-    "engine": "the embedded engine on a CPU: against transformers, vLLM, or itself with guesses",
     "routing": "what everything around the model costs, with dummy cores",
     "table": "whole runs beside the throughput that TensorRT-LLM publishes for one H200",
 }

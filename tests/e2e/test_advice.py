@@ -198,15 +198,17 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
         "--offline_samples 2000 --qps 200 --server_s 1 --idle_s 1 --repeats 1", says="part of aiohttp's p99"
     ),
     r".* benchmarks soak.*": Typed("--samples 2000000 --duration 6", says="bytes/sample"),
-    r".* bench engine .*--against vllm.*": Elsewhere("tests/peers/test_servers.py"),
+    r".* benchmarks engine .*--against vllm.*": Elsewhere("tests/peers/test_servers.py"),
     # The test model has a token for each letter.
-    r".* bench engine .*--dataset_path examples/.*": Typed(
+    r".* benchmarks engine .*--dataset_path examples/.*": Typed(
         "--max_prompt_len 900 --output_len 2 --num_prompts 2 --repeats 1", says="guesses of a round"
     ),
-    r".* bench engine .*build/head/.*": Elsewhere(
+    r".* benchmarks engine .*build/head/.*": Elsewhere(
         "its head takes half an hour to train: tests/e2e/test_speculation.py has one of random numbers"
     ),
-    r".* bench engine --model_path .*": Typed("--output_len 2 --num_prompts 4 --repeats 1", says="tokens/s"),
+    r".* benchmarks engine --model_path .*": Typed(
+        "--output_len 2 --num_prompts 4 --repeats 1", says="tokens/s"
+    ),
     r".* benchmarks load .*": Typed("--repeats 1", says="engine"),
     r".* benchmarks precision .*": Typed("--num_made 4 --made_len 8 --output_len 2", says="tokens alike"),
     r".* benchmarks products .*": Typed("--rows 1", says="GFLOP/s"),

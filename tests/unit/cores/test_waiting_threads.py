@@ -13,7 +13,7 @@ from tests.helpers.support import ROOT
 _LOADS = """
 import os, sys
 from mpillm.cores.torch_core import TorchCore
-import mpillm.experiments.bench.bench_engine
+import benchmarks.engine
 assert "torch" not in sys.modules, "it has read its environment"
 try:
     TorchCore.load(object.__new__(TorchCore))  # which comes to the import, and finds that it has no options

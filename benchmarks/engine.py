@@ -1,4 +1,4 @@
-"""``bench engine``: the embedded engine against transformers, vLLM or itself with guesses, on a CPU."""
+"""``benchmarks engine``: the embedded engine against transformers, vLLM or itself with guesses, on a CPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from benchmarks.transformers_baseline import TransformersBaseline
+from benchmarks.vllm_baseline import VllmBaseline
 from disagg.errors import ConfigError
 from launch.children import Children
 from launch.shared_files import LeftInShm
@@ -22,8 +24,6 @@ from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.model_info import ModelInfo, check_model
 from mpillm.engine.speculation.check_speculation import check_speculation
 from mpillm.engine.tensors.load_torch import load_torch
-from mpillm.experiments.bench.transformers_baseline import TransformersBaseline
-from mpillm.experiments.bench.vllm_baseline import VllmBaseline
 from mpillm.options import json_output
 from mpillm.options.field import option
 from mpillm.options.fields.model import ModelFields
@@ -32,7 +32,7 @@ from mpillm.options.values import Values
 from mpillm.telemetry.other_load import OtherLoad
 
 if TYPE_CHECKING:
-    from mpillm.experiments.bench.counted_engine import CountedEngine
+    from benchmarks.counted_engine import CountedEngine
 
 Answer = Callable[[], list[list[int]]]
 
@@ -42,7 +42,7 @@ _STATIC_BATCH = 8  # the baseline's batch size; it also takes all prompts in one
 
 
 class Options(Values, group="benchmark"):
-    """Options of ``bench engine``."""
+    """Options of ``benchmarks engine``."""
 
     model_path = ModelFields.model_path.but("folder of a Hugging Face checkpoint", group="benchmark")
     dataset_path = option("JSONL with prompts; without it, those that come with the program")
@@ -97,9 +97,9 @@ DESCRIPTION = (
     " with guesses: greedy, all answers of one length."
 )
 EPILOG = """examples:
-  python -m mpillm bench engine --model_path DIR
-  python -m mpillm bench engine --model_path DIR --against vllm --dtype bfloat16
-  python -m mpillm bench engine --model_path DIR --speculative_config decoding_type:NGram,max_draft_len:4"""
+  python -m benchmarks engine --model_path DIR
+  python -m benchmarks engine --model_path DIR --against vllm --dtype bfloat16
+  python -m benchmarks engine --model_path DIR --speculative_config decoding_type:NGram,max_draft_len:4"""
 
 
 def main(config: Options) -> int:
@@ -117,7 +117,7 @@ def main(config: Options) -> int:
     load_torch()
     import torch
 
-    from mpillm.experiments.bench.counted_engine import CountedEngine
+    from benchmarks.counted_engine import CountedEngine
 
     torch.set_num_threads(config.n_threads)
     engine = CountedEngine(plain, info)

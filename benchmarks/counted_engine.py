@@ -1,4 +1,4 @@
-"""The embedded engine as ``bench engine`` runs it on a CPU: answers, and the matrix products behind them."""
+"""The engine as ``benchmarks engine`` runs it on a CPU: answers, and the matrix products behind them."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class TransformersBaseline:
             self._transformers: Any = importlib.import_module("transformers")
         except ImportError as error:
             raise ConfigError(
-                f"bench engine needs the package '{error.name}': pip install 'mpillm[test]'"
+                f"benchmarks engine needs the package '{error.name}': pip install 'mpillm[test]'"
             ) from error
         self._transformers.utils.logging.set_verbosity_error()
         self._transformers.utils.logging.disable_progress_bar()

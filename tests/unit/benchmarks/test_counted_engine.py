@@ -1,4 +1,4 @@
-"""What `bench engine` counts as the engine's products is all that a layer multiplies."""
+"""What `benchmarks engine` counts as the engine's products is all that a layer multiplies."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.counted_engine import CountedEngine
 from mpillm.engine.shape.model_info import check_model
-from mpillm.experiments.bench.counted_engine import CountedEngine
 from tests.helpers.engine_configs import engine_config
 from tests.helpers.families import SHAPE, make_family
 

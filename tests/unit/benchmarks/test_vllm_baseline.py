@@ -1,4 +1,4 @@
-"""`bench engine --against vllm`: the turns of another Python's vLLM, with a stand-in for it."""
+"""`benchmarks engine --against vllm`: the turns of another Python's vLLM, with a stand-in for it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.vllm_baseline import VllmBaseline
 from disagg.errors import ConfigError
 from launch.children import Children
-from mpillm.experiments.bench.vllm_baseline import VllmBaseline
 
 # Answers are the prompt's last token, again and again; a prompt of 666 ends it.
 VLLM = """

@@ -12,10 +12,10 @@ from typing import Any
 
 import psutil
 
+from benchmarks import vllm_process
 from disagg.errors import ConfigError
 from launch.children import Children
 from launch.environment import clean_environment
-from mpillm.experiments.bench import vllm_process
 
 _DEADLINE_S = 900.0  # for loading, and for a turn: vLLM compiles at its first start, for minutes
 _LOOK_S = 0.2
