@@ -15,7 +15,8 @@ from torch import Tensor
 from mpillm.engine.engine import Engine
 from mpillm.engine.kernels.linear import Linear
 from mpillm.engine.kernels.ops import choice_of
-from mpillm.engine.model.feed_forward import Mixture, Mlp
+from mpillm.engine.model.feed_forward import GatedMlp, Mixture, PlainMlp
+from mpillm.engine.model.projections import GroupedProjections
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.run.worker import Worker
 from mpillm.engine.schedule.sampling_params import SamplingParams
@@ -107,7 +108,8 @@ class CountedEngine:
 
     def n_operations(self) -> int:
         """Return the floating-point operations of these; 0 if a layer has others than are counted here."""
-        if not all(isinstance(layer.qkv, Linear) for layer in self._engine.worker.part.model.layers):
+        layers = self._engine.worker.part.model.layers
+        if not all(isinstance(layer.attention, GroupedProjections) for layer in layers):
             return 0
         return sum(2 * each.rows * each.inputs * each.outputs for each in self._products())
 
@@ -131,13 +133,16 @@ class CountedEngine:
         for rows, wanted in self._steps:
             for layer in model.layers:
                 last = wanted if layer is model.layers[-1] else rows
-                if isinstance(layer.qkv, Linear):
-                    yield _product(layer.qkv, rows)
-                yield _product(layer.o, last)
-                if isinstance(layer.mlp, Mlp):
-                    yield from (_product(linear, last) for linear in (layer.mlp.gate_up, layer.mlp.down))
-                else:
-                    yield from _products_of_experts(layer.mlp, last)
+                attention, feed_forward = layer.attention, layer.feed_forward
+                assert isinstance(attention, GroupedProjections)
+                yield _product(attention.product, rows)
+                yield _product(attention.output.product, last)
+                if isinstance(feed_forward, Mixture):
+                    yield from _products_of_experts(feed_forward, last)
+                    continue
+                assert isinstance(feed_forward, (GatedMlp, PlainMlp))
+                up = feed_forward.gate_up if isinstance(feed_forward, GatedMlp) else feed_forward.up
+                yield from (_product(linear, last) for linear in (up, feed_forward.down.product))
             yield _product(model.lm_head, wanted)
 
 

@@ -143,7 +143,7 @@ def _attention(part: ModelPart, batch: int, n_tokens: int, kernels: Any) -> Part
 
 def _products(part: ModelPart, n_rows: int, kernels: Any) -> list[Part]:
     """Return the products with weights: those of the layers, by name, and the head."""
-    from mpillm.engine.model.feed_forward import Mixture
+    from mpillm.engine.model.feed_forward import Mixture, PlainMlp
 
     model = part.model
     assert model.lm_head is not None
@@ -152,7 +152,7 @@ def _products(part: ModelPart, n_rows: int, kernels: Any) -> list[Part]:
     of_experts, of_others = {"none": (width, width), "mxfp4": (17 / 32, width), "int4": (0.53, 0.53)}.get(
         quantization, (1, 1)
     )
-    mixtures = [layer.mlp for layer in model.layers if isinstance(layer.mlp, Mixture)]
+    mixtures = [mlp for layer in model.layers if isinstance(mlp := layer.feed_forward, Mixture)]
     choice, n_pairs, n_hit = [], n_rows, 1.0
     if mixtures:
         n_experts, n_chosen = part.info.config.n_experts, part.info.config.n_experts_per_token
@@ -188,13 +188,17 @@ def _products(part: ModelPart, n_rows: int, kernels: Any) -> list[Part]:
         n = len(linears)
         return Part(name, run, Work(n * (weights * of_weights + moved), n * n_flops, in_floats))
 
-    mlps = [layer.mlp for layer in model.layers]
+    attentions: list[Any] = [layer.attention for layer in model.layers]
+    mlps: list[Any] = [layer.feed_forward for layer in model.layers]
+    outputs = [each.output.product for each in attentions]
+    ups = [mlp.up if isinstance(mlp, PlainMlp) else mlp.gate_up for mlp in mlps]
+    downs = [mlp.down if isinstance(mlp, Mixture) else mlp.down.product for mlp in mlps]
     return [
-        products("qkv", [layer.qkv for layer in model.layers], n_rows, []),
-        products("o", [layer.o for layer in model.layers], n_rows, [], may_be_rounded=False),
+        products("qkv", [each.product for each in attentions], n_rows, []),
+        products("o", outputs, n_rows, [], may_be_rounded=False),
         *([products("router", [mlp.router for mlp in mixtures], n_rows, [])] if mixtures else []),
-        products("gate_up", [mlp.gate_up for mlp in mlps], n_rows, choice),
-        products("down", [mlp.down for mlp in mlps], n_pairs, choice),
+        products("gate_up", ups, n_rows, choice),
+        products("down", downs, n_pairs, choice),
         products("head", [model.lm_head], n_rows, []),
     ]
 

@@ -24,6 +24,7 @@ from mpillm.engine.kernels import step_kernels as kernels
 from mpillm.engine.kernels.few_rows import MOST_ROWS
 from mpillm.engine.kernels.launch import Kernel
 from mpillm.engine.kernels.linear import Fp8Linear, Linear
+from mpillm.engine.model.projections import GroupedProjections
 from mpillm.engine.run import compilations
 from mpillm.engine.run.gpu_steps import GpuSteps
 from mpillm.engine.shape.families.known import FAMILIES
@@ -361,7 +362,9 @@ def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> No
         options = {"engine_dir": str(tmp_path / "engine")}
     core = make_core(folder, gpu_bytes=8 << 30, gpu=0, **options)
     assert core.info.quantization == "fp8"
-    assert core.worker is not None and type(core.worker.part.model.layers[0].qkv) is Fp8Linear
+    assert core.worker is not None
+    attention = core.worker.part.model.layers[0].attention
+    assert isinstance(attention, GroupedProjections) and type(attention.product) is Fp8Linear
     found = answer(core, make_batch(prompts))
     same = sum(a[0] == b[0] for a, b in zip(found, wanted, strict=True))
     parted = [

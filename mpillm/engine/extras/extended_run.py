@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mpillm.engine.extras.lora import StepAdapters
+from mpillm.engine.extras.adapted_products import AdaptedProducts
 from mpillm.engine.extras.step_extras import ReceivedAdapters, StepExtras
 from mpillm.engine.model.model_part import ModelPart
 from mpillm.engine.model.steps import Steps
@@ -24,6 +25,7 @@ class ExtendedRun:
 
     def __init__(self, part: ModelPart, steps: Steps, chooser: TokenChooser) -> None:
         self._part, self._steps, self._chooser = part, steps, chooser
+        self._adapted: AdaptedProducts | None = None
         self.received_adapters = ReceivedAdapters(part.info.config, part.dtype, part.groups.layout)
 
     def run(self, step: Step, layer_stored: Callable[[int], None] | None) -> SampledTokens | None:
@@ -31,9 +33,9 @@ class ExtendedRun:
         extras = self._extras_of(step)
         if extras.copies:
             self._part.cache.copy(extras.copies)
-        adapters = StepAdapters(extras.adapters) if extras.adapters else None
         all_rows = bool(extras.context_logits or extras.adapters)
-        x = self._steps.forward(step, layer_stored, all_rows, adapters)
+        with self._active(extras):
+            x = self._steps.forward(step, layer_stored, all_rows, layerwise=bool(extras.adapters))
         is_root = not self._part.groups.layout.tp_rank
         for logits, rows in extras.context_logits:
             self._keep_logits(x[rows], logits)
@@ -55,6 +57,14 @@ class ExtendedRun:
         if isinstance(step.extras, StepExtras):
             return step.extras
         return self.received_adapters.read(bytes(step.extras))
+
+    def _active(self, extras: StepExtras) -> contextlib.AbstractContextManager[None]:
+        """Use the adapters of a step. The first step that has some replaces the model's products."""
+        if not extras.adapters:
+            return contextlib.nullcontext()
+        if self._adapted is None:
+            self._adapted = AdaptedProducts(self._part.model)
+        return self._adapted.active(extras.adapters)
 
     def _keep_logits(self, x: Tensor, kept: list[NDArray[np.float32]] | None) -> None:
         """Append the logits of all rows of `x` to a list on the root rank, whose host waits. Collective."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -208,21 +208,3 @@ class Adapters:
         while sum(one.n_bytes for one in self._of.values()) > self._max_bytes:
             del self._of[next(iter(self._of))]
         return adapter
-
-
-class StepAdapters:
-    """The adapters of a step, with the rows that each changes."""
-
-    def __init__(self, rows: Sequence[tuple[Adapter, slice]]) -> None:
-        """`rows`: one part for each sequence with an adapter."""
-        by_adapter: dict[Adapter, list[Tensor]] = {}
-        for adapter, part in rows:
-            by_adapter.setdefault(adapter, []).append(torch.arange(part.start, part.stop))
-        self._rows = [(adapter, torch.cat(parts)) for adapter, parts in by_adapter.items()]
-
-    def add(self, layer: int, name: str, x: Tensor, y: Tensor) -> None:
-        """Add to the product `y` [rows, out] of `x` [rows, in], in place."""
-        for adapter, rows in self._rows:
-            if (product := adapter.product(layer, name)) is not None:
-                a, b = product
-                y.index_add_(0, rows, (x.index_select(0, rows) @ a.T) @ b.T)

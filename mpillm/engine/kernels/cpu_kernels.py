@@ -30,7 +30,7 @@ _ARGUMENTS = {
 
 
 class CpuKernels:
-    """Implements `transformer.Ops` for float32 or bfloat16, and attention over a cache of the same dtype."""
+    """Implements `step_parts.Ops` for float32 or bfloat16, and attention over a cache of the same dtype."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, arguments in _ARGUMENTS.items():

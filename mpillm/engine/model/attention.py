@@ -134,7 +134,7 @@ class StepAttention:
         return ByRow(self._turns(PLAIN), self._places, *plan.rows)
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
-        """As `transformer.Attention`."""
+        """As `step_parts.Attention`."""
         h, kind = self._n_heads, PLAIN if self._kinds is None else self._kinds[layer]
         plan, rotations = self._plan(kind), self._turns(kind)
         pools = self._pools(layer)

@@ -16,8 +16,9 @@ from torch import Tensor
 from disagg.errors import ConfigError
 from mpillm.data.read_log import ReadLog
 from mpillm.engine.kernels.linear import Linear
-from mpillm.engine.model.step_parts import Adapters, Attention, Ops
-from mpillm.engine.model.transformer import Llama
+from mpillm.engine.model.decoder import Decoder
+from mpillm.engine.model.layers import AddRmsNorm
+from mpillm.engine.model.step_parts import Attention, Ops
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.shape.eagle_config import LAYER, EagleConfig
 from mpillm.engine.shape.layout import ALL, RankLayout
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-class EagleHead(Llama):
+class EagleHead(Decoder):
     """As a model of one layer whose rows read `hidden`, too. Its logits are over the model's vocabulary."""
 
     in_parts = False
@@ -52,7 +53,7 @@ class EagleHead(Llama):
         # row. It stays where it is for graphs.
         self.hidden = embedding.new_zeros(most_rows, eagle.model.hidden_size, dtype=dtype)
         self._fc = Linear(weights.get("fc"))
-        self._hidden_norm = weights.get(f"{LAYER}hidden_norm")
+        self._hidden_norm = AddRmsNorm(weights.get(f"{LAYER}hidden_norm"), self.config.rms_norm_eps, ops)
         self._norm_before_residual = eagle.norm_before_residual
         self._vocab_size = eagle.vocab_size
         self._tokens: Tensor | None = None  # of the model, by the head's numbers
@@ -70,17 +71,13 @@ class EagleHead(Llama):
         attention: Attention,
         logits_rows: Tensor | None,
         layer_stored: Callable[[int], None] | None = None,
-        adapters: Adapters | None = None,
     ) -> Tensor:
-        """As `Llama.forward`; there is no handoff and no adapter."""
-        layer, eps = self.layers[0], self.config.rms_norm_eps
-        residual = self.hidden[: len(x)]
-        normed = self._ops.add_norm(residual, None, self._hidden_norm, eps)
+        """As `Decoder.forward`, without a handoff."""
+        layer, residual = self.layers[0], self.hidden[: len(x)]
+        normed = self._hidden_norm(residual)
         if self._norm_before_residual:
             residual = normed.clone()
-        embedded = self._ops.add_norm(x, None, layer.input_norm, eps)
-        assert isinstance(layer.qkv, Linear)
-        attended = attention(0, self._by_head(layer.qkv(torch.cat([embedded, normed], dim=1))))
+        attended = attention(0, layer.attention.qkv(torch.cat([layer.norm(x), normed], dim=1)))
         if logits_rows is not None:
             residual, attended = residual.index_select(0, logits_rows), attended.index_select(0, logits_rows)
         out = self.leave(residual, attended, None)

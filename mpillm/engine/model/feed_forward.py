@@ -11,122 +11,118 @@ from torch import Tensor
 
 from mpillm.engine.kernels.linear import GroupedLinear, Linear
 from mpillm.engine.kernels.ops import Choice, RoundedRows, UnscaledProduct
-from mpillm.engine.model.step_parts import Adapters, Ops
-from mpillm.engine.shape import composition
+from mpillm.engine.model.projections import OutputProduct
+from mpillm.engine.model.step_parts import Ops
 from mpillm.engine.shape.composition import CORRECTION, Activation
+from mpillm.engine.shape.composition import Mixture as Parts
 from mpillm.engine.weights.rank_weights import Weights
 
 
-class Mlp:
-    """The dense feed-forward, split over the TP group: the result is a part of a sum over it."""
+class GatedMlp:
+    """down(activation(gate(x)) * up(x)): this rank's part of a sum over the TP group."""
 
-    def __init__(
-        self, weights: Weights, ops: Ops, gate_up: str, down: str, activation: Activation | None
-    ) -> None:
-        """Read the two products; without an `activation` they have biases, and GELU between them."""
-        self._ops = ops
+    def __init__(self, gate_up: Linear, down: OutputProduct, activation: Activation, ops: Ops) -> None:
+        self.gate_up = gate_up
+        self.down = down
         self.activation = activation
-        self.gate_up = weights.linear(gate_up)
-        self.down = weights.linear(down)
-        self.biases: tuple[Tensor, Tensor] | None = None  # of one that is not gated
-        if activation is None:
-            self.biases = weights.bias(gate_up), weights.bias(down)
+        self._ops = ops
 
-    def __call__(
-        self, x: Any, layer: int = 0, adapters: Adapters | None = None, residual: Tensor | None = None
-    ) -> Tensor | UnscaledProduct | None:
-        """Compute. With `residual` it may add the result there, and return None."""
+    def __call__(self, x: Any, onto: Tensor | None = None) -> Tensor | UnscaledProduct | None:
+        """Compute. With `onto` it may add the result there, and return None."""
         n_rows = len(x.numbers if isinstance(x, RoundedRows) else x)
-        few = self.gate_up.few(n_rows) if self.activation == "silu" else None  # which takes SiLU along
-        if self.biases is not None:
-            first, second = self.biases
-            hidden = F.gelu(self._ops.scaled(self.gate_up.unscaled(x)).add_(first), approximate="tanh")
-            return self._ops.scaled(self.down.unscaled(hidden)).add_(second)
-        if adapters is None and few is not None:
+        # With few rows the product applies SiLU to its result.
+        few = self.gate_up.few(n_rows) if self.activation == "silu" else None
+        if few is not None:
             hidden = few(x, activated=True)
         else:
-            gate_up = self.gate_up.unscaled(x)
-            if adapters is not None:
-                adapters.add(layer, "gate_up", x, gate_up)
-            assert self.activation is not None
-            hidden = self._ops.gated(gate_up, self.down.rounds(n_rows), self.activation)
-        if residual is not None and (few := self.down.few(n_rows)) is not None:
-            few(hidden, residual=residual)
-            return None
-        down = self.down.unscaled(hidden)
-        if adapters is not None:
-            adapters.add(layer, "down", hidden, down)
-        return down
+            rounds = self.down.product.rounds(n_rows)
+            hidden = self._ops.gated(self.gate_up.unscaled(x), rounds, self.activation)
+        return self.down(hidden, onto)
 
     def rounds(self, n_rows: int) -> bool:
         """As `Linear.rounds`, for its input."""
         return self.gate_up.rounds(n_rows)
 
 
+class PlainMlp:
+    """down(gelu(up(x))) with biases: this rank's part of a sum over the TP group."""
+
+    def __init__(self, up: Linear, bias: Tensor, down: OutputProduct, ops: Ops) -> None:
+        self.up, self.bias = up, bias
+        self.down = down
+        self._ops = ops
+
+    def __call__(self, x: Any, onto: Tensor | None = None) -> Tensor | UnscaledProduct | None:
+        """Compute; the result is never added to `onto`."""
+        hidden = F.gelu(self._ops.scaled(self.up.unscaled(x)).add_(self.bias), approximate="tanh")
+        return self.down(hidden)
+
+    def rounds(self, n_rows: int) -> bool:
+        """As `Linear.rounds`, for its input."""
+        return self.up.rounds(n_rows)
+
+
 class Mixture:
     """A mixture of experts: the best few for each row, weighted; this rank adds its own experts' part."""
 
-    def __init__(
-        self, weights: Weights, layer: str, names: composition.Mixture, experts: range, ops: Ops
-    ) -> None:
-        """`layer`: the prefix of its tensors; `experts`: this rank's."""
+    def __init__(self, weights: Weights, prefix: str, parts: Parts, experts: range, ops: Ops) -> None:
+        """`prefix`: of its tensors; `experts`: this rank's."""
         self._ops = ops
         self._experts = experts
-        self.n_chosen = names.n_chosen
-        self._normed = names.weights_add_up
-        self._activation = names.activation
+        self._parts = parts
+        self.n_chosen = parts.n_chosen
         # With more rows cuBLAS, expert by expert, is faster than one kernel for all, although the host waits
-        # for the choice: on a GPU, in steps that are no CUDA graphs.
+        # for the choice: on a GPU, in steps that are not CUDA graphs.
         self.one_by_one_above = math.inf
-        router = f"{layer}.{names.prefix}.{names.router}"
-        self._router_bias = weights.bias(router) if names.bias else None
+        router = f"{prefix}.{parts.router}"
+        self._router_bias = weights.bias(router) if parts.bias else None
         self._correction: Tensor | None = None  # of scores in groups
-        self._shared: Mlp | None = None
-        if (groups := names.groups) is not None:
+        self._shared: GatedMlp | None = None
+        if parts.groups is not None:
             self.router = Linear(weights.get(router).float())
             self._correction = weights.get(f"{router}.{CORRECTION}")
-            self._groups, self._factor = (groups.n_groups, groups.n_chosen), groups.factor
-            shared = f"{layer}.{names.prefix}.shared_experts"
-            self._shared = Mlp(
-                weights, ops, f"{shared}.{names.gate_up}", f"{shared}.{names.down}", names.activation
+            gate_up, down = (
+                weights.linear(f"{prefix}.shared_experts.{name}") for name in (parts.gate_up, parts.down)
             )
+            self._shared = GatedMlp(gate_up, OutputProduct(down, None, ops), parts.activation, ops)
         else:
             self.router = Linear(weights.get(router))
         self.gate_up, self.down = (
             GroupedLinear(
-                [weights.linear(name) for name in each],
-                [weights.bias(name) for name in each] if names.bias else None,
+                [weights.linear(name) for name in names],
+                [weights.bias(name) for name in names] if parts.bias else None,
             )
-            for each in (
-                [f"{layer}.{names.prefix}.experts.{i}.{part}" for i in experts]
-                for part in (names.gate_up, names.down)
+            for names in (
+                [f"{prefix}.experts.{i}.{product}" for i in experts]
+                for product in (parts.gate_up, parts.down)
             )
         )
 
-    def __call__(
-        self, x: Tensor, layer: int = 0, adapters: Adapters | None = None, residual: Tensor | None = None
-    ) -> Tensor:
-        """Compute; no adapter changes experts, and the result is never added to `residual`."""
+    def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        """Compute; the result is never added to `onto`."""
         choice = self._chosen(x)
         if len(x) > self.one_by_one_above and not self.gate_up.is_packed:
             combined = self._one_by_one(x, choice)
         else:
-            hidden = self._ops.gated(self.gate_up(x, choice), self.down.rounds, self._activation)
+            hidden = self._ops.gated(self.gate_up(x, choice), self.down.rounds, self._parts.activation)
             combined = self._ops.combine(self.down(hidden, choice), choice.weights)
         if self._shared is None:
             return combined
         shared = self._shared(x)
-        assert shared is not None  # it is not added to a residual
+        assert shared is not None
         return combined.to(x.dtype).add_(self._ops.scaled(shared))
 
     def _chosen(self, x: Tensor) -> Choice:
+        common = self.n_chosen, self._experts, self._parts.weights_add_up
         if self._correction is not None:
-            how = self.n_chosen, self._experts, self._normed, self._groups, self._factor
+            groups = self._parts.groups
+            assert groups is not None
+            how = *common, (groups.n_groups, groups.n_chosen), groups.factor
             return self._ops.route_grouped(self.router(x.float()), self._correction, *how)
         scores = self.router(x)
         if self._router_bias is not None:
             scores = scores + self._router_bias
-        return self._ops.route(scores, self.n_chosen, self._experts, self._normed)
+        return self._ops.route(scores, *common)
 
     def _one_by_one(self, x: Tensor, choice: Choice) -> Tensor:
         """As all of the above on a GPU, with dense products of one expert after the other.
@@ -147,7 +143,7 @@ class Mixture:
             if end > start:
                 gate_up = self.gate_up.of_expert(expert).unscaled(_part(numbers, start, end))
                 gate_up = self._biased(gate_up, self.gate_up.biases, expert)
-                hidden = self._ops.gated(gate_up, self.down.rounds, self._activation)
+                hidden = self._ops.gated(gate_up, self.down.rounds, self._parts.activation)
                 down = self.down.of_expert(expert)(hidden)
                 out[start:end] = self._biased(down, self.down.biases, expert)
             start = end

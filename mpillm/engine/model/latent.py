@@ -15,6 +15,9 @@ from torch import Tensor
 
 from mpillm.engine.kernels import ops
 from mpillm.engine.kernels.linear import Linear
+from mpillm.engine.kernels.ops import UnscaledProduct
+from mpillm.engine.model.layer_kind import LayerKind
+from mpillm.engine.model.projections import OutputProduct
 from mpillm.engine.shape.composition import Latent
 
 if TYPE_CHECKING:
@@ -23,20 +26,22 @@ if TYPE_CHECKING:
 _EPS = 1e-6  # of both norms, whatever config.json says of others
 
 
-class LatentQkv:
-    """Makes queries, keys and values of a layer's input, and heads' results of what attention returns."""
+class LatentProjections:
+    """Implements `layers.Attention`."""
 
-    def __init__(self, weights: Weights, attention: str, sizes: Latent) -> None:
-        """`attention`: the prefix of its tensors."""
+    def __init__(self, weights: Weights, prefix: str, sizes: Latent, output: OutputProduct) -> None:
+        """`prefix`: of its tensors."""
+        self.kind = LayerKind(rank=sizes.kv_lora_rank)
         self._sizes = sizes
+        self._output = output
         self._q_a: Linear | None = None
         if sizes.q_lora_rank:
-            self._q_a = weights.linear(f"{attention}.q_a_proj")
-            self._q_norm = weights.get(f"{attention}.q_a_layernorm")
-        self._q = weights.linear(f"{attention}.{'q_b_proj' if sizes.q_lora_rank else 'q_proj'}")
-        self._kv = weights.linear(f"{attention}.kv_a_proj_with_mqa")
-        self._kv_norm = weights.get(f"{attention}.kv_a_layernorm")
-        kv_weights = weights.dense(f"{attention}.kv_b_proj")
+            self._q_a = weights.linear(f"{prefix}.q_a_proj")
+            self._q_norm = weights.get(f"{prefix}.q_a_layernorm")
+        self._q = weights.linear(f"{prefix}.{'q_b_proj' if sizes.q_lora_rank else 'q_proj'}")
+        self._kv = weights.linear(f"{prefix}.kv_a_proj_with_mqa")
+        self._kv_norm = weights.get(f"{prefix}.kv_a_layernorm")
+        kv_weights = weights.dense(f"{prefix}.kv_b_proj")
         kv_weights = kv_weights.view(-1, sizes.qk_nope_head_dim + sizes.v_head_dim, sizes.kv_lora_rank)
         keys, values = kv_weights[:, : sizes.qk_nope_head_dim], kv_weights[:, sizes.qk_nope_head_dim :]
         # Attention divides by the root of the cached size.
@@ -47,7 +52,7 @@ class LatentQkv:
         """As `Linear.rounds`: several products read its input."""
         return False
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def qkv(self, x: Tensor) -> Tensor:
         """Return [rows, heads + 2, head_dim]: queries, the key, the value."""
         sizes, rank = self._sizes, self._sizes.kv_lora_rank
         q = x if self._q_a is None else ops.norm(self._q_a(x), self._q_norm, _EPS)
@@ -62,7 +67,10 @@ class LatentQkv:
         out[:, h, rank:] = kv[:, rank:]
         return out
 
-    def results(self, attended: Tensor) -> Tensor:
+    def output(self, attended: Tensor, onto: Tensor | None = None) -> Tensor | UnscaledProduct | None:
+        return self._output(self._results(attended), onto)
+
+    def _results(self, attended: Tensor) -> Tensor:
         """Return [rows, heads * v_head_dim] of [rows, heads * head_dim]."""
         latents = attended.view(len(attended), len(self._values), self._sizes.head_dim)
         latents = latents[:, :, : self._sizes.kv_lora_rank]

@@ -8,9 +8,9 @@ from torch import Tensor
 from mpillm.engine.cache.kv_cache import KVCache
 from mpillm.engine.cache.two_caches import TwoCaches
 from mpillm.engine.kernels import ops
+from mpillm.engine.model.decoder import Decoder
 from mpillm.engine.model.features import Features
 from mpillm.engine.model.step_parts import Ops
-from mpillm.engine.model.transformer import Llama
 from mpillm.engine.parallel.groups import Groups, MpiGroups
 from mpillm.engine.shape.dtypes import torch_dtype
 from mpillm.engine.shape.model_info import ModelInfo
@@ -25,7 +25,7 @@ class ModelPart:
         info: ModelInfo,
         tokens_per_block: int,
         groups: Groups,
-        model: Llama,
+        model: Decoder,
         dtype: torch.dtype,
         kv_scales: Tensor | None = None,
     ) -> None:
@@ -87,13 +87,13 @@ class ModelPart:
         """Load the weights: minutes for a large model. Raises ConfigError as `open_weights`."""
         with torch.inference_mode():
             weights = open_weights(info, groups.layout, device, dummy=dummy)
-            model = Llama(info.config, weights, info.max_seq_len, groups, ops)
+            model = Decoder(info.config, weights, info.max_seq_len, groups, ops)
             layers = groups.layout.layers(info.config)
             scales = weights.kv_scales(layers) if info.kv_dtype == "fp8" else None
             if info.feature_layers:
                 width = len(info.feature_layers) * info.config.hidden_size
                 rows = torch.zeros(info.feature_rows, width, dtype=weights.dtype, device=device)
-                model.features = Features(info.feature_layers, rows)
+                model.keep_features(Features(info.feature_layers, rows))
         return cls(info, tokens_per_block, groups, model, weights.dtype, scales)
 
     def receive_hidden(self, n_rows: int) -> Tensor:

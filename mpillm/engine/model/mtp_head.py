@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from mpillm.engine.kernels.linear import Linear
-from mpillm.engine.model.step_parts import Adapters, Attention, Ops
-from mpillm.engine.model.transformer import Llama
+from mpillm.engine.model.decoder import Decoder
+from mpillm.engine.model.layers import AddRmsNorm
+from mpillm.engine.model.step_parts import Attention, Ops
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.shape.layout import ALL, RankLayout
 from mpillm.engine.shape.mtp_config import MtpConfig
@@ -24,7 +25,7 @@ from mpillm.engine.weights.sources import Checkpoint
 _LAYER = "model.layers.0."
 
 
-class MtpHead(Llama):
+class MtpHead(Decoder):
     """As a model of one layer whose rows read `hidden`, too."""
 
     in_parts = False
@@ -43,7 +44,10 @@ class MtpHead(Llama):
         weights = Shards(source, mtp.model, RankLayout(), dtype, embedding.device, mtp.quantization)
         super().__init__(mtp.model, weights, max_seq_len, Groups(), ops)
         self.hidden = embedding.new_zeros(most_rows, mtp.model.hidden_size, dtype=dtype)  # as `EagleHead`'s
-        self._norms = weights.get(f"{_LAYER}enorm"), weights.get(f"{_LAYER}hnorm")
+        self._embedding_norm, self._hidden_norm = (
+            AddRmsNorm(weights.get(f"{_LAYER}{name}"), self.config.rms_norm_eps, ops)
+            for name in ("enorm", "hnorm")
+        )
         self._eh = Linear(weights.get(f"{_LAYER}eh_proj"))
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -56,14 +60,9 @@ class MtpHead(Llama):
         attention: Attention,
         logits_rows: Tensor | None,
         layer_stored: Callable[[int], None] | None = None,
-        adapters: Adapters | None = None,
     ) -> Tensor:
-        """As `Llama.forward`; there is no handoff and no adapter."""
-        eps = self.config.rms_norm_eps
-        both = [
-            self._ops.add_norm(part, None, norm, eps)
-            for part, norm in zip((x, self.hidden[: len(x)]), self._norms, strict=True)
-        ]
+        """As `Decoder.forward`, without a handoff."""
+        both = [self._embedding_norm(x), self._hidden_norm(self.hidden[: len(x)])]
         out = super().forward(self._eh(torch.cat(both, dim=1)), attention, logits_rows)
         self.hidden[: len(out)] = out
         return out

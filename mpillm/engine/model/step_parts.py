@@ -1,4 +1,4 @@
-"""What a model's step is given besides its weights: attention, adapters, and the operations of its device."""
+"""Protocols of the parts of a step that are not the model's: attention, and the operations of a device."""
 
 from __future__ import annotations
 
@@ -18,12 +18,6 @@ class Attention(Protocol):
     """
 
     def __call__(self, layer: int, qkv: Any) -> Tensor: ...
-
-
-class Adapters(Protocol):
-    """Adds to a product `y` [rows, out] of `x` [rows, in], in place: see `engine.lora`."""
-
-    def add(self, layer: int, name: str, x: Tensor, y: Any) -> None: ...
 
 
 class Ops(Protocol):

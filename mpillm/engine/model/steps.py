@@ -7,7 +7,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from mpillm.engine.model.step_parts import Adapters
 from mpillm.engine.schedule.step import Step
 
 
@@ -21,11 +20,11 @@ class Steps(Protocol):
         step: Step,
         layer_stored: Callable[[int], None] | None = None,
         all_rows: bool = False,
-        adapters: Adapters | None = None,
+        layerwise: bool = False,
     ) -> Tensor:
-        """Return the rows `Step.logits_rows` for `Llama.logits`, or all rows; see `Llama.forward`.
+        """Return the rows `Step.logits_rows` for `Decoder.logits`, or all rows; see `Decoder.forward`.
 
-        A stage before the last returns all rows for the next stage. `adapters` require `all_rows`.
+        A stage before the last returns all rows for the next stage. `layerwise`: one call for each layer.
         """
         ...
 

@@ -13,10 +13,12 @@ from mpillm.engine.kernels.cpu_kernels import CpuKernels
 from mpillm.engine.kernels.huge_pages import keep_freed_memory
 from mpillm.engine.kernels.linear import Linear
 from mpillm.engine.model.attention import ByRow, StepAttention
-from mpillm.engine.model.feed_forward import Mlp
+from mpillm.engine.model.feed_forward import GatedMlp
 from mpillm.engine.model.model_part import ModelPart
-from mpillm.engine.model.step_parts import Adapters
+from mpillm.engine.model.projections import GroupedProjections
 from mpillm.engine.schedule.step import Step
+from mpillm.engine.shape.families import llama
+from mpillm.engine.shape.model_config import ModelConfig
 
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
@@ -67,16 +69,19 @@ class CpuLayers:
         """None if something is between its products, or some of them are not compiled."""
         if part.groups.layout.tp_size > 1 or not part.model.in_parts:
             return None
+        config = part.info.config
+        if any(not _is_llama(config, index) for index in part.groups.layout.layers(config)):
+            return None
         feature_layers = () if part.model.features is None else part.model.features.layers
         layers = []
         for i, layer in enumerate(part.model.layers):
-            if not layer.is_plain:
-                return None
-            assert isinstance(layer.mlp, Mlp) and isinstance(layer.qkv, Linear)
-            linears = [_linear(linear) for linear in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)]
+            attention, feed_forward = layer.attention, layer.feed_forward
+            assert isinstance(attention, GroupedProjections) and isinstance(feed_forward, GatedMlp)
+            products = attention.product, attention.output.product
+            linears = [_linear(each) for each in (*products, feed_forward.gate_up, feed_forward.down.product)]
             if None in linears:
                 return None
-            norms = address(layer.input_norm), address(layer.post_norm)
+            norms = address(layer.norm.weight), address(layer.post_norm.weight)
             cached = address(part.cache.keys[i]), address(part.cache.values[i])
             layers.append(
                 _Layer(*norms, *linears, *cached, feature_layers.index(i) if i in feature_layers else -1)
@@ -84,7 +89,7 @@ class CpuLayers:
         return cls(part, kernels, layers)
 
     def __call__(self, x: Tensor, attention: ByRow) -> Tensor:
-        """Compute all that is before `Llama.leave`: its x [rows, hidden], in place, and its `attended`."""
+        """Compute all that is before `Decoder.leave`: its x [rows, hidden], in place, and its `attended`."""
         n, (kv_heads, size) = len(x), self._part.cache.keys.shape[2:4]
         attended, scratch = x.new_empty(n, self._attended), x.new_empty(n, self._scratch_per_row)
         step = _Attention(
@@ -100,6 +105,11 @@ class CpuLayers:
         eps = self._part.info.config.rms_norm_eps
         self._run(self._layers, len(self._layers), ctypes.byref(step), *arrays, *sizes, eps)
         return attended
+
+
+def _is_llama(config: ModelConfig, index: int) -> bool:
+    """Return whether a layer has the formula of `run_layers`: Llama's, without a window."""
+    return config.layer(index) == llama.layer(config, index) and not config.window(index)
 
 
 def _linear(linear: Linear) -> _Linear | None:
@@ -133,7 +143,7 @@ class CpuSteps:
         step: Step,
         layer_stored: Callable[[int], None] | None = None,
         all_rows: bool = False,
-        adapters: Adapters | None = None,
+        layerwise: bool = False,
     ) -> Tensor:
         part = self._part
         for span in step.spans:
@@ -155,10 +165,10 @@ class CpuSteps:
             else part.receive_hidden(len(step.tokens))
         )
         logits_rows = None if all_rows else torch.tensor(step.logits_rows, dtype=torch.int64)
-        by_row = None if adapters or layer_stored else attention.by_row
+        by_row = None if layerwise or layer_stored else attention.by_row
         if self._layers is not None and by_row is not None:
             return part.model.leave(x, self._layers(x, by_row), logits_rows)
-        return part.model.forward(x, attention, logits_rows, layer_stored, adapters)
+        return part.model.forward(x, attention, logits_rows, layer_stored)
 
     def feed(self, tokens: Tensor) -> None:
         """Do nothing: the host reads a step's tokens before it plans the step that computes with them."""

@@ -25,7 +25,6 @@ from torch import Tensor
 from mpillm.engine.model.context_plan import LEAST_QUERIES, ContextPlan
 from mpillm.engine.model.model_part import ModelPart
 from mpillm.engine.model.paged_attention import Contexts, LayerCache, PagedAttention
-from mpillm.engine.model.step_parts import Adapters
 from mpillm.engine.run import compilations
 from mpillm.engine.run.layer_graphs import LayerGraphs
 from mpillm.engine.schedule.block_allocator import NULL_BLOCK
@@ -125,9 +124,8 @@ class GpuSteps:
         step: Step,
         layer_stored: Callable[[int], None] | None = None,
         all_rows: bool = False,
-        adapters: Adapters | None = None,
+        layerwise: bool = False,
     ) -> Tensor:
-        assert adapters is None  # they need a CPU
         self._write_blocks(step.spans)
         slots, n_cached, counts = np.array([(span.slot, span.n_cached, span.n_new) for span in step.spans]).T
         starts = np.cumsum(counts) - counts

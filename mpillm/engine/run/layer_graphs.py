@@ -81,7 +81,7 @@ class LayerGraphs:
         logits_rows: Tensor,
         layer_stored: Callable[[int], None] | None,
     ) -> Tensor:
-        """Run a step of `n` rows, and return what `Llama.forward` does.
+        """Run a step of `n` rows, and return what `Decoder.forward` does.
 
         rows [3, size] (int64): tokens, slots and positions, with the padding after the real ones. `attention`
         is that of the real ones.
@@ -103,11 +103,11 @@ class LayerGraphs:
         tokens, slots, positions = self._rows[: 3 * size].view(3, size)
         model, x = self._part.model, self._x[:size]
         if layer:
-            qkv = model.between(layer - 1, x, self._attended[:size])
+            qkv = model.before(layer, x, self._attended[:size])
         else:
             if self._part.groups.layout.is_first_stage:
                 x.copy_(self._embed(tokens, slots, positions))
-            qkv = model.enter(x)
+            qkv = model.before(0, x, None)
         self._attention(slots, positions).store(layer, qkv, self._turned[:size])
 
     @torch.inference_mode()

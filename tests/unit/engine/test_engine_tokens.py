@@ -78,7 +78,7 @@ def test_a_model_that_computes_nan_is_not_healthy(folder: Path, role: str) -> No
     core = make_core(folder, role=role)
     core.run_health_check()
     model = core.engine.worker.part.model
-    model._norm = model._norm * float("nan")
+    model._norm.weight = model._norm.weight * float("nan")
     with pytest.raises(RunError, match="computes no finite numbers"):
         core.run_health_check()
 

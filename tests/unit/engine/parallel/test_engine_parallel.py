@@ -104,7 +104,7 @@ def test_what_the_ranks_experts_contribute_adds_up(shape: tuple[int, int, int]) 
         shards = Shards(source, config, layout, torch.float32)
         parts = config.layer(0).feed_forward
         assert isinstance(parts, composition.Mixture)
-        return Mixture(shards, "model.layers.0", parts, layout.experts(config), ops)(x)
+        return Mixture(shards, f"model.layers.0.{parts.prefix}", parts, layout.experts(config), ops)(x)
 
     for n in (0, 1, 40):
         x = torch.randn(n, config.hidden_size)

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from mpillm.engine.kernels import ops
 from mpillm.engine.kernels.ops import Partial
+from mpillm.engine.model.layers import TpSum
 from mpillm.engine.parallel.groups import Groups, MpiGroups
 from mpillm.engine.parallel.shared_rows import SharedRows
 from mpillm.engine.run.worker import Worker
@@ -21,7 +23,6 @@ from mpillm.engine.shape.layout import RankLayout
 from mpillm.engine.shape.model_info import check_model
 from tests.helpers import plain_kernels
 from tests.helpers.engine_configs import engine_config
-from tests.helpers.torch_cores import make_core
 
 
 class ThreadGroups(MpiGroups):
@@ -142,18 +143,17 @@ def test_a_residual_is_right_in_a_ranks_own_rows_only(folder: Path, sizes: tuple
     assert first == run(0, 1)
 
 
-def test_a_sum_is_left_to_the_next_operation(folder: Path) -> None:
-    """Of ranks that share rows; else NCCL adds them."""
-    model = make_core(str(folder), dtype="float32").engine.worker.part.model
+def test_a_sum_is_left_to_the_next_norm() -> None:
+    """Ranks that share rows leave the sum to a norm that adds it; otherwise NCCL adds their parts."""
 
     class Nccl(Groups):
         def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * x
 
     groups: Any = Nccl(RankLayout(2, 1, 1, 0, 0))
-    model._groups = groups
-    part = torch.ones(256, 4)
-    assert model._sum(part) is not part and torch.equal(torch.as_tensor(model._sum(part)), 2 * part)
+    tp_sum, part = TpSum(groups, ops, norm_adds=True), torch.ones(256, 4)
+    assert torch.equal(torch.as_tensor(tp_sum(part)), 2 * part)
     groups.shared_rows = SharedRows.at([0] * 4, 0, 256, torch.device("cpu"))
-    left = model._sum(part)
+    left = tp_sum(part)
     assert isinstance(left, Partial) and left.product is part and left.shared is groups.shared_rows
+    assert torch.equal(torch.as_tensor(TpSum(groups, ops, norm_adds=False)(part)), 2 * part)
