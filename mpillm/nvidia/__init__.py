@@ -1,6 +1,6 @@
 """NVIDIA's API and files: nv-mitten's configurator, configuration classes and files, flags.
 
-A plugin package: `core_names.PLUGIN_PACKAGES` names it. So this file imports nothing.
+A plugin package in `core_names.PLUGIN_PACKAGES`, so this file imports nothing.
 """
 
 RUNTIME_FLAGS = {
@@ -8,12 +8,12 @@ RUNTIME_FLAGS = {
     "trtllm_disagg": "mpillm.nvidia.flags:SERVE_FLAGS",
     "triton_grpc": "mpillm.nvidia.flags:TRITON_FLAGS",
 }
-"""The runtime flags that a core knows; one of TensorRT-LLM that is not here passes on all."""
+"""Runtime flags of a core. Other cores of TensorRT-LLM forward all flags."""
 
 GROUPS: dict[str, tuple[str, ...]] = {}
 
 READERS = {"config_file": "mpillm.nvidia.config_file"}
-"""Modules that read files: the user's configuration, for `options.layers`."""
+"""Modules that read the user's configuration files, for `options.layers`."""
 
 _CHECKPOINT = "generate-engines runs it with the options in --trtllm_checkpoint_flags"
 _BUILD = "generate-engines runs it with the options in --trtllm_build_flags"
@@ -27,4 +27,4 @@ PROGRAMS = {
     "benchmark-core-model": "`python -m mpillm bench core-model` takes its options",
     "end-to-end-grpc-client": "`python -m mpillm triton-client text` takes its options",
 }
-"""Programs that NVIDIA's documentation calls, and what replaces them here."""
+"""Programs in NVIDIA's documentation, and their replacements in mpillm."""

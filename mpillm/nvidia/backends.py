@@ -1,7 +1,7 @@
-"""The configurations of backends: classes that the configurator fills from fields and TensorRT-LLM's files.
+"""Configurations of backends: classes that the configurator fills from fields and TensorRT-LLM's files.
 
-`mitten.configured(cls, config)` makes one from a command's values, `cls()` from the configuration in force.
-Each checks what must agree before anything is started, and raises ConfigError.
+`mitten.configured(cls, config)` creates one from a command's values, `cls()` from the active configuration.
+Each checks the consistency of its values and raises ConfigError before anything starts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mpillm.options.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS
 from mpillm.options.flags import check_limits, limits_of_engine
 from mpillm.options.mitten import autoconfigure, bind, overlaid
 
-if TYPE_CHECKING:  # its records take time to make, at the start of every rank
+if TYPE_CHECKING:  # its import takes time at the start of every rank
     from mpillm.options.generation_config import GenerationConfig
 
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # its records take time to make, at the start of every rank
 @bind(AllFields.stall_timeout)
 @dataclass
 class HarnessConfig:
-    """What every backend needs."""
+    """Common configuration of all backends."""
 
     core_type: str = AllFields.core_type.default
     benchmarks: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class HarnessConfig:
     log_dir: str | None = None
     random_seed: int = 0
     stall_timeout: float = AllFields.stall_timeout.default  # seconds
-    # None: no file says it; the fields of group generation hold, and the model's own end tokens
+    # None: no file; the options of group generation and the model's own end tokens apply
     gen_config: GenerationConfig | None = None
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class HarnessConfig:
 
     @property
     def streaming(self) -> bool:
-        """Whether first tokens are reported before answers are complete, as LoadGen wants except Offline."""
+        """True if first tokens are reported early; LoadGen needs them in every scenario except Offline."""
         return self.scenarios != ("Offline",) and (self.gen_config is None or self.gen_config.streaming)
 
 
@@ -70,7 +70,10 @@ class HarnessConfig:
 @bind(AllFields.trtllm_runtime_flags, "runtime_flags")
 @dataclass
 class TrtllmHarnessConfig(HarnessConfig):
-    """The flags in force, for our own cores, too: TRTLLM_RUNTIME_FLAGS over given ones over the defaults."""
+    """Effective flags, also for mpillm's own cores.
+
+    TRTLLM_RUNTIME_FLAGS overrides --trtllm_runtime_flags, which override the defaults.
+    """
 
     checkpoint_flags: dict[str, Any] = field(default_factory=dict)
     build_flags: dict[str, Any] = field(default_factory=dict)
@@ -86,10 +89,10 @@ class TrtllmHarnessConfig(HarnessConfig):
             AllFields.trtllm_runtime_flags, self.runtime_flags
         )
         for name in BUILD_OPTIONS:
-            mine, flag = getattr(self, name), self.build_flags.get(name)
-            if flag is not None and flag != mine:
+            value, flag = getattr(self, name), self.build_flags.get(name)
+            if flag is not None and flag != value:
                 raise ConfigError(
-                    f"trtllm_build_flags {name} is {flag}, but {name} is {mine}",
+                    f"trtllm_build_flags {name} is {flag}, but {name} is {value}",
                     about=["trtllm_build_flags", name],
                 )
         with about("trtllm_build_flags"):

@@ -19,7 +19,7 @@ from disagg.text_file import read_text
 from disagg.yaml_text import CONSTRUCTOR_ERRORS, cut, strict_loader
 from mpillm import user_config
 from mpillm.nvidia import tree_files
-from mpillm.nvidia.passed_over import PASSED_OVER
+from mpillm.nvidia.unsupported_fields import UNSUPPORTED_FIELDS
 from mpillm.options.field import Field
 from mpillm.options.fields import BY_NAME, AllFields
 from mpillm.options.fields.general import INTERACTIVE
@@ -28,7 +28,7 @@ from mpillm.programs.load_clients.client_files import check_no_client_file
 from mpillm.user_config import AccuracyTarget, ConfigRegistry, HarnessType, PowerSetting
 from mpillm.workloads import accuracy_of, plain_form
 
-# What a file's configurations are told apart by.
+# Fields that distinguish the configurations of a file.
 KEYS = (
     AllFields.benchmarks,
     AllFields.scenarios,
@@ -38,7 +38,7 @@ KEYS = (
     AllFields.system_name,
     AllFields.config_suffix,
 )
-# as the reference's classes have them
+# Names in NVIDIA's classes.
 _SHORT = {"benchmark": "benchmarks", "scenario": "scenarios", "system": "system_name"}
 _SETTINGS: Mapping[type, Field] = {
     HarnessType: AllFields.harness_type,
@@ -52,29 +52,29 @@ Values = dict[str, tuple[Any, str]]
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One configuration of a file: values by field, each with its place."""
+class FileConfig:
+    """One configuration of a file: values by field, each with its line."""
 
     name: str
     where: str  # file:line
     values: dict[Field, Any]
     lines: dict[Field, str]  # file:line
 
-    def fits(self, wanted: Mapping[Field, Any]) -> bool:
-        """Return whether it agrees with all that is `wanted`, as far as it states that."""
-        others = wanted.keys() - {AllFields.benchmarks, AllFields.scenarios}
-        return all(self.values.get(key) in (None, wanted[key]) for key in others) and any(
+    def matches(self, keys: Mapping[Field, Any]) -> bool:
+        """Return whether no value in `keys` differs from the configuration's value."""
+        others = keys.keys() - {AllFields.benchmarks, AllFields.scenarios}
+        return all(self.values.get(key) in (None, keys[key]) for key in others) and any(
             _same(name, other) and _same(scenario, other_scenario)
             for name, scenario in _tests(self.values)
-            for other, other_scenario in _tests(wanted)
+            for other, other_scenario in _tests(keys)
         )
 
-    def says(self, wanted: Mapping[Field, Any]) -> int:
-        """Return how much of what is `wanted` it states explicitly."""
-        return len(wanted.keys() & self.values.keys())
+    def n_explicit(self, keys: Mapping[Field, Any]) -> int:
+        """Return the number of fields in `keys` for which the configuration has a value."""
+        return len(keys.keys() & self.values.keys())
 
     def __str__(self) -> str:
-        keys = (f"{key.name} {_shown(self.values[key])}" for key in KEYS if key in self.values)
+        keys = (f"{key.name} {_format_value(self.values[key])}" for key in KEYS if key in self.values)
         return f"{self.name} ({self.where}: {', '.join(keys) or 'for anything'})"
 
 
@@ -83,14 +83,14 @@ def _same(a: str | None, b: str | None) -> bool:
 
 
 def _tests(values: Mapping[Field, Any]) -> Iterator[tuple[str | None, str | None]]:
-    """Yield pairs of a workload and a scenario, None for any."""
+    """Yield pairs of a workload and a scenario; None matches any."""
     for name in values.get(AllFields.benchmarks) or (None,):
         for scenario in values.get(AllFields.scenarios) or (None,):
-            yield _apart(name, scenario) if name else (None, scenario)
+            yield _plain_and_scenario(name, scenario) if name else (None, scenario)
 
 
-def _apart(name: str, scenario: str | None) -> tuple[str, str | None]:
-    """Treat a workload's interactive form as the scenario Interactive of the workload."""
+def _plain_and_scenario(name: str, scenario: str | None) -> tuple[str, str | None]:
+    """Convert a workload's interactive form to the scenario Interactive of the workload."""
     plain = plain_form(name)
     return (
         (plain, INTERACTIVE)
@@ -99,58 +99,58 @@ def _apart(name: str, scenario: str | None) -> tuple[str, str | None]:
     )
 
 
-def _spelled_out(values: Mapping[Field, Any]) -> dict[Field, Any]:
-    """`values`, with the scenario and target that a benchmark's name implies: llama2-70b-interactive-99.9."""
+def _with_implied_keys(values: Mapping[Field, Any]) -> dict[Field, Any]:
+    """Add the scenario and target that a benchmark's name implies, such as llama2-70b-interactive-99.9."""
     names = [accuracy_of(name) for name in values.get(AllFields.benchmarks) or ()]
-    spelled = dict(values)
+    keys = dict(values)
     if len({target for _, target in names} - {None}) == 1:
-        spelled[AllFields.accuracy_target] = next(target for _, target in names if target is not None)
-        spelled[AllFields.benchmarks] = tuple(name for name, _ in names)
+        keys[AllFields.accuracy_target] = next(target for _, target in names if target is not None)
+        keys[AllFields.benchmarks] = tuple(name for name, _ in names)
     scenarios = values.get(AllFields.scenarios) or (None,)
     if len(names) == len(scenarios) == 1:
-        name, scenario = _apart(names[0][0], scenarios[0])
-        spelled[AllFields.benchmarks] = (name,)
+        name, scenario = _plain_and_scenario(names[0][0], scenarios[0])
+        keys[AllFields.benchmarks] = (name,)
         if scenario:
-            spelled[AllFields.scenarios] = (scenario,)
-    return spelled
+            keys[AllFields.scenarios] = (scenario,)
+    return keys
 
 
 def load(
-    path: str, given: Mapping[Field, Any], test_mode: str, compliance_test: str | None
+    path: str, keys: Mapping[Field, Any], test_mode: str, compliance_test: str | None
 ) -> dict[str, OptionValue]:
-    """Return the values of the one configuration that agrees with what is `given`, by key field.
+    """Return the values of the configuration that matches `keys`.
 
-    A file in NVIDIA's newer form may have other values for accuracy and compliance tests.
-    Of several, those win that state most of it explicitly, and among these the one for the fields' defaults.
-    Raises ConfigError if none or several are left.
+    A file in NVIDIA's newer form may have other values for accuracy and compliance tests. If several
+    configurations match, those with the most fields of `keys` are preferred, and among them the one with the
+    fields' defaults. Raises ConfigError if none or several remain.
     """
     entries = _entries(path, tree_files.KindOfTest(test_mode, compliance_test))
     if not entries:
         why = ": no class has @ConfigRegistry.register(…)" if Path(path).suffix == ".py" else ""
         raise ConfigError(f"--config_file {path}: no configuration in it{why}")
-    given = _spelled_out(given)
-    found = [entry for entry in entries if entry.fits(given)]
-    if not found:
-        wanted = ", ".join(f"{field.name} {_shown(value)}" for field, value in given.items())
+    keys = _with_implied_keys(keys)
+    matches = [entry for entry in entries if entry.matches(keys)]
+    if not matches:
+        names = ", ".join(f"{field.name} {_format_value(value)}" for field, value in keys.items())
         raise ConfigError(
-            f"--config_file {path}: no configuration for {wanted}; there are: {'; '.join(map(str, entries))}"
+            f"--config_file {path}: no configuration for {names}; there are: {'; '.join(map(str, entries))}"
         )
-    most = max(entry.says(given) for entry in found)
-    found = [entry for entry in found if entry.says(given) == most]
+    n_explicit = max(entry.n_explicit(keys) for entry in matches)
+    matches = [entry for entry in matches if entry.n_explicit(keys) == n_explicit]
     for field in KEYS:
-        if field not in given and field.default is not None:
-            found = [entry for entry in found if entry.fits({field: field.default})] or found
-    if (suffix := AllFields.config_suffix) not in given:
-        found = _first_variants(found)
-    elif suffix not in found[0].values:
-        raise ConfigError(f"--config_file {path}: no configuration for {suffix.name} {given[suffix]}")
-    if len(found) > 1:
+        if field not in keys and field.default is not None:
+            matches = [entry for entry in matches if entry.matches({field: field.default})] or matches
+    if (suffix := AllFields.config_suffix) not in keys:
+        matches = _first_variants(matches)
+    elif suffix not in matches[0].values:
+        raise ConfigError(f"--config_file {path}: no configuration for {suffix.name} {keys[suffix]}")
+    if len(matches) > 1:
         raise ConfigError(
-            f"--config_file {path}: several configurations fit: {'; '.join(map(str, found))};"
-            f" {_differing(found)}"
+            f"--config_file {path}: several configurations fit: {'; '.join(map(str, matches))};"
+            f" {_differing(matches)}"
         )
-    entry = found[0]
-    without_effect = [field for field in PASSED_OVER.values() if field in entry.values]
+    entry = matches[0]
+    without_effect = [field for field in UNSUPPORTED_FIELDS.values() if field in entry.values]
     with_effect = [field for field in entry.values if field not in without_effect]
     return {
         field.name: OptionValue(entry.values[field], Source.FILE, entry.lines[field])
@@ -158,14 +158,16 @@ def load(
     }
 
 
-def _first_variants(found: Sequence[Entry]) -> list[Entry]:
-    """Return what NVIDIA's registry takes: of classes with the same keys the first that names a variant.
+def _first_variants(matches: Sequence[FileConfig]) -> list[FileConfig]:
+    """Return for each set of keys the first configuration with a variant, as in NVIDIA's registry.
 
-    One that names none counts where all name none.
+    If none has a variant, return all with these keys.
     """
-    alike: dict[tuple[str, ...], list[Entry]] = {}
-    for entry in found:
-        keys = tuple(_shown(entry.values.get(key)) for key in KEYS if key is not AllFields.config_suffix)
+    alike: dict[tuple[str, ...], list[FileConfig]] = {}
+    for entry in matches:
+        keys = tuple(
+            _format_value(entry.values.get(key)) for key in KEYS if key is not AllFields.config_suffix
+        )
         alike.setdefault(keys, []).append(entry)
     return [
         entry
@@ -174,18 +176,22 @@ def _first_variants(found: Sequence[Entry]) -> list[Entry]:
     ]
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _differing(found: Sequence[Entry]) -> str:
-    names = [f"--{key.name}" for key in KEYS if len({_shown(entry.values.get(key)) for entry in found}) > 1]
+def _differing(matches: Sequence[FileConfig]) -> str:
+    names = [
+        f"--{key.name}"
+        for key in KEYS
+        if len({_format_value(entry.values.get(key)) for entry in matches}) > 1
+    ]
     return (
         f"choose by {', '.join(names)}" if names else "they have the same keys: keep one of them in the file"
     )
 
 
-def _entries(path: str, kind: tree_files.KindOfTest) -> tuple[Entry, ...]:
+def _entries(path: str, kind: tree_files.KindOfTest) -> tuple[FileConfig, ...]:
     file = Path(path)
     text = read_text(path, "--config_file ")
     if file.suffix == ".py":
@@ -195,8 +201,8 @@ def _entries(path: str, kind: tree_files.KindOfTest) -> tuple[Entry, ...]:
     raise ConfigError(f"--config_file {path}: must be a file .py, .yaml or .yml")
 
 
-def _entry(path: str, name: str, line: int, items: Mapping[str, tuple[Any, str]]) -> Entry:
-    """`items`: values by name, each with its file:line.
+def _entry(path: str, name: str, line: int, items: Mapping[str, tuple[Any, str]]) -> FileConfig:
+    """Check the values of a configuration. `items`: values by name, each with its file:line.
 
     Raises ConfigError for an unknown name, or a wrong value.
     """
@@ -204,9 +210,9 @@ def _entry(path: str, name: str, line: int, items: Mapping[str, tuple[Any, str]]
     lines: dict[Field, str] = {}
     for written, (value, where) in items.items():
         key = written.replace("-", "_")
-        if (passed_over := PASSED_OVER.get(key)) is not None:
-            values[passed_over] = value if isinstance(value, (bool, int, float, str)) else str(value)
-            lines[passed_over] = where
+        if (unsupported := UNSUPPORTED_FIELDS.get(key)) is not None:
+            values[unsupported] = value if isinstance(value, (bool, int, float, str)) else str(value)
+            lines[unsupported] = where
             continue
         field = BY_NAME.get(_SHORT.get(key, key))
         if field is AllFields.config_file:
@@ -216,26 +222,27 @@ def _entry(path: str, name: str, line: int, items: Mapping[str, tuple[Any, str]]
         checked = field.check(value, f"{where}: {written}")
         if field in values and values[field] != checked:
             raise ConfigError(
-                f"{where}: {written} is {_shown(checked)}, but {lines[field]} says {_shown(values[field])}"
+                f"{where}: {written} is {_format_value(checked)},"
+                f" but {_format_value(values[field])} in {lines[field]}"
             )
         values[field] = checked
         lines[field] = where
-    spelled = _spelled_out(values)
+    keys = _with_implied_keys(values)
     benchmarks, target = AllFields.benchmarks, AllFields.accuracy_target
-    if values.get(target, spelled.get(target)) != spelled.get(target):
-        name_said = f"{lines[benchmarks]}: benchmark {_shown(values[benchmarks])}"
+    if values.get(target, keys.get(target)) != keys.get(target):
+        place = f"{lines[benchmarks]}: benchmark {_format_value(values[benchmarks])}"
         raise ConfigError(
-            f"{name_said} means {target.name} {spelled[target]}, but {lines[target]} says {values[target]}"
+            f"{place} means {target.name} {keys[target]}, but {lines[target]} has {values[target]}"
         )
-    for implied in spelled.keys() - values.keys():
+    for implied in keys.keys() - values.keys():
         lines[implied] = lines[benchmarks]
-    return Entry(name, f"{path}:{line}", spelled, lines)
+    return FileConfig(name, f"{path}:{line}", keys, lines)
 
 
 # --- Python ---
 
 
-def _python_entries(path: str, text: str, kind: tree_files.KindOfTest) -> tuple[Entry, ...]:
+def _python_entries(path: str, text: str, kind: tree_files.KindOfTest) -> tuple[FileConfig, ...]:
     with tree_files.importable(path):
         module = _run(path, text)
         items = [*_classes(path), *tree_files.exports(module, path, text, kind)]
@@ -258,7 +265,7 @@ def _classes(path: str) -> Iterator[tuple[str, int, Values]]:
                     value, (property, classmethod, staticmethod)
                 ):
                     raise ConfigError(f"{where}: {name}: a configuration has values, no methods")
-                value = tree_files.in_our_unit(name, value, where)
+                value = tree_files.with_unit(name, value, where)
                 items[name] = (tree_files.in_tree(name, value, path), where)
         for setting in settings:
             name = _SETTINGS[type(setting)].name
@@ -273,9 +280,9 @@ def _classes(path: str) -> Iterator[tuple[str, int, Values]]:
 
 
 def _run(path: str, text: str) -> types.ModuleType:
-    """Load the file as a module; its classes are in `ConfigRegistry.registered`.
+    """Load the file as a module. Its classes are then in `ConfigRegistry.registered`.
 
-    Raises ConfigError if it raised an error; the message names the line.
+    Raises ConfigError, with the line, if the file raises an error.
     """
     name = "mpillm_user_configuration"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -284,7 +291,7 @@ def _run(path: str, text: str) -> types.ModuleType:
     ConfigRegistry.registered = []
     sys.modules[name] = module
     try:
-        # stdout is the command's: `plan --format json` may go to a file
+        # The file must not write into the command's output, such as `plan --format json`.
         with contextlib.redirect_stdout(sys.stderr):
             exec(compile(text, path, "exec"), vars(module))
         return module
@@ -301,7 +308,7 @@ def _run(path: str, text: str) -> types.ModuleType:
 
 
 def _lines(file: str) -> dict[tuple[str, str], int]:
-    """Return the lines of classes, by (name, ""), and of attributes that they set, by (class, attribute)."""
+    """Return the lines of classes by (name, ""), and of their attributes by (class, attribute)."""
     lines: dict[tuple[str, str], int] = {}
     for node in ast.walk(ast.parse(read_text(file))):
         if isinstance(node, ast.ClassDef):
@@ -317,8 +324,8 @@ def _lines(file: str) -> dict[tuple[str, str], int]:
 # --- YAML ---
 
 
-def _yaml_entries(path: str, text: str) -> Iterator[Entry]:
-    """One mapping is one configuration, a list of mappings is several; `name` names one."""
+def _yaml_entries(path: str, text: str) -> Iterator[FileConfig]:
+    """Yield the configurations of a YAML file: a mapping, or a list of mappings; `name` is optional."""
     import yaml
 
     try:
@@ -349,9 +356,9 @@ def _yaml_entries(path: str, text: str) -> Iterator[Entry]:
 
 
 def _key_lines(node: Any, known: dict[int, dict[str, int]]) -> dict[str, int]:
-    """Return the line of every key of a mapping, with those that it merges (``<<``).
+    """Return the line of every key of a mapping, with merged keys (``<<``).
 
-    `known`: of the nodes that were seen: a few aliases of aliases can stand for any number.
+    `known`: results by node. Without them, nested aliases could take exponential time.
     """
     if id(node) in known:
         return known[id(node)]

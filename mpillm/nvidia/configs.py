@@ -1,4 +1,4 @@
-"""The configurations of NVIDIA's backends; see `nvidia.backends`."""
+"""Configurations of NVIDIA's backends (see `nvidia.backends`)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mpillm.options.fields import AllFields
 from mpillm.options.fields.runtime_flags import BUILD_OPTIONS
 from mpillm.options.mitten import autoconfigure, bind
 
-if TYPE_CHECKING:  # its records take time to make, at the start of every rank
+if TYPE_CHECKING:  # its import takes time at the start of every rank
     from mpillm.data.model_files import EngineConfig
 
 ENGINE_MODEL = "tensorrt_llm"
-"""The name that the other models, and the public clients, know the engine's model by."""
+"""Name of the engine's model, which the other models and the public clients use."""
 
 
 @autoconfigure
 @bind(AllFields.engine_dir)
 @dataclass
 class TrtllmExecutorConfig(TrtllmHarnessConfig):
-    """An engine of TensorRT-LLM, which must be what the fields say."""
+    """An engine of TensorRT-LLM; it must match the fields."""
 
     engine_dir: str | None = None
     engine_config: EngineConfig | None = None
@@ -40,7 +40,7 @@ class TrtllmExecutorConfig(TrtllmHarnessConfig):
         super().__post_init__()
         build, mapping = self.engine_config.build_config, self.engine_config.pretrained_config.mapping
         where = f"--engine_dir {self.engine_dir}"
-        for name, wanted, built in (
+        for name, expected, built in (
             ("tensor_parallelism", self.tensor_parallelism, mapping.tp_size),
             ("pipeline_parallelism", self.pipeline_parallelism, mapping.pp_size),
             ("moe_expert_parallelism", self.moe_expert_parallelism, mapping.moe_ep_size),
@@ -55,23 +55,24 @@ class TrtllmExecutorConfig(TrtllmHarnessConfig):
                 build.max_num_tokens,
             ),
         ):
-            if wanted is not None and wanted != built:
-                raise ConfigError(f"{where} was built for {name} {built}, not {wanted}")
+            if expected is not None and expected != built:
+                raise ConfigError(f"{where} was built for {name} {built}, not {expected}")
         self._fit(vars(build), where)
         if self.gen_config is not None:
             gen = self.gen_config
             if gen.runtime_beam_width > build.max_beam_width:
                 raise ConfigError(
-                    f"{where} was built for {build.max_beam_width} beams: {self.gen_config_path} wants"
+                    f"{where} was built for {build.max_beam_width} beams: {self.gen_config_path} needs"
                     f" {gen.runtime_beam_width}"
                 )
-            room = build.max_seq_len - build.max_input_len
-            # Hugging Face's need not say it
-            wanted = gen.values(str(self.gen_config_path)).get(AllFields.max_output_len, 0)
-            if wanted > room:
+            max_output_len = build.max_seq_len - build.max_input_len
+            # Optional in Hugging Face's file.
+            required = gen.values(str(self.gen_config_path)).get(AllFields.max_output_len, 0)
+            if required > max_output_len:
                 raise ConfigError(
-                    f"{where} was built for answers of {room} tokens (max_seq_len {build.max_seq_len} less"
-                    f" max_input_len {build.max_input_len}): {self.gen_config_path} wants {wanted}"
+                    f"{where} was built for answers of {max_output_len} tokens (max_seq_len"
+                    f" {build.max_seq_len} less max_input_len {build.max_input_len}):"
+                    f" {self.gen_config_path} needs {required}"
                 )
 
 
@@ -96,12 +97,12 @@ def model_name(benchmark: str, scenario: str, index: int) -> str:
 @bind(AllFields.health_deadline)
 @dataclass
 class TritonHarnessConfig(TrtllmHarnessConfig):
-    """Triton servers: how many, where, and the clients of each."""
+    """Number and addresses of Triton servers, and the clients of each."""
 
-    # of all hosts, also when given by triton_grpc_ports; none: those that we start on this host
+    # On all hosts, also from triton_grpc_ports; empty: mpillm starts servers on this host.
     server_urls: tuple[str, ...] = ()
     clients_per_server: int = 1
-    models_per_server: int | None = None  # None, here and below: by the GPUs
+    models_per_server: int | None = None  # None, also below: the GPUs determine it
     clients_per_frontend: int = 1
     request_timeout: float | None = None  # seconds
     num_servers: int | None = None
@@ -132,7 +133,7 @@ class TritonHarnessConfig(TrtllmHarnessConfig):
 
     @property
     def server_url(self) -> str:
-        """The first server; "": none is named."""
+        """The first server; empty without servers."""
         return self.server_urls[0] if self.server_urls else ""
 
     @property
@@ -159,7 +160,7 @@ class TrtllmHlApiConfig(TrtllmHarnessConfig):
     @about("trtllm_runtime_flags")
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.backend_type == "trt":  # NVIDIA's other word
+        if self.backend_type == "trt":  # NVIDIA's other name
             self.runtime_flags["trtllm_backend"] = "cpp"
         if self.backend_type not in ("pytorch", "cpp"):
             raise ConfigError(
@@ -173,7 +174,7 @@ class TrtllmHlApiConfig(TrtllmHarnessConfig):
 
     @property
     def backend_type(self) -> str:
-        """pytorch or cpp: which engine does the work."""
+        """Name of the engine: pytorch or cpp."""
         return str(self.runtime_flags["trtllm_backend"])
 
 
@@ -219,9 +220,9 @@ class TrtllmEndpointConfig(TrtllmHlApiConfig):
 
     @property
     def max_concurrency(self) -> int | None:
-        """Maximum requests of one endpoint at once: its batch size, unless a flag states it. None: no limit.
+        """Maximum concurrent requests of one endpoint, by default its batch size. None: no limit.
 
-        With attention data parallelism each rank of a tensor parallel group has a batch of its own.
+        With attention data parallelism, each rank of a tensor parallel group has its own batch.
         """
         flags = self.runtime_flags
         if flags.get("max_concurrency") is not None:
@@ -237,7 +238,7 @@ class TrtllmEndpointConfig(TrtllmHlApiConfig):
 @bind(AllFields.disagg_config, "disagg_config_path")
 @dataclass
 class TrtllmDisaggEndpointConfig(TrtllmEndpointConfig):
-    """trtllm-serve disaggregated: the endpoint is the one of its YAML."""
+    """Disaggregated trtllm-serve; the YAML file has the endpoint."""
 
     disagg_config_path: str | None = None
 

@@ -1,4 +1,4 @@
-"""The runtime flags that Triton's models and `trtllm-serve` know, by name."""
+"""Runtime flags of Triton's models and `trtllm-serve`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from mpillm.options.fields.runtime_flags import RUNTIME_OPTIONS
 
-# The parameters of the `tensorrt_llm` model in TensorRT-LLM 1.x's template, under their names as flags, and
-# the flags that set a field of Triton's.
+# Parameters of the `tensorrt_llm` model in TensorRT-LLM 1.x's template, under their names as flags, and flags
+# that set a field of Triton's configuration.
 _KINDS: Mapping[type, str] = {
     bool: "cuda_graph_mode decoupled_mode enable_chunked_context enable_context_fmha_fp32_acc"
     " enable_kv_cache_reuse enable_trt_overlap exclude_input_from_output kv_cache_onboard_blocks"
@@ -24,17 +24,17 @@ _KINDS: Mapping[type, str] = {
     " tokenizer_dir triton_backend xgrammar_tokenizer_info_path",
 }
 TRITON_PARAMETERS = {name: kind for kind, names in _KINDS.items() for name in names.split()}
-"""The kind of each flag's value. For one of the wrong kind Triton's backend only logs a line and takes its
-default, so it is refused where a repository is written."""
+"""Type of each flag's value. For a wrong type, Triton's backend only logs a line and uses its default, so
+`generate-triton-config` rejects it."""
 
 TRITON_OTHERS = (
     *("context_chunking_policy", "use_inflight_batching", "enable_batch_size_tuning"),
     *("enable_max_num_tokens_tuning", "dynamic_batch_moving_average_window", "max_batch_size"),
     *("max_num_tokens", "max_queue_delay_microseconds", "max_queue_size", "decoupled_mode", "triton_backend"),
 )
-"""Flags that are no parameters."""
+"""Flags that are not parameters."""
 
-_TEMPLATES = (  # of other places of the templates: `generate-triton-config` uses them, or says why not
+_TEMPLATES = (  # in other parts of the templates: `generate-triton-config` uses or rejects them
     *("engine_dir", "gpu_device_ids", "encoder_input_features_data_type", "logits_datatype"),
     *("prompt_embedding_table_data_type", "preprocessing_instance_count", "postprocessing_instance_count"),
     "bls_instance_count",

@@ -1,11 +1,11 @@
-"""NVIDIA's configuration files: the modules that they import, and the meaning of their values here.
+"""NVIDIA's configuration files: the modules that they import, and the meaning of their values in mpillm.
 
 The newer form is a file ``configs/<system>/<scenario>/<benchmark>.py`` in a tree (`closed/NVIDIA` of a
 submission), or ``configs/<benchmark>/<system>/<backend>/<scenario>/harness.py``, since v6.1. Its dictionary
 EXPORTS has values by field for each `WorkloadSetting`. It imports the fields from the tree's package `code`,
-since v6.1 `nv_mlpinf`: while the file is loaded, modules with those names give it our fields, and nothing of
-that package runs. The older form, registered classes, is in `mpillm.user_config`; there it is a file
-``configs/<benchmark>/<scenario>/__init__.py`` with classes for many systems.
+since v6.1 `nv_mlpinf`. While the file is loaded, modules with those names provide mpillm's fields, and no
+code of that package runs. The older form is a file ``configs/<benchmark>/<scenario>/__init__.py`` with
+registered classes for many systems (`mpillm.user_config`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError, nearest
 from mpillm import user_config
-from mpillm.nvidia.passed_over import PASSED_OVER
+from mpillm.nvidia.unsupported_fields import UNSUPPORTED_FIELDS
 from mpillm.options.field import Field
 from mpillm.options.fields import BY_NAME, AllFields
 from mpillm.options.fields.general import INTERACTIVE, SCENARIOS
@@ -38,32 +38,29 @@ _NEWEST = ("harness", "server")
 _PACKAGES = ("code", "nv_mlpinf")
 _FLAGS = ("trtllm_build_flags", "trtllm_checkpoint_flags", "trtllm_runtime_flags")
 _SETTING = ("harness_type", "accuracy_target", "power_setting")
-_OF_RUNTIME = {
-    name: Field(name, f"{what}: here a flag of the runtime", positive)
-    for name, what in {
-        "max_concurrency": "requests at a server at once",
-        "workers_per_core": "client processes of a server",
-    }.items()
+_RUNTIME_FIELDS = {  # flags of the runtime in mpillm
+    "max_concurrency": Field("max_concurrency", "concurrent requests to a server", positive),
+    "workers_per_core": Field("workers_per_core", "client processes of a server", positive),
 }
 _BY_NAME: Mapping[str, Field] = {
     **BY_NAME,
-    **PASSED_OVER,
+    **UNSUPPORTED_FIELDS,
     "quantizer_outdir": AllFields.llm_quantizer_outdir,
     "readiness_timeout": AllFields.load_deadline,
-    **_OF_RUNTIME,
+    **_RUNTIME_FIELDS,
 }
 _FOLDERS = {"DATA_DIR": "data", "PREPROCESSED_DATA_DIR": "preprocessed_data", "MODEL_DIR": "models"}
 
 
 class KindOfTest(NamedTuple):
-    """What a file may have other values for."""
+    """Type of a test, for which a file may have other values."""
 
     test_mode: str
     compliance_test: str | None
 
 
 class _Fields(types.ModuleType):
-    """One of NVIDIA's modules of fields: our fields by their names there."""
+    """One of NVIDIA's modules of fields, with mpillm's fields."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -76,7 +73,7 @@ class _Fields(types.ModuleType):
 
 
 class _MergedFlags(type):
-    """Of the older form's classes: each has the flags of its bases, too."""
+    """Metaclass of the older form's classes; merges the flags of all bases."""
 
     def __new__(cls, name: str, bases: tuple[type, ...], values: dict[str, Any]) -> _MergedFlags:
         for flags in _FLAGS:
@@ -93,7 +90,7 @@ class _BenchmarkConfiguration(metaclass=_MergedFlags):
 
 
 def _older_module() -> types.ModuleType:
-    """Return what the older form imports as `configs.configuration`."""
+    """Return the module `configs.configuration` of the older form."""
     module = types.ModuleType("configs.configuration")
     vars(module).update({name: one for name, one in vars(user_config).items() if not name.startswith("_")})
     vars(module)["BenchmarkConfiguration"] = _BenchmarkConfiguration
@@ -101,7 +98,7 @@ def _older_module() -> types.ModuleType:
 
 
 def _paths_module(tree: Path | None) -> types.ModuleType:
-    """Return what the newest form imports as `nv_mlpinf.common.paths`."""
+    """Return the module `nv_mlpinf.common.paths` of the newest form."""
     module = types.ModuleType("nv_mlpinf.common.paths")
     scratch = Path(os.environ.get("MLPERF_SCRATCH_PATH") or "build")
     vars(module).update({name: scratch / folder for name, folder in _FOLDERS.items()})
@@ -110,7 +107,7 @@ def _paths_module(tree: Path | None) -> types.ModuleType:
 
 
 def _modules(tree: Path | None) -> dict[str, types.ModuleType]:
-    """Return NVIDIA's modules by name, with the packages that they are in."""
+    """Return NVIDIA's modules and their packages by name."""
     modules: dict[str, types.ModuleType] = {"nv_mlpinf.common.paths": _paths_module(tree)}
     for package in _PACKAGES:
         names = (f"{package}.llmlib.fields", *(f"{package}.fields.{name}" for name in _FIELD_MODULES))
@@ -123,30 +120,30 @@ def _modules(tree: Path | None) -> dict[str, types.ModuleType]:
             package, _, last = name.rpartition(".")
             setattr(modules.setdefault(package, types.ModuleType(package)), last, modules[name])
             name = package
-    return modules | {"configs.configuration": _older_module()}  # `configs` itself is the tree's
+    return modules | {"configs.configuration": _older_module()}  # `configs` itself comes from the tree
 
 
-class _Place(NamedTuple):
-    """What a file's path says of it."""
+class _TreePath(NamedTuple):
+    """Parts of a file's path in a tree."""
 
-    tree: Path  # its top
+    tree: Path  # top folder
     workload: str
     system: str
     scenario: str
 
 
-def _place(path: str) -> _Place | None:
-    """Return where in a tree a file lies; None for a file of its own."""
+def _tree_path(path: str) -> _TreePath | None:
+    """Return the parts of a file's path; None for a file outside a tree."""
     file = Path(path).absolute()
-    scenario, above, *rest = (folder.name for folder in (*file.parents, Path(), Path(), Path()))
-    if file.stem in _NEWEST and rest[2] == "configs":
-        system, benchmark = rest[:2]
+    scenario, above, *parents = (folder.name for folder in (*file.parents, Path(), Path(), Path()))
+    if file.stem in _NEWEST and parents[2] == "configs":
+        system, benchmark = parents[:2]
         workload = next((name for name in WORKLOADS if _letters(name) == _letters(benchmark)), benchmark)
-        return _Place(file.parents[5], workload, system, scenario)
-    if rest[0] != "configs":
+        return _TreePath(file.parents[5], workload, system, scenario)
+    if parents[0] != "configs":
         return None
     workload, system = (above, _ANY_SYSTEM) if file.stem == _OLDER else (file.stem, above)
-    return _Place(file.parents[3], workload, system, scenario)
+    return _TreePath(file.parents[3], workload, system, scenario)
 
 
 def _letters(name: str) -> str:
@@ -155,18 +152,18 @@ def _letters(name: str) -> str:
 
 @contextlib.contextmanager
 def importable(path: str) -> Iterator[None]:
-    """In the block the file's neighbours, NVIDIA's modules and its tree's other files are importable."""
+    """Make NVIDIA's modules, the tree's files and the file's neighbors importable inside the block."""
     of_path(path)
-    place = _place(path)
-    neighbours, tree = Path(path).absolute().parent, place and place.tree
-    folders = [str(folder) for folder in (neighbours, tree) if folder]
-    given = _modules(tree)
+    place = _tree_path(path)
+    own_folder, tree = Path(path).absolute().parent, place and place.tree
+    folders = [str(folder) for folder in (own_folder, tree) if folder]
+    modules = _modules(tree)
     before, path_before = dict(sys.modules), [*sys.path]
 
     def is_the_files(name: str, module: Any) -> bool:
         top, file = name.partition(".")[0], getattr(module, "__file__", None)
-        beside = top not in before and file is not None and neighbours in Path(file).parents[:2]
-        return name in given or beside or (tree is not None and top == "configs")
+        is_neighbor = top not in before and file is not None and own_folder in Path(file).parents[:2]
+        return name in modules or is_neighbor or (tree is not None and top == "configs")
 
     def forget() -> None:
         for name, module in list(sys.modules.items()):
@@ -175,7 +172,7 @@ def importable(path: str) -> Iterator[None]:
 
     forget()
     sys.path[:0] = folders
-    sys.modules.update(given)
+    sys.modules.update(modules)
     try:
         yield
     finally:
@@ -189,8 +186,8 @@ def exports(
 ) -> Iterator[tuple[str, int, dict[str, tuple[Any, str]]]]:
     """Yield the configurations in EXPORTS, if any: name, line, and values by name with the file:line of each.
 
-    Workload, scenario and system are those of the file's path, if it is in a tree. Values for this kind of
-    test are laid over the others.
+    In a tree, the file's path determines workload, scenario and system. Values for this kind of test override
+    the others.
     """
     every: Mapping[Any, Mapping[Any, Any]] = getattr(module, "EXPORTS", {})
     assigned = _assigned(text)
@@ -209,29 +206,29 @@ def exports(
             {_BY_NAME.get(name): at for name, at in written[number].items()} if number < len(written) else {}
         )
         for field, value in _for(kind, module, setting).items():
-            there = values.get(field)
-            if isinstance(there, Mapping) and isinstance(value, Mapping):
-                value = {**there, **value}
+            base = values.get(field)
+            if isinstance(base, Mapping) and isinstance(value, Mapping):
+                value = {**base, **value}
             values = {**values, field: value}
             lines.pop(field, None)
-        flags, moved = AllFields.trtllm_runtime_flags, [*_OF_RUNTIME.values()]
-        if stated := {field.name: values[field] for field in moved if field in values}:
-            rest = {field: value for field, value in values.items() if field not in moved}
-            values = rest | {flags: {**values.get(flags, {}), **stated}}
+        flags, moved = AllFields.trtllm_runtime_flags, [*_RUNTIME_FIELDS.values()]
+        if runtime := {field.name: values[field] for field in moved if field in values}:
+            others = {field: value for field, value in values.items() if field not in moved}
+            values = others | {flags: {**values.get(flags, {}), **runtime}}
         items: dict[str, tuple[Any, str]] = {name: (value, path) for name, value in of_path(path).items()}
         items |= {name: (getattr(setting, name), f"{path}:{line}") for name in _SETTING}
         for field, value in values.items():
             if not isinstance(field, Field):
                 raise ConfigError(f"{where}: the key {field!r}: expected a field")
-            # made of another file's, or changed by a statement
+            # Without a line if it comes from another file, or a statement changes it.
             here = f"{path}:{lines[field]}" if field in lines else path
             value = str(value) if isinstance(value, Path) else value
-            items[field.name] = (in_tree(field.name, in_our_unit(field.name, value, here), path), here)
+            items[field.name] = (in_tree(field.name, with_unit(field.name, value, here), path), here)
         yield f"EXPORTS[{', '.join(str(getattr(setting, name).value) for name in _SETTING)}]", line, items
 
 
 def _for(kind: KindOfTest, module: types.ModuleType, setting: Any) -> Mapping[Any, Any]:
-    """Return a file's values for a kind of test: of the compliance test or, without any, of accuracy."""
+    """Return a file's values for a compliance test or, without values for it, for an accuracy test."""
     of_tests: Mapping[Any, Any] = getattr(module, "COMPLIANCE_OVERRIDES", None) or {}
     by_name = {getattr(test, "value", test): values for test, values in of_tests.items()}
     of_test: Mapping[Any, Any] = by_name.get(kind.compliance_test) or {}
@@ -243,8 +240,8 @@ def _for(kind: KindOfTest, module: types.ModuleType, setting: Any) -> Mapping[An
 _NUMBER = re.compile(r"\d+(\.\d*)?|\.\d+")
 
 
-def in_our_unit(name: str, value: Any, where: str) -> Any:
-    """Return a value of a file in NVIDIA's form, where a bare number for a duration is in milliseconds."""
+def with_unit(name: str, value: Any, where: str) -> Any:
+    """Add the unit to a duration in a file in NVIDIA's form, where a bare number is milliseconds."""
     if name not in _DURATIONS or isinstance(value, bool) or not _NUMBER.fullmatch(str(value).strip()):
         return value
     if 0 < float(str(value)) < 1000:
@@ -256,11 +253,12 @@ def in_our_unit(name: str, value: Any, where: str) -> Any:
 
 
 def of_path(path: str) -> dict[str, str]:
-    """Return the workload, scenario and system that a file's path in a tree names.
+    """Return the workload, scenario and system in a file's path in a tree.
 
-    Raises ConfigError for another workload, before the file, which may import modules of that workload, runs.
+    Raises ConfigError for an unknown workload. The file may import modules of it, so this runs before the
+    file.
     """
-    place = _place(path)
+    place = _tree_path(path)
     if place is None or place.scenario not in (*SCENARIOS, INTERACTIVE):
         return {}
     try:
@@ -277,41 +275,41 @@ def of_path(path: str) -> dict[str, str]:
 
 
 def in_tree(name: str, value: Any, path: str) -> Any:
-    """Return a path that is not here, but in the file's tree: as it is written, or below `src`.
+    """Return a path that exists only in the file's tree: as written, or below `src`.
 
-    Submissions move `code`, or what is in it, to `src`.
+    Submissions move `code`, or its content, to `src`.
     """
-    if _BY_NAME.get(name) not in _PATHS or not isinstance(value, str) or _is_there(Path(value)):
+    if _BY_NAME.get(name) not in _PATHS or not isinstance(value, str) or _exists(Path(value)):
         return value
-    if (place := _place(path)) is None:
+    if (place := _tree_path(path)) is None:
         return value
     inner = Path(*Path(value).parts[1:])
     places = (place.tree / value, place.tree / "src" / value, place.tree / "src" / inner)
-    return next((str(there) for there in places if _is_there(there)), value)
+    return next((str(candidate) for candidate in places if _exists(candidate)), value)
 
 
-def _is_there(path: Path) -> bool:
+def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # too long a name, say
+    except OSError:  # for example, a name that is too long
         return False
 
 
 def _assigned(text: str) -> dict[str, ast.expr]:
-    """Return the assignments of a file to names, outside its classes and functions."""
+    """Return the values that a file assigns to names outside classes and functions."""
     body = [node for node in ast.parse(text).body if isinstance(node, ast.Assign)]
     return {target.id: node.value for node in body for target in node.targets if isinstance(target, ast.Name)}
 
 
 def _lines(assigned: Mapping[str, ast.expr], node: ast.expr | None) -> dict[str, int]:
-    """Return the lines of fields' names in a dictionary, and in those of this file that it is made of."""
+    """Return the lines of fields' names in a dictionary, and in the file's dictionaries that it includes."""
     if isinstance(node, ast.Name):
         return _lines(assigned, assigned.get(node.id))
-    found: dict[str, int] = {}
+    lines: dict[str, int] = {}
     if isinstance(node, ast.Dict):
         for key, value in zip(node.keys, node.values, strict=True):
-            found |= _lines(assigned, value) if key is None else {_name(key): key.lineno}
-    return found
+            lines |= _lines(assigned, value) if key is None else {_name(key): key.lineno}
+    return lines
 
 
 def _name(key: ast.expr) -> str:

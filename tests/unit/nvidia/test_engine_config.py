@@ -77,10 +77,10 @@ def test_an_engine(tmp_path: Path) -> None:
             {"trtllm_runtime_flags": {"max_num_tokens": 4097}},
             ["max_num_tokens is 4097, more than the 4096 of --engine_dir"],
         ),
-        ({"llm_gen_config_path": {"runtime_beam_width": 4}}, ["was built for 1 beams", "wants 4"]),
+        ({"llm_gen_config_path": {"runtime_beam_width": 4}}, ["was built for 1 beams", "needs 4"]),
         (
             {"llm_gen_config_path": {"max_output_len": 1025}},
-            ["was built for answers of 1024 tokens", "wants 1025"],
+            ["was built for answers of 1024 tokens", "needs 1025"],
         ),
     ],
 )
@@ -142,7 +142,7 @@ def test_an_engine_for_short_answers_and_a_generation_config_that_says_no_length
     path.write_text('{"eos_token_id": 2}')
     assert built(TrtllmExecutorConfig, **values).gen_config.eos_token_id == (2,)
     path.write_text('{"eos_token_id": 2, "max_new_tokens": 100}')
-    with pytest.raises(ConfigError, match=r"was built for answers of 76 tokens .* wants 100"):
+    with pytest.raises(ConfigError, match=r"was built for answers of 76 tokens .* needs 100"):
         built(TrtllmExecutorConfig, **values)
 
 

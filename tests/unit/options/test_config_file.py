@@ -206,7 +206,7 @@ def test_interactive_in_a_python_file(tmp_path: Path) -> None:
         config_of(path)
     assert (
         str(error.value)
-        == f"{path}:4: benchmark llama2-70b-99.9 means accuracy_target 0.999, but {path}:3 says 0.99"
+        == f"{path}:4: benchmark llama2-70b-99.9 means accuracy_target 0.999, but {path}:3 has 0.99"
     )
 
 

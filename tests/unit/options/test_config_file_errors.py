@@ -206,7 +206,7 @@ from tests.helpers.config_files import REGISTERED, SEVERAL, config_of, written
             "a.yaml",
             "scenario: Server\nscenarios: Offline\n",
             [],
-            ["a.yaml:2: scenarios is Offline, but ", "a.yaml:1 says Server"],
+            ["a.yaml:2: scenarios is Offline, but ", "but Server in"],
         ),
         ("a.yaml", "- seed\n", [], ["a.yaml:1: must be a mapping of options"]),
         ("a.yaml", "", [], ["a.yaml:1: must be a mapping of options"]),
