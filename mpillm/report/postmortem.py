@@ -61,8 +61,8 @@ def _amended(path: Path, cause: Cause | None, code: int) -> tuple[str, int]:
     from mpillm.errors import Failure
     from mpillm.files import as_written, read_object, write_json
     from mpillm.report.page.page import write_page
-    from mpillm.report.ranklog import how_it_ended, log_name
     from mpillm.report.run_directory import PAGE, display_path, failures_json
+    from mpillm.telemetry.rank_log import how_it_ended, log_name
 
     result = read_object(path / "result.json")
     if result.get("status") not in ("FAILED", "SERVED"):

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 from disagg.errors import ConfigError
 from mpillm.files import check_files, read_json
 from mpillm.loadgen.logs import DETAIL, read_detail
-from mpillm.report.ranklog import log_name
 from mpillm.report.request_log import damaged_requests
 from mpillm.report.run_directory import REQUESTS, TELEMETRY, TIMELINE, failures_in
+from mpillm.telemetry.rank_log import log_name
 
 T = TypeVar("T")
 _INTERRUPTED = "interrupted ("

@@ -36,13 +36,13 @@ from mpillm.errors import Failure, Interrupted, RunError
 from mpillm.options.fields.deadlines import DEADLINES, FIELD_OF
 from mpillm.options.run_config import RunConfig
 from mpillm.phases import PHASES, Phase
-from mpillm.report.ranklog import open_rank_log
 from mpillm.roles.role import Role
 from mpillm.runtime.ending import Ending, Rank0Ending, RankEnding, failures_of
 from mpillm.runtime.own_code import code_digest, tells_code
 from mpillm.runtime.rank_roles import make_roles
 from mpillm.telemetry.cpu_use import CpuMeter
 from mpillm.telemetry.gpu_meter import GpuMeter, GpuWatch
+from mpillm.telemetry.rank_log import open_rank_log
 from mpillm.telemetry.rank_sampler import RankSampler
 from mpillm.telemetry.recorder import Recorder
 from mpillm.version import __version__

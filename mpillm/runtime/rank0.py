@@ -21,10 +21,10 @@ from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.options.run_config import RunConfig
 from mpillm.phases import PHASES, Phase
 from mpillm.report.console import Console
-from mpillm.report.ranklog import ended_by_a_loss, how_it_ended, last_read, log_name
 from mpillm.report.run_directory import RunRecord, display_path, failures_json, take_directory
 from mpillm.runtime.join import Planned, plan_run
 from mpillm.runtime.run_session import RunSession
+from mpillm.telemetry.rank_log import ended_by_a_loss, how_it_ended, last_read, log_name
 
 
 class Rank0:

@@ -1,1 +1,1 @@
-"""What a rank notes of itself while it runs: spans of work, samples of its CPU and GPU, free memory."""
+"""What a rank records of itself: its log, spans of work, samples of its CPU and GPU, free memory."""

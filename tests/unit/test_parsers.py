@@ -24,9 +24,9 @@ from mpillm.endpoint.api_error import ApiError
 from mpillm.endpoint.protocol import Served, encode, read
 from mpillm.engine.shape.read_config import load_model_config
 from mpillm.loadgen.logs import advice, logged_errors, read_answers, read_detail, unsatisfied
-from mpillm.report.ranklog import last_read
 from mpillm.report.run_files import RunFiles
 from mpillm.report.run_list import find_runs
+from mpillm.telemetry.rank_log import last_read
 from tests.helpers.fuzzing import REPEATED
 from tests.helpers.growth import grows_faster
 

@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from disagg.errors import ConfigError
-from mpillm.data.read_log import ReadLog
 from mpillm.engine.kernels.linear import Linear
 from mpillm.engine.model.decoder import Decoder
 from mpillm.engine.model.layers import AddRmsNorm
@@ -23,6 +22,7 @@ from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.shape.eagle_config import LAYER, EagleConfig
 from mpillm.engine.shape.layout import ALL, RankLayout
 from mpillm.engine.weights.rank_weights import Shards
+from mpillm.telemetry.read_log import ReadLog
 
 if TYPE_CHECKING:
     from pathlib import Path

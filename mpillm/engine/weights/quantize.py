@@ -17,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from disagg.errors import ConfigError
-from mpillm.data.read_log import ReadLog
 from mpillm.engine.shape.checkpoint_folder import (
     check_room,
     checkpoint_files,
@@ -35,6 +34,7 @@ from mpillm.engine.shape.tensor_shapes import tensor_shapes
 from mpillm.engine.shape.weight_files import INDEX, SINGLE, read_header
 from mpillm.engine.tensors.rounding import dequantize_rows, quantize_rows
 from mpillm.files import read_object, write_json
+from mpillm.telemetry.read_log import ReadLog
 
 
 def quantize(

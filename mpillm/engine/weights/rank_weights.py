@@ -12,7 +12,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from disagg.errors import ConfigError
-from mpillm.data.read_log import ReadLog
 from mpillm.engine.kernels.linear import Linear, make_linear
 from mpillm.engine.shape import int4, mxfp4
 from mpillm.engine.shape.composition import CORRECTION, FUSED
@@ -32,6 +31,7 @@ from mpillm.engine.shape.model_info import ModelInfo
 from mpillm.engine.tensors.rounding import dequantize_rows, quantize_rows
 from mpillm.engine.weights import bytes_held
 from mpillm.engine.weights.sources import Checkpoint, DummyWeights, WeightSource
+from mpillm.telemetry.read_log import ReadLog
 
 
 class Weights(ABC):

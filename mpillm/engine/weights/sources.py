@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from disagg.errors import ConfigError
-from mpillm.data.read_log import ReadLog
 from mpillm.engine.shape.checkpoint_folder import checkpoint_files, stored_name
 from mpillm.engine.shape.checkpoint_forms import form_of
 from mpillm.engine.shape.entries import block_scale_name, checkpoint_name, is_linear, scale_name
@@ -23,6 +22,7 @@ from mpillm.engine.shape.model_config import ModelConfig
 from mpillm.engine.shape.read_config import load_model_config, preset_json
 from mpillm.engine.shape.tensor_shapes import tensor_shapes
 from mpillm.engine.tensors.rounding import dequantize_blocks
+from mpillm.telemetry.read_log import ReadLog
 
 
 class WeightSource(Protocol):

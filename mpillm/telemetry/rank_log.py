@@ -11,8 +11,8 @@ from pathlib import Path
 from launch.environment import without_secrets
 from launch.logs import log_to
 from launch.masking import masked_args
-from mpillm.data import read_log
 from mpillm.files import opened
+from mpillm.telemetry import read_log
 
 _TAIL_BYTES = 1 << 16
 # Python's names of the fatal signals that it reports.

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from mpillm.report.ranklog import how_it_ended, last_read, log_name, open_rank_log
+from mpillm.telemetry.rank_log import how_it_ended, last_read, log_name, open_rank_log
 
 CODE = """
 import sys
 from pathlib import Path
-from mpillm.report.ranklog import open_rank_log
+from mpillm.telemetry.rank_log import open_rank_log
 print(open_rank_log(Path(sys.argv[1]), 0).read_text())
 """
 
@@ -30,8 +30,8 @@ def test_the_command_line_without_a_key(tmp_path: Path, key: list[str]) -> None:
 READS = """
 import os, signal, sys
 from pathlib import Path
-from mpillm.data.read_log import ReadLog
-from mpillm.report.ranklog import open_rank_log
+from mpillm.telemetry.read_log import ReadLog
+from mpillm.telemetry.rank_log import open_rank_log
 open_rank_log(Path(sys.argv[1]), 1)
 reads = ReadLog()
 for i in range(200):
