@@ -1,7 +1,7 @@
-"""A command under an mpirun that is not one of its ranks' programs ends with it, even when that is killed.
+"""End a command under mpirun that does not start MPI together with its launcher, even if that is killed.
 
-A rank that has started MPI is ended by its launcher, or notices that it is gone. `run-llm-server` may not
-start MPI at all, and `make` may stand between: nobody tells it.
+The launcher ends a rank that has started MPI, or the rank notices the loss. `run-llm-server` may not start
+MPI, and `make` may run between it and the launcher.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import psutil
 
 from launch.launcher import find_launcher
 
-# What the parent of ranks is called: Open MPI's and PRRTE's, MPICH's, Slurm's.
+# Names of the parent processes of ranks: Open MPI's and PRRTE's, MPICH's, Slurm's.
 _LAUNCHERS = {
     *("mpirun", "mpiexec", "prterun", "prted", "prun", "orterun", "orted"),
     *("hydra_pmi_proxy", "mpiexec.hydra", "slurmstepd", "srun"),
 }
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
 def end_with_launcher() -> None:
-    """Send this process SIGTERM once its launcher, or what stands between the two, has ended."""
+    """Send this process SIGTERM when its launcher, or a process between the two, exits."""
     if find_launcher() is None:
         return
     watched: list[psutil.Process] = []
@@ -37,7 +37,7 @@ def end_with_launcher() -> None:
 
 def _watch(watched: list[psutil.Process]) -> None:
     while all(map(_runs, watched)):
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     os.kill(os.getpid(), signal.SIGTERM)
 
 

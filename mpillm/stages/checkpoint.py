@@ -1,4 +1,4 @@
-"""What every core's engine is made of: a checkpoint with its flags, and a layout."""
+"""Configuration of an engine's build for every core: a checkpoint with its flags, and a layout."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from disagg.errors import ConfigError, about
 from mpillm.options.fields import AllFields
 from mpillm.options.mitten import autoconfigure, bind, overlaid
-from mpillm.stages.preconditions import Layout
+from mpillm.stages.preconditions import EngineParallelism
 
 PARALLELISM = {
     "tp_size": "tensor_parallelism",
     "pp_size": "pipeline_parallelism",
     "moe_ep_size": "moe_expert_parallelism",
 }
-"""Names of the tools, and ours."""
+"""The tools' names, and mpillm's names."""
 
 CHECKPOINT_SOURCE = "--trtllm_checkpoint_flags"
 BUILD_SOURCE = "--trtllm_build_flags"
@@ -33,8 +33,8 @@ BUILD_SOURCE = "--trtllm_build_flags"
 class EngineLayout:
     """An engine's layout.
 
-    The sizes may be given as options or in either flag string, as `tensor_parallelism` or in the tools' words
-    (`tp_size`): all must agree.
+    Options and both flag strings may set the sizes, with mpillm's name (`tensor_parallelism`) or the tools'
+    name (`tp_size`). All values must agree.
     """
 
     tp_size: int | None = None
@@ -42,32 +42,32 @@ class EngineLayout:
     ep_size: int | None = None
     checkpoint_flags: Mapping[str, Any] = field(default_factory=dict)
     build_flags: Mapping[str, Any] = field(default_factory=dict)
-    layout: Layout = field(init=False)
+    layout: EngineParallelism = field(init=False)
 
     def __post_init__(self) -> None:
-        given = zip(PARALLELISM, (self.tp_size, self.pp_size, self.ep_size), strict=True)
-        self.layout = Layout(*(self._size(native, size) for native, size in given))
+        options = zip(PARALLELISM, (self.tp_size, self.pp_size, self.ep_size), strict=True)
+        self.layout = EngineParallelism(*(self._size(native, size) for native, size in options))
 
     @about(*PARALLELISM.values(), "trtllm_checkpoint_flags", "trtllm_build_flags")
-    def _size(self, native: str, given: int | None) -> int:
+    def _size(self, native: str, value: int | None) -> int:
         option = PARALLELISM[native]
-        places: dict[str, Any] = {f"--{option}": given}
+        places: dict[str, Any] = {f"--{option}": value}
         for source, flags in ((CHECKPOINT_SOURCE, self.checkpoint_flags), (BUILD_SOURCE, self.build_flags)):
             places |= {f"{source}: {name}": flags.get(name) for name in (option, native)}
-        found = [(place, size) for place, size in places.items() if size is not None]
-        for place, size in found:
+        sizes = [(place, size) for place, size in places.items() if size is not None]
+        for place, size in sizes:
             if type(size) is not int or size < 1:
                 raise ConfigError(f"{place} {size}: expected a whole number of at least 1")
-            if size != found[0][1]:
-                raise ConfigError(f"{place} {size}, but {found[0][0]} {found[0][1]}")
-        return found[0][1] if found else 1
+            if size != sizes[0][1]:
+                raise ConfigError(f"{place} {size}, but {sizes[0][0]} {sizes[0][1]}")
+        return sizes[0][1] if sizes else 1
 
 
 _SIZES = {*PARALLELISM, *PARALLELISM.values()}
 
 
 def without_parallelism(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags without those that `EngineLayout` reads."""
+    """Return the flags that `EngineLayout` does not read."""
     return {name: value for name, value in flags.items() if name not in _SIZES}
 
 
@@ -77,16 +77,15 @@ def without_parallelism(flags: Mapping[str, Any]) -> dict[str, Any]:
 @bind(AllFields.trtllm_checkpoint_flags, "flags")
 @dataclass
 class QuantizerConfig:
-    """The source of a checkpoint, its place, and the flags of the tool that makes it.
+    """The source and the folder of a checkpoint, and the flags of the tool that writes it.
 
-    The flag `qformat` asks for quantisation; without it the weights keep their type. TRTLLM_CHECKPOINT_FLAGS
-    overrides the flags, from a caller or the field.
+    With the flag `qformat`, the tool quantizes the weights. TRTLLM_CHECKPOINT_FLAGS overrides the flags.
     """
 
     model_path: str | None = None
     output_path: str | None = None
     flags: dict[str, Any] = field(default_factory=dict)
-    # what the flags say of the parallelism, for `EngineLayout`
+    # parallelism in the flags, for `EngineLayout`
     sizes: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,11 +97,11 @@ class QuantizerConfig:
 
     @property
     def qformat(self) -> str:
-        """The format that the flags ask for; full_prec without one."""
+        """The format in the flags, or full_prec."""
         return str(self.flags.get("qformat", "full_prec"))
 
     def folder(self, layout: str) -> Path:
-        """Return the checkpoint's place: as given, or under build/checkpoints by model, format and layout."""
+        """Return `output_path`, or a folder in build/checkpoints named by model, format and layout."""
         if self.output_path:
             return Path(self.output_path)
         assert self.model_path is not None

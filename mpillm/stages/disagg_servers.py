@@ -1,4 +1,4 @@
-"""The servers of a disaggregation YAML: workers, which are the ranks of one mpirun, and their leader."""
+"""The servers of a disaggregation YAML: workers (the ranks of one mpirun) and their leader."""
 
 from __future__ import annotations
 
@@ -25,21 +25,24 @@ class Programs(NamedTuple):
 def disaggregated_servers(
     programs: Programs, path: str, config: DisaggConfig, kind: str | None, launcher: Launcher | None
 ) -> list[Server]:
-    """Return what this process starts of the YAML at `path`.
+    """Return the servers of the YAML at `path` that this process starts.
 
-    `kind`: worker, leader, or None for both; `launcher`: whose rank this process is, if there are several.
-    Raises EveryRankError if it started too few or too many.
+    Args:
+        kind: worker, leader, or None for both.
+        launcher: The launcher of this rank, if it started several ranks.
+
+    Raises: EveryRankError for a wrong number of ranks.
     """
     if launcher and kind == "worker":
         return [_worker_rank(programs.worker, path, config, launcher)]
     if launcher:
-        what = (
-            "one leader is started alone, or by mpirun -n 1"
+        remedy = (
+            "start one leader alone, or by mpirun -n 1"
             if kind
             else f"{LAUNCH_TYPE}=worker makes each a worker"
         )
         raise EveryRankError(
-            f"{launcher.name} started {launcher.size or 'several'} ranks of run-llm-server: {what}"
+            f"{launcher.name} started {launcher.size or 'several'} ranks of run-llm-server: {remedy}"
         )
     servers = [] if kind == "leader" else [_workers(programs.worker, path, config)]
     if kind != "worker":
@@ -49,7 +52,7 @@ def disaggregated_servers(
     return servers
 
 
-def _worker_rank(words: tuple[str, ...], path: str, config: DisaggConfig, launcher: Launcher) -> Server:
+def _worker_rank(argv: tuple[str, ...], path: str, config: DisaggConfig, launcher: Launcher) -> Server:
     """Return the worker for this process's rank."""
     if launcher.size not in (config.n_workers, None):
         raise EveryRankError(
@@ -57,25 +60,25 @@ def _worker_rank(words: tuple[str, ...], path: str, config: DisaggConfig, launch
             f" start {config.n_workers}"
         )
     rank = launcher.rank or 0
-    (mine,) = (one for one in served_instances(config, path) if rank in one.ranks)
-    serves = rank == mine.ranks.start  # the others only compute
+    (instance,) = (one for one in served_instances(config, path) if rank in one.ranks)
+    serves = rank == instance.ranks.start  # the instance's other ranks only compute
     return Server(
-        f"worker {rank} ({mine.name})",
-        Command(words),
-        {f"HTTP {mine.url}": int(mine.url.rpartition(":")[2])} if serves else {},
-        (_health(mine.url),) if serves else (),
-        (mine.url,) if serves else (),
+        f"worker {rank} ({instance.name})",
+        Command(argv),
+        {f"HTTP {instance.url}": int(instance.url.rpartition(":")[2])} if serves else {},
+        (_health(instance.url),) if serves else (),
+        (instance.url,) if serves else (),
         keeps_job=True,
         log=f"worker_{rank}.log",
     )
 
 
-def _workers(words: tuple[str, ...], path: str, config: DisaggConfig) -> Server:
+def _workers(argv: tuple[str, ...], path: str, config: DisaggConfig) -> Server:
     """Return an mpirun of all workers."""
     mpi = detect()
     root, cores = os.geteuid() == 0, usable_cores()
     here = on_this_host(mpi)
-    line = command_line(mpi, config.n_workers, words, here, root=root, cores=cores, survive=False)
+    line = command_line(mpi, config.n_workers, argv, here, root=root, cores=cores, survive=False)
     urls = tuple(one.url for one in served_instances(config, path))
     ports = {f"HTTP {url}": port for url, port in ports_here(urls).items()}
     return Server("workers", Command(tuple(line)), ports, tuple(map(_health, urls)))

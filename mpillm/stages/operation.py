@@ -1,9 +1,8 @@
-"""Stages of the pipeline: what each needs, what it makes, and the runner that makes it whole or not at all.
+"""Stages of the pipeline, and the runner that executes each completely or not at all.
 
-An `Operation` makes one folder. It is made beside its place, under a name of its own, and renamed when all
-its files are there; so a folder in its place is complete, whatever was interrupted. A stamp in it says what
-it was made from: as long as that is the same, the stage is skipped. What was said on the way is kept in
-`<folder>.log`.
+An `Operation` writes one folder. It uses a temporary folder and renames it when all files exist, so a folder
+with the final name is complete. A stamp in it records the inputs: while they are unchanged, the stage is
+skipped. The log is `<folder>.log`.
 """
 
 from __future__ import annotations
@@ -32,17 +31,14 @@ from mpillm.files import replace_folder
 
 STAMP = "mpillm-stamp.json"
 
-_SMALL = 1 << 20  # bytes: a file up to this size is known by its content, a larger one by its size and time
+_SMALL = 1 << 20  # bytes: a hash identifies a file up to this size; size and time identify a larger one
 
 
 class Operation(ABC):
-    """One stage.
-
-    `output` is the folder that it makes, `dependencies` are the stages whose outputs it reads.
-    """
+    """A stage that writes the folder `output` and reads the outputs of its `dependencies`."""
 
     name: ClassVar[str]
-    # people may change its files: it is not remade while they exist
+    # users may change its files: it is not repeated while they exist
     hand_edited: ClassVar[bool] = False
 
     output: Path
@@ -51,29 +47,29 @@ class Operation(ABC):
 
     @abstractmethod
     def inputs(self) -> dict[str, Any]:
-        """Return what the output depends on besides dependencies: values for JSON; files by `identity`."""
+        """Return the inputs other than dependencies, as values for JSON; files by `identity`."""
 
     @abstractmethod
     def files(self) -> Sequence[str]:
-        """Return the files that make the output complete, relative to it."""
+        """Return the files of a complete output, relative to it."""
 
     def missing(self, folder: Path) -> list[str]:
-        """Return the files that `folder` lacks, or has empty."""
+        """Return the files that are missing or empty in `folder`."""
         return [name for name in self.files() if not _has(folder / name)]
 
     @abstractmethod
     def commands(self, target: Path) -> Sequence[Command]:
-        """Return the commands that make the output in the folder `target`; none if this process makes it."""
+        """Return the commands that write the output to the folder `target`; none if this process does."""
 
-    def check(self) -> None:  # noqa: B027 (nothing may be known)
-        """Raise ConfigError for what is known to be wrong before anything is made."""
+    def check(self) -> None:  # noqa: B027 (a stage may have no checks)
+        """Raise ConfigError for problems that can be detected before the first stage."""
 
     def describe(self) -> list[str]:
-        """Return what `--dry_run` prints: the commands, with the output in its place."""
+        """Return the lines of `--dry_run`: the commands with the final output."""
         return [str(command) for command in self.commands(self.output)]
 
     def make(self, target: Path, children: Children, log: Path) -> None:
-        """Make the folder `target`, which does not exist yet."""
+        """Write the folder `target`, which does not exist yet."""
         for command in self.commands(target):
             with log.open("a", encoding="utf-8") as file:
                 file.write(f"$ {command}\n")
@@ -91,7 +87,7 @@ class Operation(ABC):
     # --- state ---
 
     def digest(self) -> str:
-        """Return a hash of everything that the output depends on."""
+        """Return a hash of all inputs."""
         state = {
             "operation": self.name,
             "inputs": self.inputs(),
@@ -100,11 +96,11 @@ class Operation(ABC):
         return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
     def why(self) -> str:
-        """Return why it must be made; empty if the output exists, complete, and made from the same inputs."""
+        """Return the reason to execute the stage; empty if its output is complete and up to date."""
         stamp = read_stamp(self.output)
         if stamp is None:
             return "not there"
-        if stamp["digest"] != self.digest():  # first: another layout has other files, too
+        if stamp["digest"] != self.digest():  # first, because another layout also has other files
             return _difference(stamp["inputs"], self.inputs()) or "its inputs have changed"
         if missing := self.missing(self.output):
             return f"{missing[0]} is missing"
@@ -117,17 +113,16 @@ class Operation(ABC):
 
 
 def execute(operations: Sequence[Operation], *, force: bool = False, dry_run: bool = False) -> None:
-    """Make the outputs of `operations` and of what they depend on, each once, dependencies first.
+    """Execute `operations` and their dependencies, each once, dependencies first.
 
-    An output that is up to date is kept, unless `force`. All that will be made is checked before the first is
-    made. ConfigError or StageError when an output cannot be made: then it is not there, or is the one that
-    was there before.
+    An output that is up to date remains, unless `force`. All checks run before the first stage. Raises
+    ConfigError or StageError if an output cannot be written; an earlier output then remains.
     """
-    wanted = {op: ("--force" if force else op.why()) for op in _ordered(operations)}
-    width = max((len(op.name) for op in wanted), default=0)
-    _check_apart(list(wanted))
+    reasons = {op: ("--force" if force else op.why()) for op in _ordered(operations)}
+    width = max((len(op.name) for op in reasons), default=0)
+    _check_apart(list(reasons))
     lacking: dict[Operation, str] = {}
-    for op, why in wanted.items():
+    for op, why in reasons.items():
         if why:
             try:
                 op.check()
@@ -137,14 +132,14 @@ def execute(operations: Sequence[Operation], *, force: bool = False, dry_run: bo
                 lacking[op] = str(error)
             _check_place(op)
     if dry_run:
-        for op, why in wanted.items():
+        for op, why in reasons.items():
             print(f"# {op.name}: {op.output}" + (f" ({why})" if why else " is up to date"))
             if op in lacking:
                 print(f"# can't run here: {lacking[op]}")
             for line in op.describe() if why else ():
                 print(line)
         return
-    for op, why in wanted.items():
+    for op, why in reasons.items():
         if not why:
             print(f"  {op.name:<{width}}  {op.output} is up to date")
             continue
@@ -155,12 +150,12 @@ def execute(operations: Sequence[Operation], *, force: bool = False, dry_run: bo
 
 
 def log_of(output: Path) -> Path:
-    """Return where the log of a stage is kept."""
+    """Return the path of a stage's log."""
     return output.with_name(output.name + ".log")
 
 
 def _ordered(operations: Sequence[Operation]) -> list[Operation]:
-    """Return the operations, each after its dependencies, without repetitions for the same place."""
+    """Return the operations, each after its dependencies, without repetitions for the same output."""
     order: dict[tuple[Path, str], Operation] = {}
 
     def visit(op: Operation, above: tuple[Operation, ...]) -> None:
@@ -168,7 +163,7 @@ def _ordered(operations: Sequence[Operation]) -> list[Operation]:
             raise RuntimeError(f"{op.name} depends on itself")
         for dependency in op.dependencies:
             visit(dependency, (*above, op))
-        # the digest reads flags: wrong ones are found here
+        # The digest reads the flags and raises ConfigError for wrong ones.
         order.setdefault((op.output.resolve(), op.digest()), op)
 
     for op in operations:
@@ -179,7 +174,7 @@ def _ordered(operations: Sequence[Operation]) -> list[Operation]:
 def _make(op: Operation) -> None:
     parent, log = op.output.parent, log_of(op.output)
     work = parent / f".{op.output.name}.{socket.gethostname()}-{os.getpid()}.partial"
-    made, before = work / "made", work / "before"
+    target, earlier = work / "made", work / "before"
     with _disk_errors(op):
         parent.mkdir(parents=True, exist_ok=True)
         _sweep(op.output)
@@ -187,28 +182,30 @@ def _make(op: Operation) -> None:
             with Children() as children:
                 work.mkdir()
                 log.write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {op.name}\n", encoding="utf-8")
-                # Before: an input that changes meanwhile is not what the output was made from.
+                # Read the inputs before the stage, because they may change during it.
                 state = {"digest": op.digest(), "inputs": op.inputs()}
-                op.make(made, children, log)
-                if missing := op.missing(made):
+                op.make(target, children, log)
+                if missing := op.missing(target):
                     raise StageError(
                         f"{op.name}: did not write {', '.join(missing)}; the end of {log}:\n{tail(log, 15)}"
                     )
-                (made / STAMP).write_text(
-                    json.dumps(_stamp(op, made, state), indent=2) + "\n", encoding="utf-8"
+                (target / STAMP).write_text(
+                    json.dumps(_stamp(op, target, state), indent=2) + "\n", encoding="utf-8"
                 )
-                replace_folder(made, op.output, before)
+                replace_folder(target, op.output, earlier)
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
 
-def _stamp(op: Operation, made: Path, state: dict[str, Any]) -> dict[str, Any]:
+def _stamp(op: Operation, target: Path, state: dict[str, Any]) -> dict[str, Any]:
     return {
         "operation": op.name,
         "made": time.strftime("%Y-%m-%d %H:%M:%S"),
         **state,
         "commands": [str(command) for command in op.commands(op.output)],
-        "files": {str(p.relative_to(made)): p.stat().st_size for p in sorted(made.rglob("*")) if p.is_file()},
+        "files": {
+            str(p.relative_to(target)): p.stat().st_size for p in sorted(target.rglob("*")) if p.is_file()
+        },
     }
 
 
@@ -223,7 +220,7 @@ def _disk_errors(op: Operation) -> Iterator[None]:
 
 
 def _sweep(output: Path) -> None:
-    """Remove what killed builds of this output left beside it, on this host."""
+    """Remove the temporary folders of this output's killed builds on this host."""
     host = re.escape(socket.gethostname())
     for leftover in output.parent.glob(f".{output.name}.*.partial"):
         match = re.fullmatch(rf"{host}-(\d+)\.partial", leftover.name.removeprefix(f".{output.name}."))
@@ -232,7 +229,7 @@ def _sweep(output: Path) -> None:
 
 
 def _check_apart(operations: Sequence[Operation]) -> None:
-    """Check that no output is, or lies in, another's folder: making one would remove the other."""
+    """Check that no output is in another output's folder: writing one would remove the other."""
     for i, op in enumerate(operations):
         for other in operations[:i]:
             a, b = op.output.resolve(), other.output.resolve()
@@ -244,10 +241,7 @@ def _check_apart(operations: Sequence[Operation]) -> None:
 
 
 def _check_place(op: Operation) -> None:
-    """Check the output's place.
-
-    Raises ConfigError if something is there that mpillm did not make, or it can't be written.
-    """
+    """Raise ConfigError if the output exists and mpillm did not create it, or if it cannot be written."""
     output = op.output
     try:
         if output.exists() and (
@@ -266,7 +260,7 @@ def _check_place(op: Operation) -> None:
 
 
 def read_stamp(folder: Path) -> dict[str, Any] | None:
-    """Return the stamp in a folder that a stage has made; None for any other folder."""
+    """Return the stamp in a stage's output; None for any other folder."""
     try:
         stamp = json.loads((folder / STAMP).read_text(encoding="utf-8"))
         return stamp if {"digest", "inputs", "files"} <= stamp.keys() else None
@@ -275,12 +269,12 @@ def read_stamp(folder: Path) -> dict[str, Any] | None:
 
 
 def identity(path: Path) -> Any:
-    """Identify a file or folder: a stamp's digest, hashes of small files, sizes and times of large ones."""
+    """Return a stamp's digest, hashes of small files, or sizes and times of large files."""
     if stamp := read_stamp(path):
         return stamp["digest"]
     if path.is_dir():
-        # what git, an editor or a download tool keeps there begins with a dot; a log is that of a stage whose
-        # output lies in there
+        # Git, editors and download tools write files with a leading dot. A log belongs to a stage whose
+        # output is in this folder.
         files = (
             p
             for p in sorted(path.iterdir())
@@ -300,7 +294,7 @@ def _has(path: Path) -> bool:
 
 
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> str:
-    """Return the first input that has changed, with both values if they are short."""
+    """Return the first changed input, with both values if they are short."""
     for key in sorted({*old, *new}):
         before, after = old.get(key), new.get(key)
         if before == after:

@@ -1,4 +1,4 @@
-"""Checks before a stage starts: model, sizes that must divide, disk space."""
+"""Checks before a stage starts: model, divisibility of sizes, disk space."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 @dataclass(frozen=True)
-class Layout:
-    """An engine's layout: tensor and pipeline parallel sizes; expert parallelism is inside the TP group."""
+class EngineParallelism:
+    """Tensor and pipeline parallel sizes of an engine; expert parallelism is inside the TP group."""
 
     tp_size: int = 1
     pp_size: int = 1
@@ -33,7 +33,7 @@ class Layout:
 
 @about("model_path")
 def model_config(folder: Path) -> dict[str, Any]:
-    """Return the `config.json` of a model's folder, which must have weights, too."""
+    """Return the `config.json` of a model's folder, which must also have weights."""
     if not folder.is_dir():
         raise NotHere(f"--model_path {folder}: no such folder")
     if not (folder / "config.json").is_file():
@@ -49,10 +49,10 @@ def weights(folder: Path) -> list[Path]:
 
 
 @about("tensor_parallelism", "pipeline_parallelism", "moe_expert_parallelism")
-def check_divides(config: dict[str, Any], layout: Layout) -> None:
+def check_divides(config: dict[str, Any], layout: EngineParallelism) -> None:
     """Raise ConfigError if a Hugging Face `config.json` does not allow the layout.
 
-    TensorRT-LLM notices late.
+    TensorRT-LLM detects it late.
     """
     heads, layers = config.get("num_attention_heads"), config.get("num_hidden_layers")
     kv_heads = config.get("num_key_value_heads", heads)
@@ -76,7 +76,7 @@ def check_divides(config: dict[str, Any], layout: Layout) -> None:
 
 
 def check_space(target: Path, needed: int) -> None:
-    """Raise ConfigError if the disk of `target` has no room for `needed` more bytes."""
+    """Raise ConfigError if the disk of `target` has fewer than `needed` free bytes."""
     folder = next(above for above in (target.absolute(), *target.absolute().parents) if above.is_dir())
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -85,8 +85,8 @@ def check_space(target: Path, needed: int) -> None:
         )
 
 
-def lacking(config: RunConfig, problem: NotHere) -> None:
-    """Raise `problem`; in a dry run only report it."""
+def raise_or_note(config: RunConfig, problem: NotHere) -> None:
+    """Raise `problem`; in a dry run, only print it."""
     if not config.dry_run:
         raise problem
     print(f"# can't run here: {problem}")

@@ -1,4 +1,4 @@
-"""Servers: start them, wait until they are ready, watch them, end them.
+"""Start servers, wait until they are ready, watch them, stop them.
 
     check_ports(servers)
     with Servers(folder) as running:
@@ -7,8 +7,8 @@
         running.wait_ready(deadline_s)
         running.watch(stall_s)
 
-`ServerFailed` names the server and shows the end of its log. On leaving the context every server has ended,
-whatever ended the context. A caller with a loop of its own calls `look` there instead of `watch`.
+`ServerFailed` contains the server's name and the end of its log. Leaving the context stops every server, also
+after an error.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from launch.exits import how_ended
 from launch.health_check import HealthCheck
 
 _POLL_S = 0.5
-_LOOK_S = 10.0  # between health checks of servers that were ready
-_ORPHAN_S = 2.0  # for a process to notice that what started it has ended
+_CHECK_INTERVAL_S = 10.0  # between health checks of ready servers
+_ORPHAN_S = 2.0  # time for a process to notice that its parent has ended
 
 
 @dataclass(frozen=True)
@@ -40,22 +40,22 @@ class Server:
 
     name: str
     command: Command
-    ports: Mapping[str, int]  # that it opens, by what they are for
-    health: tuple[str, ...]  # URLs that answer 200 when it is ready; none: there is nothing to ask
-    urls: tuple[str, ...] = ()  # where clients reach it
-    files: Mapping[Path, str] = field(default_factory=dict)  # that it reads, written before it is started
-    keeps_job: bool = False  # a rank of an mpirun, whose variables it needs, becomes this server
-    log: str = ""  # the log's file name; without it, made of the name
-    table: Callable[[], Sequence[str]] | None = None  # lines that show what it serves, once it is ready
-    reason: str = ""  # a pattern of the lines in its log that say why it ended, wherever they are
-    # Kill what a process of it leaves. A tritonserver that is killed can leave the process of a Python model
-    # that waits for the server's answer for ever (in 2.51 and in the source of 2.73: its health thread joins
-    # one that waits in `SendIsCancelled`); and mpirun waits for that process, which holds the rank's output.
+    ports: Mapping[str, int]  # ports that it opens, by purpose
+    health: tuple[str, ...]  # URLs that answer 200 when it is ready; empty: no check
+    urls: tuple[str, ...] = ()  # addresses for clients
+    files: Mapping[Path, str] = field(default_factory=dict)  # files that it reads, written before its start
+    keeps_job: bool = False  # the server is a rank of an mpirun and needs its variables
+    log: str = ""  # the log's file name; empty: from the name
+    table: Callable[[], Sequence[str]] | None = None  # returns lines about its models, after it is ready
+    reason: str = ""  # pattern of log lines with the cause of its end
+    # Kill processes that outlive their parent. A killed tritonserver can leave the process of a Python model,
+    # which waits for the server forever (2.51 and the source of 2.73: `SendIsCancelled`). mpirun waits for
+    # that process because it has the rank's output open.
     ends_orphans: bool = False
 
 
 class ServerFailed(Exception):
-    """A server ended, was not ready in time, or fell silent. `was_ready`: all were ready before."""
+    """A server ended, was not ready in time, or does not answer. `was_ready`: all were ready before."""
 
     def __init__(self, message: str, was_ready: bool) -> None:
         super().__init__(message)
@@ -63,16 +63,16 @@ class ServerFailed(Exception):
 
 
 class Servers:
-    """Starts servers, and ends them when this context is left. Logs go to `folder`, which must exist."""
+    """Context that starts servers and stops them at its end. Logs go to `folder`, which must exist."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._children = Children()
-        self._reasons: dict[str, str] = {}  # the pattern of each server
-        self._names: dict[str, str] = {}  # of the server behind each health URL
-        self._checks: dict[str, HealthCheck] = {}  # the last of each health URL
-        self._heard: dict[str, float] = {}  # when each health URL last answered
-        self._next_look = 0.0
+        self._reasons: dict[str, str] = {}  # `Server.reason` by server
+        self._names: dict[str, str] = {}  # server by health URL
+        self._checks: dict[str, HealthCheck] = {}  # last check by health URL
+        self._answered_at: dict[str, float] = {}  # time of the last answer by health URL
+        self._next_check = 0.0
         self._ready = False
         self._ends_orphans = False
 
@@ -86,7 +86,7 @@ class Servers:
         self._children.__exit__(kind, error, trace)
 
     def start(self, server: Server) -> Path:
-        """Start a server; return its log. Raises ConfigError if its program can't be started."""
+        """Start a server and return its log. Raises ConfigError if its program cannot be started."""
         log = self._folder / (server.log or f"{server.name.replace(' ', '_')}.log")
         log.write_text(f"$ {server.command}\n", encoding="utf-8")
         self._children.start(
@@ -98,15 +98,15 @@ class Servers:
         return log
 
     def wait_ready(self, deadline_s: float) -> float:
-        """Wait until every health URL has answered; return the seconds that took.
+        """Wait until every health URL answers, and return the seconds of the wait.
 
-        Raises ServerFailed after `deadline_s`, however many are silent, or as soon as a server has ended.
+        Raises ServerFailed after `deadline_s`, or when a server ends.
         """
         began = time.monotonic()
         deadline = began + deadline_s
         waiting = list(self._names)
         while waiting:
-            self._look_for_orphans()
+            self._end_orphans()
             if child := self._children.ended():
                 raise ServerFailed(self._how_ended(child, "before it was ready"), False)
             for url in waiting:
@@ -121,36 +121,36 @@ class Servers:
             time.sleep(max(0.0, again - time.monotonic()) if waiting else 0)
         self._ready = True
         now = time.monotonic()
-        self._heard, self._next_look = dict.fromkeys(self._names, now), now + _LOOK_S
+        self._answered_at, self._next_check = dict.fromkeys(self._names, now), now + _CHECK_INTERVAL_S
         return now - began
 
     def watch(self, stall_s: float) -> str:
-        """Wait until a server ends with exit code 0; return its name.
+        """Wait until a server ends with exit code 0, and return its name.
 
-        Raises ServerFailed if one fails or is silent.
+        Raises ServerFailed if one fails or does not answer.
         """
-        while (ended := self.look(stall_s)) is None:
+        while (ended := self.poll(stall_s)) is None:
             time.sleep(_POLL_S)
         return ended
 
-    def look(self, stall_s: float) -> str | None:
-        """Look once, and ask for health checks when they are due: as `watch`, but return None if all is well.
+    def poll(self, stall_s: float) -> str | None:
+        """Do one step of `watch`; return None while all servers run.
 
-        It does not wait for their answers: the next look finds them.
+        It starts health checks when they are due. A later call reads their results.
         """
-        self._look_for_orphans()
+        self._end_orphans()
         if child := self._children.ended():
             if child.process.returncode == 0:
                 return child.name
             raise ServerFailed(self._how_ended(child, "after it was ready" if self._names else ""), True)
         now = time.monotonic()
-        is_due, silent = now >= self._next_look, []
-        self._next_look = now + _LOOK_S if is_due else self._next_look
+        is_due, silent = now >= self._next_check, []
+        self._next_check = now + _CHECK_INTERVAL_S if is_due else self._next_check
         for url, check in self._checks.items():
-            answered = check.answered  # read once: it comes from another thread
+            answered = check.answered  # read once, because another thread sets it
             if answered:
-                self._heard[url] = check.ended
-            elif check.is_late(now) and now - self._heard[url] > stall_s:
+                self._answered_at[url] = check.ended
+            elif check.is_late(now) and now - self._answered_at[url] > stall_s:
                 silent.append(url)
             if is_due and answered is not None:
                 self._checks[url] = HealthCheck(url, check)
@@ -158,7 +158,7 @@ class Servers:
             raise self._silent(silent, f"no answer to a health check for {stall_s:g} s (--stall_timeout)")
         return None
 
-    def _look_for_orphans(self) -> None:
+    def _end_orphans(self) -> None:
         if self._ends_orphans:
             self._children.end_orphans(_ORPHAN_S)
 
@@ -167,20 +167,17 @@ class Servers:
         log = f"; from {child.log}:\n{why}  | …\n" if why else f"; the end of {child.log}:\n"
         return f"{child.name} {how_ended(child.process.returncode)} {when}".rstrip() + log + child.tail()
 
-    def _silent(self, urls: Sequence[str], what: str) -> ServerFailed:
+    def _silent(self, urls: Sequence[str], problem: str) -> ServerFailed:
         names = {self._names[url] for url in urls}
         tails = "\n".join(child.tail() for child in self._children.running() if child.name in names)
-        said = "".join(f"; {url}: {self._checks[url].problem}" for url in urls if self._checks[url].problem)
+        causes = "".join(f"; {url}: {self._checks[url].problem}" for url in urls if self._checks[url].problem)
         return ServerFailed(
-            f"{what}: {', '.join(sorted(names))}{said}; the end of the log:\n{tails}", self._ready
+            f"{problem}: {', '.join(sorted(names))}{causes}; the end of the log:\n{tails}", self._ready
         )
 
 
 def write_files(folder: Path, servers: Collection[Server]) -> None:
-    """Make the folder for the logs, and write the files that servers read.
-
-    Raises OSError if that can't be done.
-    """
+    """Create the folder for the logs, and write the files that servers read. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     for path, text in files_of(servers).items():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,24 +185,24 @@ def write_files(folder: Path, servers: Collection[Server]) -> None:
 
 
 def files_of(servers: Iterable[Server]) -> dict[Path, str]:
-    """Return the files that servers read, each once."""
+    """Return the files that servers read, without repetitions."""
     return {path: text for server in servers for path, text in server.files.items()}
 
 
 def check_ports(servers: Iterable[Server]) -> None:
-    """Raise ConfigError if a port is wanted twice, or taken, and say by whom."""
-    wanted: dict[int, str] = {}
+    """Raise ConfigError, with the users, if two servers have the same port, or a port is in use."""
+    users: dict[int, str] = {}
     for server in servers:
         for purpose, port in server.ports.items():
-            what = f"{purpose} of {server.name}"
-            if port in wanted:
-                raise ConfigError(f"port {port} is given to both {what} and {wanted[port]}")
-            wanted[port] = what
-            if problem := _taken(port):
-                raise ConfigError(f"can't listen on port {port} for {what}: {problem}")
+            user = f"{purpose} of {server.name}"
+            if port in users:
+                raise ConfigError(f"port {port} is given to both {user} and {users[port]}")
+            users[port] = user
+            if problem := _bind_problem(port):
+                raise ConfigError(f"can't listen on port {port} for {user}: {problem}")
 
 
-def _taken(port: int) -> str:
+def _bind_problem(port: int) -> str:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -217,19 +214,19 @@ def _taken(port: int) -> str:
 
 def _holder(port: int) -> str:
     try:
-        taken = [
+        listening = [
             c
             for c in psutil.net_connections("tcp")
             if c.laddr and c.laddr.port == port and c.status == psutil.CONN_LISTEN
         ]
-        process = next(psutil.Process(c.pid) for c in taken if c.pid)
+        process = next(psutil.Process(c.pid) for c in listening if c.pid)
         return f"process {process.pid} ({process.name()}) uses it"
     except (StopIteration, psutil.Error):
         return ""
 
 
 def ports_here(urls: Iterable[str]) -> dict[str, int]:
-    """Return the ports of those of the addresses ``host:port`` that are on this host."""
+    """Return the ports of the addresses ``host:port`` on this host."""
     names = (
         "localhost",
         "127.0.0.1",

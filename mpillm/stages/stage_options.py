@@ -1,4 +1,4 @@
-"""The options of stages: commands before a run or a server, each of which may be for several tests."""
+"""Options of stages: commands before a run or a server. A stage may be for several tests."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from mpillm.options.unused_options import unused_in_all, unused_option_lines
 
 
 def parse_stage(
-    argv: Sequence[str], parser: Parser, shown: Sequence[Field], defaults: Mapping[Field, Any] | None = None
+    argv: Sequence[str], parser: Parser, fields: Sequence[Field], defaults: Mapping[Field, Any] | None = None
 ) -> RunConfig:
-    """As `parse`, for a stage before a run or a server; tell of options that no command after it uses."""
-    config = parse(argv, parser, shown, defaults)
-    tell_idle([config])
+    """Parse the options of a stage, and print a note about options that no later command uses."""
+    config = parse(argv, parser, fields, defaults)
+    print_unused_options([config])
     return config
 
 
-def tell_idle(configs: Sequence[RunConfig]) -> None:
-    """Tell, on one rank, of options without effect in all commands after a stage, for each of its tests."""
+def print_unused_options(configs: Sequence[RunConfig]) -> None:
+    """Print, on one rank, the options without effect in all commands after a stage, for all of its tests."""
     launcher = find_launcher()
     if launcher is None or launcher.first:
         for line in unused_option_lines(unused_in_all(configs, "stage")):
             print(f"mpillm: note: {line}", file=sys.stderr)
 
 
-def parse_each(argv: Sequence[str], parser: Parser, shown: Sequence[Field]) -> list[RunConfig]:
-    """As `parse`, for every pair of a workload and a scenario: lists of them mean several tests."""
-    known = with_all(shown)
-    add_fields(parser, known, shown)
+def parse_each(argv: Sequence[str], parser: Parser, fields: Sequence[Field]) -> list[RunConfig]:
+    """Parse the options for every pair of a workload and a scenario: lists of them mean several tests."""
+    known = with_all(fields)
+    add_fields(parser, known, fields)
     options = parser.texts(argv)
-    made = []
+    layers = []
     for benchmark in user_layers(options, known).value_of(AllFields.benchmarks).value or (None,):
         named = options if benchmark is None else {**options, "benchmarks": benchmark}
         scenarios = user_layers(named, known).value_of(AllFields.scenarios)
-        # by default the workload's, if it has none but Server
+        # The default is the workload's scenario, if it has only Server.
         tests = [] if scenarios.source is Source.DEFAULT else scenarios.value
-        made += [layers_of({**named, "scenarios": scenario}, known) for scenario in tests] or [
+        layers += [layers_of({**named, "scenarios": scenario}, known) for scenario in tests] or [
             layers_of(named, known)
         ]
-    return [RunConfig(layers) for layers in made]
+    return [RunConfig(one) for one in layers]

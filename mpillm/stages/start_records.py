@@ -1,7 +1,7 @@
-"""Records beside a disaggregation YAML of servers that `run-llm-server` starts, or has failed to start.
+"""Records of servers of a disaggregation YAML that `run-llm-server` is starting, or failed to start.
 
-A test's client of these servers meets a closed port in both cases. A record is a file in the folder
-`YAML.servers`, which the command removes when its servers are ready.
+In both cases, a client finds a closed port. A record is a file in the folder `YAML.servers`. The command
+removes it when its servers are ready.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from mpillm.files import as_written, read_object, write_json
 from mpillm.options.run_config import RunConfig
 
 _log = logging.getLogger(__name__)
-_BOTH = "servers"  # the name of a command that starts workers and leader
+_BOTH = "servers"  # name of the record if one command starts workers and leader
 _STARTING, _FAILED = "starting", "failed"
 _MAX_LINES, _MAX_BYTES, _MAX_RECORDS = 12, 1 << 16, 64
 
 
 class StartRecord:
-    """The record of one `run-llm-server` command, or of one rank of it."""
+    """The record of a `run-llm-server` command, or of one of its ranks."""
 
     def __init__(self, yaml: Path, name: str) -> None:
         """`name`: leader, servers, or worker and its rank."""
@@ -40,7 +40,7 @@ class StartRecord:
         self._is_starting = False
 
     def begin(self) -> None:
-        """Write that servers start, in the place of an earlier command's failure."""
+        """Record that servers are starting, and remove earlier failures."""
         with _noted():
             for file in _files(self._folder):
                 if self._name == _BOTH or file.stem in (self._name, _BOTH):
@@ -49,13 +49,13 @@ class StartRecord:
             self._is_starting = True
 
     def fail(self, reason: str) -> None:
-        """Write why servers are not there."""
+        """Record the reason why servers failed to start."""
         self._is_starting = False
         with _noted():
             self._write(_FAILED, "\n".join(reason.splitlines()[:_MAX_LINES]))
 
     def end(self) -> None:
-        """Remove the record, unless it is one of a failure."""
+        """Remove the record, unless it is a failure."""
         if self._is_starting:
             self._is_starting = False
             with _noted():
@@ -68,14 +68,14 @@ class StartRecord:
         return self._folder / f"{self._name}.json"
 
     def _write(self, state: str, reason: str) -> None:
-        me = {"host": socket.gethostname(), "process": psutil.Process().pid, "time": time.time()}
+        process = {"host": socket.gethostname(), "process": psutil.Process().pid, "time": time.time()}
         self._folder.mkdir(exist_ok=True)
-        write_json(self._file, {"state": state, "reason": reason, **me}, waits=False)
+        write_json(self._file, {"state": state, "reason": reason, **process}, waits=False)
 
 
 @contextlib.contextmanager
 def _noted() -> Iterator[None]:
-    """Print a line in the place of an OSError: servers start also where records cannot be written."""
+    """Print an OSError as a note: servers start even if records cannot be written."""
     try:
         yield
     except OSError as error:
@@ -86,7 +86,7 @@ def _noted() -> Iterator[None]:
 def recorded(config: RunConfig) -> Iterator[StartRecord | None]:
     """Keep a record while a command starts servers of a YAML; None without a YAML.
 
-    A ConfigError in the block is recorded. A line names the reason if records cannot be written.
+    Also records a ConfigError in the block.
     """
     path = Path(config.disagg_config) if config.disagg_config else None
     if path is None or config.dry_run or not path.is_file():
@@ -106,14 +106,14 @@ def recorded(config: RunConfig) -> Iterator[StartRecord | None]:
 
 
 class RecordedStarts:
-    """The records beside a YAML, for a client of its leader: its `ServerStarts`."""
+    """The records beside a YAML, for a client of its leader; implements `ServerStarts`."""
 
     read_s = 1.0  # between two reads
-    replaced_s = 5.0  # a command that starts with the client has replaced an earlier record by then
+    replaced_s = 5.0  # within this time, a command that starts with the client replaces earlier records
 
-    def __init__(self, yaml: Path, longest_s: float) -> None:
-        """`longest_s`: for how long the client waits for servers that start."""
-        self._yaml, self._longest_s = yaml, longest_s
+    def __init__(self, yaml: Path, max_wait_s: float) -> None:
+        """`max_wait_s`: maximum wait of the client for starting servers."""
+        self._yaml, self._max_wait_s = yaml, max_wait_s
         self._read_at = float("-inf")
         self._failures, self._starting = "", False
         self._created_at = time.monotonic()
@@ -125,13 +125,13 @@ class RecordedStarts:
 
     def wait_s(self, default_s: float) -> float:
         self._read()
-        return max(default_s, self._longest_s) if self._starting else default_s
+        return max(default_s, self._max_wait_s) if self._starting else default_s
 
     def _read(self) -> None:
         if time.monotonic() - self._read_at < self.read_s:
             return
         self._read_at = time.monotonic()
-        failures: dict[tuple[str, str], list[tuple[str, float]]] = {}  # of host and reason: name, age
+        failures: dict[tuple[str, str], list[tuple[str, float]]] = {}  # names and ages by host and reason
         self._starting = False
         seen: set[tuple[Path, float]] = set()
         for file in _files(_folder_of(self._yaml)):
@@ -143,7 +143,7 @@ class RecordedStarts:
                 record = read_object(file)
                 with as_written(file, "not a record of run-llm-server"):
                     self._add(file, record, failures)
-            except (OSError, ConfigError) as error:  # removed meanwhile, or not ours
+            except (OSError, ConfigError) as error:  # removed during the read, or not a record
                 _log.info("%s: %s", file, error)
         if self._old is None:
             self._old = frozenset(seen)
@@ -153,19 +153,19 @@ class RecordedStarts:
             self._failures += f"\n  as recorded in {folder}; remove it if the servers are started otherwise"
 
     def _is_old(self, file: Path, written: os.stat_result) -> bool:
-        """Return whether a record is of an earlier YAML, or may be replaced by a command that starts now."""
+        """Return whether a record belongs to an earlier YAML, or a starting command may still replace it."""
         if written.st_mtime < self._yaml.stat().st_mtime or written.st_size > _MAX_BYTES:
             return True
-        was_there = self._old is None or (file, written.st_mtime) in self._old
-        return was_there and time.monotonic() - self._created_at < self.replaced_s
+        is_earlier = self._old is None or (file, written.st_mtime) in self._old
+        return is_earlier and time.monotonic() - self._created_at < self.replaced_s
 
     def _add(
         self, file: Path, record: dict[str, Any], failures: dict[tuple[str, str], list[tuple[str, float]]]
     ) -> None:
         host, reason = str(record["host"]), str(record["reason"])
         if record["state"] == _STARTING:
-            gone = host == socket.gethostname() and not psutil.pid_exists(int(record["process"]))
-            self._starting |= not gone
+            has_ended = host == socket.gethostname() and not psutil.pid_exists(int(record["process"]))
+            self._starting |= not has_ended
         elif record["state"] == _FAILED:
             age_s = max(0.0, time.time() - float(record["time"]))
             failures.setdefault((host, reason), []).append((file.stem, age_s))

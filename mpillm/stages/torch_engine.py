@@ -19,17 +19,17 @@ from mpillm.stages.checkpoint import EngineLayout, QuantizerConfig, without_para
 from mpillm.stages.operation import Operation, identity
 from mpillm.stages.preconditions import check_divides, check_space, model_config, weights
 
-# TensorRT-LLM's names of formats, and the torch core's.
+# TensorRT-LLM's names of formats, and the torch core's names.
 ALGORITHMS = {"int8_wo": "int8", "int8": "int8", "fp8": "fp8", "full_prec": "none"}
 _CALIBRATION_PROMPTS = 64
 
 
-def _stage(*words: object) -> Command:
-    return Command((sys.executable, "-m", "mpillm.cores.torch_stage", *map(str, words)))
+def _stage(*args: object) -> Command:
+    return Command((sys.executable, "-m", "mpillm.cores.torch_stage", *map(str, args)))
 
 
 class TorchQuantizerOp(Operation):
-    """From a Hugging Face folder to one with 8-bit weights (`qformat`) or KV scales (`kv_cache_dtype`)."""
+    """Stage that adds 8-bit weights (`qformat`) or KV scales (`kv_cache_dtype`) to a Hugging Face folder."""
 
     name = "quantize"
 
@@ -77,7 +77,7 @@ class TorchQuantizerOp(Operation):
     def check(self) -> None:
         if not self.model.exists() and (PRESETS / f"{self.model}.json").is_file():
             raise ConfigError(
-                f"--model_path {self.model}: a preset has random weights and no file to quantise; name"
+                f"--model_path {self.model}: a preset has random weights and no file to quantize; name"
                 " a folder"
             )
         model_config(self.model)
@@ -90,7 +90,7 @@ class TorchQuantizerOp(Operation):
 @bind(AllFields.dtype)
 @bind(AllFields.quantization)
 class TorchBuilderOp(Operation):
-    """From a checkpoint, or a preset, to the file of each rank of an instance."""
+    """Stage that writes the weights of each rank of an instance, from a checkpoint or a preset."""
 
     name = "build"
 
@@ -109,7 +109,7 @@ class TorchBuilderOp(Operation):
         assert config.model_path is not None
         self.dependencies = (quantizer,) if quantizer else ()
         self.deadline_s = deadline_s
-        self.source = Path(config.model_path)  # the model that it was quantised from has the same shape
+        self.source = Path(config.model_path)  # has the same shape as the quantized checkpoint
         self.checkpoint = quantizer.output if quantizer else self.source
         self.layout = EngineLayout().layout
         self.dtype = dtype
@@ -176,10 +176,10 @@ HelpInfo.add_configurator_dependencies(TorchBuilderOp, (TorchQuantizerOp, Engine
 
 
 def engine_stages(config: RunConfig) -> Operation:
-    """Return the build, after a quantisation if the options ask for one."""
+    """Return the build stage, after a quantization stage if the flags need it."""
     deadline_s = config.build_deadline
     checkpoint = QuantizerConfig()
-    is_asked = checkpoint.qformat != "full_prec" or "kv_cache_dtype" in checkpoint.flags
+    quantizes = checkpoint.qformat != "full_prec" or "kv_cache_dtype" in checkpoint.flags
     return TorchBuilderOp(
-        TorchQuantizerOp(deadline_s=deadline_s) if is_asked else None, deadline_s=deadline_s
+        TorchQuantizerOp(deadline_s=deadline_s) if quantizes else None, deadline_s=deadline_s
     )

@@ -1,4 +1,4 @@
-"""Describe what `run-llm-server` starts for the embedded engine: a YAML's servers and their leader."""
+"""Servers that `run-llm-server` starts for the embedded engine: a YAML's workers and their leader."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mpillm.stages.disagg_servers import Programs, disaggregated_servers
 from mpillm.stages.disagg_workers import yaml_of_servers
 from mpillm.stages.servers import Server
 
-_LEADERS_SHARE = 0.9  # of --load_deadline: the leader names the server that it waits for before we give up
+_LEADERS_SHARE = 0.9  # of --load_deadline: the leader reports a missing server before this command times out
 
 
 def torch_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
-    """Return workers, leader or both, which get the command's own words."""
+    """Return workers, leader or both. They receive the command's arguments."""
     path = config.disagg_config
     if not path:
         raise ConfigError(

@@ -10,7 +10,7 @@ from launch.command import NotHere
 from mpillm.nvidia.configs import TritonHarnessConfig
 from mpillm.options.mitten import configured
 from mpillm.options.run_config import RunConfig
-from mpillm.stages.preconditions import lacking
+from mpillm.stages.preconditions import raise_or_note
 from mpillm.stages.servers import Server, ports_here
 from mpillm.triton.repository import triton_stages
 from mpillm.triton.tritonserver import (
@@ -36,7 +36,7 @@ def triton_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
     try:
         program = find_tritonserver(config.tritonserver)
     except NotHere as error:
-        lacking(config, error)
+        raise_or_note(config, error)
         program = config.tritonserver or "tritonserver"
     ports = assign_ports(_grpc_ports(config, len(repos)))
     more = ExtraArgs([f"--{port}-address={config.server_host}" for port in ("http", "grpc", "metrics")])
@@ -56,7 +56,7 @@ def _mpirun(config: RunConfig, repo: Repository) -> list[str] | None:
     try:
         return mpirun_argv(repo)
     except NotHere as error:
-        lacking(config, error)
+        raise_or_note(config, error)
         return ["mpirun"]
 
 
@@ -69,7 +69,7 @@ def _repositories(config: RunConfig) -> list[Repository]:
             f"--triton_model_repo {config.triton_model_repo}: there is no {folder};"
             " generate-triton-config makes it"
         )
-        lacking(config, NotHere(problem))
+        raise_or_note(config, NotHere(problem))
         stages = triton_stages(config)
         print(
             f"# assumed: {', '.join(str(stage.output) for stage in stages)}, as generate-triton-config"

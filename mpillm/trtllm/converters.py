@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError, about
 from mpillm.engine.shape.read_config import architecture_of
-from mpillm.stages.preconditions import Layout
+from mpillm.stages.preconditions import EngineParallelism
 from mpillm.trtllm.tool_options import CONVERT, GEMMA_CONVERT, GPT_CONVERT, QWEN_CONVERT, Tool
 
 
@@ -26,7 +26,7 @@ class Converter(NamedTuple):
         return f"examples/models/core/{script}", f"examples/{script}"
 
     @about("pipeline_parallelism", "moe_expert_parallelism")
-    def sizes(self, layout: Layout) -> list[str]:
+    def sizes(self, layout: EngineParallelism) -> list[str]:
         """Return the options for a layout. Raises ConfigError if it has none for it."""
         for size, option, is_there in (
             (layout.pp_size, "pipeline_parallelism", self.has_stages),

@@ -23,7 +23,7 @@ from mpillm.stages.checkpoint import (
     without_parallelism,
 )
 from mpillm.stages.operation import Operation, identity
-from mpillm.stages.preconditions import Layout, check_divides, check_space, model_config, weights
+from mpillm.stages.preconditions import EngineParallelism, check_divides, check_space, model_config, weights
 from mpillm.trtllm.converters import LLAMA, Converter, converter_for
 from mpillm.trtllm.installed import check_gpus, find_script, python_with_trtllm
 from mpillm.trtllm.tool_options import BUILD, QUANTIZE
@@ -283,13 +283,13 @@ def _check_ours(config: RunConfig) -> None:
             )
 
 
-def engine_files(layout: Layout) -> tuple[str, ...]:
+def engine_files(layout: EngineParallelism) -> tuple[str, ...]:
     """Return the files of an engine: `trtllm-build` writes one for each rank."""
     return ("config.json", *(f"rank{rank}.engine" for rank in range(layout.ranks)))
 
 
 @about("engine_dir")
-def read_engine(folder: Path) -> tuple[BuildConfig, Layout]:
+def read_engine(folder: Path) -> tuple[BuildConfig, EngineParallelism]:
     """Return the build configuration of an existing engine, and its layout.
 
     Raises ConfigError if it is incomplete.
@@ -298,7 +298,7 @@ def read_engine(folder: Path) -> tuple[BuildConfig, Layout]:
         raise NotHere(f"--engine_dir {folder}: no such folder; generate-engines makes it")
     engine = EngineConfig.from_engine_dir(folder)
     mapping = engine.pretrained_config.mapping
-    layout = Layout(mapping.tp_size, mapping.pp_size, max(1, mapping.moe_ep_size))
+    layout = EngineParallelism(mapping.tp_size, mapping.pp_size, max(1, mapping.moe_ep_size))
     for name in engine_files(layout):
         if not (folder / name).is_file():
             raise ConfigError(

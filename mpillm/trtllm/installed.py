@@ -11,7 +11,7 @@ from pathlib import Path
 from launch.command import NotHere, find_program
 from mpillm.devices import visible_gpus
 from mpillm.options.run_config import RunConfig
-from mpillm.stages.preconditions import lacking
+from mpillm.stages.preconditions import raise_or_note
 
 _PLACES = (Path("build/TRTLLM"), Path("/app/tensorrt_llm"))
 """TensorRT-LLM's repository without --trtllm_lib_path: the reference harness's, the containers'."""
@@ -54,5 +54,5 @@ def program_or_name(config: RunConfig, name: str, hint: str) -> str:
     try:
         return find_program(name, hint)
     except NotHere as error:
-        lacking(config, error)
+        raise_or_note(config, error)
         return name

@@ -19,7 +19,7 @@ from mpillm.options.mitten import configured
 from mpillm.options.run_config import RunConfig
 from mpillm.stages.disagg_servers import disaggregated_servers as launched
 from mpillm.stages.disagg_workers import yaml_of_servers
-from mpillm.stages.preconditions import lacking
+from mpillm.stages.preconditions import raise_or_note
 from mpillm.stages.servers import Server, ports_here
 from mpillm.trtllm import trtllm_serve
 from mpillm.trtllm.engines import TRTLLMLibraryLoader
@@ -34,7 +34,9 @@ def endpoint_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
     harness = configured(TrtllmEndpointConfig, config)
     what = served(config)
     if what.is_made and not Path(what.model).is_dir():
-        lacking(config, NotHere(f"{what.said}: there is no folder {what.model}; generate-engines makes it"))
+        raise_or_note(
+            config, NotHere(f"{what.said}: there is no folder {what.model}; generate-engines makes it")
+        )
     cut = TRTLLMLibraryLoader(
         tp_size=config.tensor_parallelism,
         pp_size=config.pipeline_parallelism,
@@ -55,7 +57,7 @@ def endpoint_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
     try:
         check_gpus(len(ports) * cut.ranks, f"{len(ports)} trtllm-serve of {cut.ranks} GPUs each")
     except NotHere as error:
-        lacking(config, error)
+        raise_or_note(config, error)
     flags = {**harness.build_flags, **harness.runtime_flags}
     sizes = {
         "tp_size": cut.tp_size,

@@ -1,1 +1,1 @@
-"""The commands of this package, a file for each."""
+"""The commands of this package, one file for each."""

@@ -1,8 +1,8 @@
 """``python -m mpillm generate-disagg-config``: a disaggregation YAML for `run`, `plan` and `trtllm-serve`.
 
-Without mpirun it writes what the options say. Under `mpirun -n N`, N being the ranks of all instances, rank 0
-writes it with the address of each instance: the host of its first rank, as `trtllm-serve
-disaggregated_mpi_worker` splits the world, and ports from --worker_start_port on.
+Without mpirun, it writes the values of the options. Under `mpirun -n N`, N being the ranks of all instances,
+rank 0 adds the address of each instance: the host of its first rank, in the order of `trtllm-serve
+disaggregated_mpi_worker`, and a port from --worker_start_port on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mpillm.stages.disagg_workers import for_workers
 from mpillm.stages.stage_options import parse_stage
 
 _ALSO = ("dry_run", "world_size", "server_port", "worker_start_port", "model_path", "llm_gen_config_path")
-_SHOWN = command_fields(
+_FIELDS = command_fields(
     "workload", "topology", "checkpoint", "build", also=(*_ALSO, *(place.field.name for place in CORE))
 )
 
@@ -52,30 +52,30 @@ def main(argv: Sequence[str]) -> int:
         " --trtllm_disagg_config_path=disagg.yaml",
     )
     try:
-        config = parse_stage(argv, parser, [*_SHOWN, output])
+        config = parse_stage(argv, parser, [*_FIELDS, output])
     except ConfigError as error:
         raise EveryRankError(str(error)) from None
     path = config[output] or config.disagg_config
     if one_of_several():
-        made = _of_this_world(config, argv)
-        if made is None:
+        yaml = _of_this_world(config, argv)
+        if yaml is None:
             return ExitCode.DONE
     else:
-        made = generated(config, config.world_size)
-    made = with_core_values(config, made)
+        yaml = generated(config, config.world_size)
+    yaml = with_core_values(config, yaml)
     if (for_servers := BackendRegistry.declared(config.core_type).disagg_yaml) is not None:
-        made = found_at(for_servers)(config, made)
-    text = disagg.dump(made)
+        yaml = found_at(for_servers)(config, yaml)
+    text = disagg.dump(yaml)
     if config.dry_run or not path:
         print(text, end="")
         return ExitCode.DONE
     _write(Path(path), text, "--output" if config[output] else "--trtllm_disagg_config_path")
-    print(f"wrote {path}: {made.n_workers} workers")
+    print(f"wrote {path}: {yaml.n_workers} workers")
     return ExitCode.DONE
 
 
 def _of_this_world(config: RunConfig, argv: Sequence[str]) -> DisaggConfig | None:
-    """Return, on rank 0, the configuration for this mpirun's ranks, all workers; None on the others."""
+    """Return on rank 0 the configuration for this mpirun's ranks, all workers; None on the other ranks."""
     world = start_mpi(["generate-disagg-config", *argv], DEADLINES["join"])
     hosts = world.gather(socket.gethostname())
     if hosts is None:

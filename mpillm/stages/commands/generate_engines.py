@@ -1,4 +1,4 @@
-"""``python -m mpillm generate-engines``: from a model to an engine, for each workload and scenario named."""
+"""``python -m mpillm generate-engines``: build an engine of a model for each workload and scenario named."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpillm.options.fields import MODEL_AND_LIMITS, SIZES, command_fields
 from mpillm.options.mitten import applied
 from mpillm.options.run_config import RunConfig
 from mpillm.stages.operation import Operation, execute
-from mpillm.stages.stage_options import parse_each, tell_idle
+from mpillm.stages.stage_options import parse_each, print_unused_options
 
 _ALSO = (
     "core_type",
@@ -25,7 +25,7 @@ _ALSO = (
     "llm_gen_config_path",
     "build_deadline",
 )
-_SHOWN = command_fields("workload", "stages", "checkpoint", "build", also=_ALSO)
+_FIELDS = command_fields("workload", "stages", "checkpoint", "build", also=_ALSO)
 
 
 def engine_stages(config: RunConfig) -> Operation:
@@ -44,11 +44,11 @@ def engine_stages(config: RunConfig) -> Operation:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Make what is not up to date, and print where it is."""
+    """Execute the stages that are not up to date, and print their outputs."""
     parser = Parser(
         prog="mpillm generate-engines",
-        description="Quantise a model and build its engine: TensorRT-LLM's, with its tools, or mpillm's own."
-        " What is up to date is kept.",
+        description="Quantize a model and build its engine: TensorRT-LLM's, with its tools, or mpillm's own."
+        " Stages that are up to date are skipped.",
         epilog="examples:\n"
         "  python -m mpillm generate-engines --model_path build/models/smollm2-135m"
         " --trtllm_checkpoint_flags=qformat:int8_wo\n"
@@ -56,8 +56,8 @@ def main(argv: Sequence[str]) -> int:
         " --trtllm_lib_path build/TRTLLM"
         " --trtllm_checkpoint_flags=qformat:fp8,kv_cache_dtype:fp8 --tensor_parallelism 2 --dry_run",
     )
-    configs = parse_each(argv, parser, _SHOWN)
-    tell_idle(configs)
+    configs = parse_each(argv, parser, _FIELDS)
+    print_unused_options(configs)
     stages = [engine_stages(config) for config in configs]
     with applied(configs[0]):
         execute(stages, force=configs[0].force, dry_run=configs[0].dry_run)

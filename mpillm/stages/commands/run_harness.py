@@ -29,12 +29,12 @@ from mpillm.options.unused_options import unused_in_all, unused_option_lines, un
 from mpillm.stages.stage_options import parse_each
 
 _CONNECT_S = 2.0
-# Options that are set for each test.
-_OURS = ("benchmarks", "models", "scenarios", "world_size", "dry_run", "log_dir")
+# Options that this command sets for each test.
+_SET_OPTIONS = ("benchmarks", "models", "scenarios", "world_size", "dry_run", "log_dir")
 
 
 def _spawns_triton(config: RunConfig) -> bool:
-    """Return whether tests through Triton have to start their servers: nobody has, or says that he has."""
+    """Return whether tests through Triton must start their servers."""
     elsewhere = config.triton_skip_server_spawn or config.triton_server_urls or config.triton_grpc_ports
     if config.harness_type != "triton" or config.server or elsewhere:
         return False
@@ -49,7 +49,7 @@ def _spawns_triton(config: RunConfig) -> bool:
 def _parser() -> Parser:
     return Parser(
         prog="mpillm run-harness",
-        description="Run a test for each workload and scenario named, each in an mpirun of its own. Takes all"
+        description="Run a test for each workload and scenario named, each in its own mpirun. Accepts all"
         " options of run.",
         epilog="examples:\n"
         "  python -m mpillm run-harness --benchmarks=llama2,moe --scenarios=Offline,Server"
@@ -114,26 +114,26 @@ def run_in_turn(tests: Sequence[Test]) -> int:
 
 
 def test_of(config: RunConfig, argv: Sequence[str], several: bool) -> Test:
-    """Return the mpirun of one test: the options as typed, with this workload and scenario.
+    """Return the mpirun of one test: the options on the command line, with this workload and scenario.
 
-    Those that only other tests of the same command use are left out.
+    Options that only other tests of the command use are omitted.
     """
     name = run_name(config)
     of_other_tests = [one.name for one in unused_options(config, RUN) if one.is_error]
     log_dir = Path(config.log_dir or RUNS / time.strftime("%Y%m%d-%H%M%S"))
     if several or not config.log_dir:
         log_dir = log_dir / name if config.log_dir else log_dir.with_name(f"{log_dir.name}-{name}")
-    words = [
-        *without(argv, (*_OURS, *of_other_tests)),
+    args = [
+        *without(argv, (*_SET_OPTIONS, *of_other_tests)),
         f"--scenarios={config.scenario}",
         *([f"--benchmarks={config.benchmark_name}"] if config.benchmark else []),
     ]
     start = [sys.executable, "-m", "mpillm", "mpirun", "-n", str(ranks_of(config))]
-    return Test(name, Command((*start, "run", *words, f"--log_dir={log_dir}")), log_dir)
+    return Test(name, Command((*start, "run", *args, f"--log_dir={log_dir}")), log_dir)
 
 
 def _written(test: Test) -> int | None:
-    """Return when the test's result.json was written; None if there is none."""
+    """Return the time of the test's result.json; None if there is none."""
     try:
         return (test.log_dir / "result.json").stat().st_mtime_ns
     except OSError:
@@ -143,7 +143,7 @@ def _written(test: Test) -> int | None:
 def _outcome(test: Test, code: int, earlier: int | None) -> tuple[str, str, str]:
     """Return the status, samples per second and exit code for the table, from the test's result.json.
 
-    `earlier`: when an earlier run had written that file; an unchanged file is no result.
+    `earlier`: time of the file before the test; an unchanged file is not a result.
     """
     if _written(test) == earlier:
         return "no result", "", str(code)

@@ -1,8 +1,8 @@
 """``python -m mpillm run-llm-server``: start the servers that a core needs, and wait until they end.
 
-For the embedded engine: the workers and the leader of a disaggregation YAML, or one of the two, as
-MLPERF_DISAGG_LAUNCH_TYPE says. `trtllm_disagg`: the same with `trtllm-serve`. `trtllm_endpoint`: a
-`trtllm-serve` for each URL. `triton_grpc` and `--harness_type=triton`: a `tritonserver` for each model
+For the embedded engine: the workers and the leader of a disaggregation YAML, or the one that
+MLPERF_DISAGG_LAUNCH_TYPE selects. `trtllm_disagg`: the same with `trtllm-serve`. `trtllm_endpoint`: one
+`trtllm-serve` for each URL. `triton_grpc` and `--harness_type=triton`: one `tritonserver` for each model
 repository.
 """
 
@@ -43,13 +43,13 @@ _ALSO = (
     "load_deadline",
     "stall_timeout",
 )
-_SHOWN = command_fields(
+_FIELDS = command_fields(
     "workload", "topology", "checkpoint", "build", "triton", "server", also=(*_ALSO, *MODEL_AND_LIMITS)
 )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the servers. Exit code NOT_READY or INSTANCE_LOST: one ended, before or after all were ready."""
+    """Run the servers. Exit code NOT_READY or INSTANCE_LOST: one failed before or after all were ready."""
     parser = Parser(
         prog="mpillm run-llm-server",
         description="Start the servers that a core needs, and wait until they end. Ctrl-C ends them.",
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         " --trtllm_disagg_config_path=disagg.yaml\n"
         f"  python -m mpillm run-llm-server --core_type={DEFAULT} --trtllm_disagg_config_path=disagg.yaml",
     )
-    config = parse_stage(argv, parser, _SHOWN)
+    config = parse_stage(argv, parser, _FIELDS)
     if config.core_type in DISAGGREGATED:
         if launch_type() == "worker" and one_of_several():
             check_world(mpi_library(), None, ["run-llm-server", *argv], variables={LAUNCH_TYPE: "worker"})
@@ -76,8 +76,8 @@ def main(argv: Sequence[str]) -> int:
         )
     with recorded(config) as record:
         with applied(config):
-            servers: list[Server] = found_at(kind)(config, [word for word in argv if word != "--dry_run"])
-        os.environ.pop(LAUNCH_TYPE, None)  # it is for this command, not for what it starts
+            servers: list[Server] = found_at(kind)(config, [arg for arg in argv if arg != "--dry_run"])
+        os.environ.pop(LAUNCH_TYPE, None)  # the variable is not for the servers
         if config.dry_run:
             for path, text in files_of(servers).items():
                 print(f"mkdir -p {path.parent} && cat > {path} <<'END'\n{text}END")
@@ -94,9 +94,9 @@ def run_servers(
     stall_timeout_s: float,
     record: StartRecord | None = None,
 ) -> int:
-    """Start servers, say when they are ready, and wait until one ends. Returns the exit code, as `main`.
+    """Start servers, print when they are ready, and wait until one ends. Returns the exit code of `main`.
 
-    `record`: removed when they are ready, and written again if one fails.
+    `record`: removed when the servers are ready, and written again if one fails.
     """
     check_ports(servers)
     folder = Path(log_dir) if log_dir else SERVERS / time.strftime("%Y%m%d-%H%M%S")

@@ -40,7 +40,7 @@ with http.server.HTTPServer(("localhost", int(sys.argv[1])), Handler) as server:
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a test wait for nothing between two looks."""
     monkeypatch.setattr(module, "_POLL_S", 0.02)
-    monkeypatch.setattr(module, "_LOOK_S", 0.05)
+    monkeypatch.setattr(module, "_CHECK_INTERVAL_S", 0.05)
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_a_loop_of_the_callers_own(tmp_path: Path) -> None:
         with Servers(tmp_path) as running:
             running.start(answering("", times=2))
             running.wait_ready(60)
-            seen.append(running.look(60))
+            seen.append(running.poll(60))
             seen.append(running.watch(60))
 
     thread = threading.Thread(target=work)
@@ -189,8 +189,8 @@ def test_a_look_waits_for_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             for server in silent(4):
                 running.start(server)
             running.wait_ready(60)
-        wait_until(lambda: running.look(1e9) is None and len(checks.asked) == 4, "the checks")
-        assert running.look(1e9) is None
+        wait_until(lambda: running.poll(1e9) is None and len(checks.asked) == 4, "the checks")
+        assert running.poll(1e9) is None
         with pytest.raises(
             ServerFailed, match=r"^no answer to a health check for 0.2 s \(--stall_timeout\): server "
         ):
@@ -211,7 +211,7 @@ def test_a_server_that_answers_is_not_silent_between_two_looks(
     with Servers(tmp_path) as running:
         running.start(silent(1)[0])
         running.wait_ready(60)
-        wait_until(lambda: running.look(1e-9) is None and len(asked) > 3, "three looks")
+        wait_until(lambda: running.poll(1e-9) is None and len(asked) > 3, "three looks")
 
 
 def test_an_answer_between_two_looks_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

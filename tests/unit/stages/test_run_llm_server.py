@@ -44,7 +44,7 @@ DRY = {
         ["--core_type=trtllm_disagg", "--disagg_config=d.yaml", "--num_gen_servers=2", "--model_path=llama"],
         [
             "# can't run here: --disagg_config d.yaml: no such file; generate-disagg-config writes it",
-            "# assumed: d.yaml, as generate-disagg-config writes it for 3 workers on this host",
+            "# assumed: d.yaml, the output of generate-disagg-config for 3 workers on this host",
             "trtllm-serve disaggregated -c d.yaml -t 1800 -r 300",
         ],
     ),
@@ -135,7 +135,7 @@ def test_a_launch_type_without_effect(
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("leader", "one leader is started alone, or by mpirun -n 1"), ("", "=worker makes each a worker")],
+    [("leader", "start one leader alone, or by mpirun -n 1"), ("", "=worker makes each a worker")],
 )
 def test_several_ranks_that_are_no_workers(
     kind: str, message: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
