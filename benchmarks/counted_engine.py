@@ -1,4 +1,4 @@
-"""The engine as ``benchmarks engine`` runs it on a CPU: answers, and the matrix products behind them."""
+"""The engine on a CPU for ``benchmarks engine``: answers, and the matrix products of their steps."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _CountingWorker(Worker):
 
 
 class CountedEngine:
-    """The engine on a CPU, which counts what its steps compute."""
+    """An engine on a CPU that counts the rows of its steps."""
 
     def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
         scheduler = config.scheduler
@@ -65,7 +65,7 @@ class CountedEngine:
         return [sequence.output for sequence in sequences]
 
     def decode_ms(self, prompts: list[list[int]], n_output: int) -> float:
-        """Return the median time of a step in which all answers grow; NaN if they have one token."""
+        """Return the median time of a step that adds a token to all answers; NaN if they have one token."""
         self._added(prompts, n_output)
         times = []
         while not self._engine.is_idle():
@@ -86,35 +86,35 @@ class CountedEngine:
             self._engine.add(sequence)
         return sequences
 
-    def guesses(self) -> tuple[int, int]:
-        """Return how many of the last `answer`'s guesses were right, and how many it made."""
+    def draft_counts(self) -> tuple[int, int]:
+        """Return the accepted and all draft tokens of the last `answer`."""
         speculation = self._engine.speculation
         assert speculation is not None
         return speculation.accepted_tokens, speculation.drafted_tokens
 
     def products(self) -> float:
-        """Return the seconds for the last `answer`'s matrix products with weights, alone and one by one."""
+        """Return the seconds of the last `answer`'s matrix products with weights, computed one by one."""
         dtype = self._engine.worker.part.dtype
-        all_of_them = list(self._products())  # before the clock starts: rows choose their experts here
-        most: dict[int, int] = {}  # rows, by inputs
-        for each in all_of_them:
-            most[each.inputs] = max(each.rows, most.get(each.inputs, 0))
-        inputs = {width: torch.randn(rows, width).to(dtype) for width, rows in most.items()}
+        products = list(self._products())  # not timed: includes the choice of experts
+        max_rows: dict[int, int] = {}  # by inputs
+        for each in products:
+            max_rows[each.inputs] = max(each.rows, max_rows.get(each.inputs, 0))
+        inputs = {width: torch.randn(rows, width).to(dtype) for width, rows in max_rows.items()}
         with torch.inference_mode():
             started = time.perf_counter()
-            for each in all_of_them:
+            for each in products:
                 each.multiply(inputs[each.inputs][: each.rows])
             return time.perf_counter() - started
 
     def n_operations(self) -> int:
-        """Return the floating-point operations of these; 0 if a layer has others than are counted here."""
+        """Return the floating-point operations of these products; 0 if a layer has other products."""
         layers = self._engine.worker.part.model.layers
         if not all(isinstance(layer.attention, GroupedProjections) for layer in layers):
             return 0
         return sum(2 * each.rows * each.inputs * each.outputs for each in self._products())
 
     def best_rate(self) -> float:
-        """Return the GFLOP/s of a large square product with weights, the best of three."""
+        """Return the best GFLOP/s of three large square products with weights."""
         dtype = self._engine.worker.part.dtype
         with torch.inference_mode():
             weight, x = torch.randn(2, _SQUARE, _SQUARE).to(dtype)
@@ -130,9 +130,9 @@ class CountedEngine:
         """Yield each product with weights of the last `answer`."""
         model = self._engine.worker.part.model
         assert model.lm_head is not None
-        for rows, wanted in self._steps:
+        for rows, logits_rows in self._steps:
             for layer in model.layers:
-                last = wanted if layer is model.layers[-1] else rows
+                last = logits_rows if layer is model.layers[-1] else rows
                 attention, feed_forward = layer.attention, layer.feed_forward
                 assert isinstance(attention, GroupedProjections)
                 yield _product(attention.product, rows)
@@ -143,7 +143,7 @@ class CountedEngine:
                 assert isinstance(feed_forward, (GatedMlp, PlainMlp))
                 up = feed_forward.gate_up if isinstance(feed_forward, GatedMlp) else feed_forward.up
                 yield from (_product(linear, last) for linear in (up, feed_forward.down.product))
-            yield _product(model.lm_head, wanted)
+            yield _product(model.lm_head, logits_rows)
 
 
 def _product(linear: Linear, rows: int) -> _Product:
@@ -151,7 +151,7 @@ def _product(linear: Linear, rows: int) -> _Product:
 
 
 def _products_of_experts(mixture: Mixture, rows: int) -> Iterator[_Product]:
-    """Yield a mixture's, with experts that rows choose at random."""
+    """Yield a mixture's products, with random experts for each row."""
     n_experts, n_chosen = mixture.router.out_features, mixture.n_chosen
     chosen = torch.rand(rows, n_experts).topk(n_chosen).indices
     choice = choice_of(torch.ones(rows, n_chosen), chosen, range(n_experts))

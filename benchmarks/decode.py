@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from benchmarks.decode_parts import Rates
     from benchmarks.decode_steps import Decoded
     from mpillm.engine.run.worker import Worker
-    from mpillm.experiments.bench.roofline import Energy, Part
+    from mpillm.experiments.bench.roofline import Energy, LayerOp
 
 # An H200's counter of joules moves about ten times a second: over 0.1 to 0.4 s it said 270 to 852 W of a card
 # whose limit is 700.
@@ -237,7 +237,7 @@ def _print_guesses(
 
 
 def _explained(
-    batch: int, decoded: Decoded, times: dict[Part, float], roofline: Roofline, energy: Energy
+    batch: int, decoded: Decoded, times: dict[LayerOp, float], roofline: Roofline, energy: Energy
 ) -> str:
     """Return what a step is made of, a line for each part."""
     lines = [f"batch {batch:<19} {'ms':>9} {'roof ms':>9} {'ratio':>6}  limit"]

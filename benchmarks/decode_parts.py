@@ -11,7 +11,7 @@ import torch
 from benchmarks.power_readings import PowerReader
 from mpillm.engine.shape.dtypes import N_BYTES
 from mpillm.engine.tensors.graphs import capture
-from mpillm.experiments.bench.roofline import Energy, Part, Work
+from mpillm.experiments.bench.roofline import Energy, LayerOp, Work
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,7 +111,7 @@ def _rate(power: PowerReader, work: Callable[[], object], amount: float) -> Rate
     )
 
 
-def decode_parts(part: ModelPart, batch: int, n_tokens: int, kernels: Any) -> list[Part]:
+def decode_parts(part: ModelPart, batch: int, n_tokens: int, kernels: Any) -> list[LayerOp]:
     """Return what a step of `batch` sequences with `n_tokens` in the cache each is made of.
 
     Norms, rotary embedding, cache writes and the choice of a token are not among them.
@@ -119,7 +119,7 @@ def decode_parts(part: ModelPart, batch: int, n_tokens: int, kernels: Any) -> li
     return [_attention(part, batch, n_tokens, kernels), *_products(part, batch, kernels)]
 
 
-def _attention(part: ModelPart, batch: int, n_tokens: int, kernels: Any) -> Part:
+def _attention(part: ModelPart, batch: int, n_tokens: int, kernels: Any) -> LayerOp:
     keys, values, scales = part.cache.keys, part.cache.values, part.cache.scales
     n_layers, n_blocks, n_kv_heads, size, head_dim = keys.shape
     per_sequence, n_heads = -(-n_tokens // size), part.model.config.n_heads
@@ -138,10 +138,12 @@ def _attention(part: ModelPart, batch: int, n_tokens: int, kernels: Any) -> Part
     held_bytes = batch * n_tokens * 2 * n_kv_heads * head_dim * keys.element_size()
     moved = (qkv.numel() + out.numel()) * qkv.element_size()
     n_flops = 4 * batch * n_tokens * n_heads * head_dim
-    return Part("attention", run, Work(n_layers * (held_bytes + moved), n_layers * n_flops, in_floats=True))
+    return LayerOp(
+        "attention", run, Work(n_layers * (held_bytes + moved), n_layers * n_flops, in_floats=True)
+    )
 
 
-def _products(part: ModelPart, n_rows: int, kernels: Any) -> list[Part]:
+def _products(part: ModelPart, n_rows: int, kernels: Any) -> list[LayerOp]:
     """Return the products with weights: those of the layers, by name, and the head."""
     from mpillm.engine.model.feed_forward import Mixture, PlainMlp
 
@@ -163,7 +165,7 @@ def _products(part: ModelPart, n_rows: int, kernels: Any) -> list[Part]:
 
     def products(
         name: str, linears: list[Any], rows: int, chosen: list[Any], may_be_rounded: bool = True
-    ) -> Part:
+    ) -> LayerOp:
         """Before all but `o`, the engine rounds the input to fp8 if the product takes that."""
         of = linears[0]
         shape = rows, of.in_features
@@ -186,7 +188,7 @@ def _products(part: ModelPart, n_rows: int, kernels: Any) -> list[Part]:
         moved = (rows * of.in_features + pairs * of.out_features) * width
         n_flops = 2 * pairs * of.in_features * of.out_features
         n = len(linears)
-        return Part(name, run, Work(n * (weights * of_weights + moved), n * n_flops, in_floats))
+        return LayerOp(name, run, Work(n * (weights * of_weights + moved), n * n_flops, in_floats))
 
     attentions: list[Any] = [layer.attention for layer in model.layers]
     mlps: list[Any] = [layer.feed_forward for layer in model.layers]

@@ -1,4 +1,4 @@
-"""``benchmarks engine``: the embedded engine against transformers, vLLM or itself with guesses, on a CPU."""
+"""``benchmarks engine``: the embedded engine against transformers, vLLM or itself with draft tokens, on a CPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 Answer = Callable[[], list[list[int]]]
 
-_OURS = "engine"
+_ENGINE = "engine"
 _DECODING = 1, 8, 40  # sequences
 _STATIC_BATCH = 8  # the baseline's batch size; it also takes all prompts in one batch
 
@@ -45,9 +45,9 @@ class Options(Values, group="benchmark"):
     """Options of ``benchmarks engine``."""
 
     model_path = ModelFields.model_path.but("folder of a Hugging Face checkpoint", group="benchmark")
-    dataset_path = option("JSONL with prompts; without it, those that come with the program")
+    dataset_path = option("JSONL with prompts [default: mpillm's prompts]")
     against = option(
-        "what answers the same prompts alternating with the engine",
+        "baseline that answers the same prompts alternately with the engine",
         default="transformers",
         choices=("transformers", "vllm"),
     )
@@ -56,8 +56,8 @@ class Options(Values, group="benchmark"):
         default=".venv-peers/bin/python",
     )
     speculative_config = ModelFields.speculative_config.but(
-        "instead of others, the engine with these guesses takes turns with the engine without"
-        " (docs/explain/speculation.md); as key:value,key:value",
+        "compare the engine with and without this speculative decoding, instead of a baseline"
+        " (docs/explain/speculation.md); key:value,key:value",
         group="benchmark",
     )
     num_prompts = option("how many of the data set's prompts", positive, default=40)
@@ -65,7 +65,7 @@ class Options(Values, group="benchmark"):
     output_len = option("new tokens per prompt", positive, default=32)
     dtype = option("type of weights and activations [default: float32]", choices=("float32", "bfloat16"))
     quantization = ModelFields.quantization.but(
-        "type of the layers' weights; an unquantised checkpoint is quantised as it is loaded",
+        "type of the layers' weights; an unquantized checkpoint is quantized as it is loaded",
         default="auto",
         group="benchmark",
     )
@@ -76,7 +76,7 @@ class Options(Values, group="benchmark"):
     )
     n_threads = option("CPU threads", positive, default=2)
     max_batch_size = ModelFields.max_batch_size.but(
-        "requests of the engine at once", default=64, group="benchmark"
+        "concurrent requests of the engine", default=64, group="benchmark"
     )
     max_num_tokens = ModelFields.max_num_tokens.but(
         "tokens of one engine step", default=2048, group="benchmark"
@@ -85,7 +85,7 @@ class Options(Values, group="benchmark"):
 
 
 class Rounds(NamedTuple):
-    """What the contenders did, by name, and the engine's products alone; seconds, for each round."""
+    """Seconds of each round by contender, and of the engine's matrix products alone."""
 
     times: dict[str, list[float]]
     answers: dict[str, list[list[int]]]  # of the last round
@@ -94,7 +94,7 @@ class Rounds(NamedTuple):
 
 DESCRIPTION = (
     "Measure offline output tokens/s of the embedded engine on a CPU, and of transformers, vLLM or itself"
-    " with guesses: greedy, all answers of one length."
+    " with draft tokens: greedy, all answers of one length."
 )
 EPILOG = """examples:
   python -m benchmarks engine --model_path DIR
@@ -103,16 +103,16 @@ EPILOG = """examples:
 
 
 def main(config: Options) -> int:
-    """Print the table; 0 unless something could not be run."""
+    """Print the table."""
     dtype = config.dtype or "float32"
     values = {**config.values, "dtype": dtype, "enable_chunked_context": True}
-    with_guesses = EngineConfig.of(values)
-    plain = replace(with_guesses, speculative_config=None)
+    speculative = EngineConfig.of(values)
+    plain = replace(speculative, speculative_config=None)
     info = check_model(plain)
     if info.folder is None:
         raise ConfigError(f"--model_path {config.model_path}: transformers needs a folder, not a preset")
     prompts = _prompts(info, config)
-    check_speculation(with_guesses, info)
+    check_speculation(speculative, info)
 
     load_torch()
     import torch
@@ -121,11 +121,11 @@ def main(config: Options) -> int:
 
     torch.set_num_threads(config.n_threads)
     engine = CountedEngine(plain, info)
-    guessing: CountedEngine | None = None
+    drafting: CountedEngine | None = None
     if config.speculative_config:
-        guessing = CountedEngine(with_guesses, check_model(with_guesses))
+        drafting = CountedEngine(speculative, check_model(speculative))
     load = OtherLoad()
-    rounds = _take_turns(config, info, prompts, engine, guessing)
+    rounds = _take_turns(config, info, prompts, engine, drafting)
     others = load.so_far()
 
     n_output = len(prompts) * config.output_len
@@ -142,10 +142,10 @@ def main(config: Options) -> int:
     lengths = f"{mean:.0f} tokens on average, {config.output_len} new tokens each"
     print(f"{len(prompts)} prompts of {lengths}, {dtype}, {config.n_threads} threads")
     _print_rates(rounds.times, n_output)
-    # Disturbances only add time, and the products are short: compare the least of each, not round by round.
+    # Disturbances only add time, and the products are short: compare minima instead of single rounds.
     seconds = min(rounds.products)
     if n_operations := engine.n_operations():
-        share, rate = seconds / min(rounds.times[_OURS]), n_operations / seconds / 1e9
+        share, rate = seconds / min(rounds.times[_ENGINE]), n_operations / seconds / 1e9
         print(
             f"  matrix products alone, same shapes and kernels: {share:.0%} of the engine's time"
             " (least of each over the rounds),"
@@ -155,16 +155,16 @@ def main(config: Options) -> int:
     took = ", ".join(f"{n} {engine.decode_ms(prompts[:n], config.output_len):.1f}" for n in decoding)
     print(f"  a decode step, ms, by sequences: {took}")
     print(
-        f"  other processes used {others.processes:.2f} cores meanwhile, the host took {others.stolen:.2f}"
+        f"  other processes used {others.processes:.2f} cores, the host took {others.stolen:.2f}"
         + (": the figures are disturbed" if others.degree > 1 else "")
     )
     for name, answers in rounds.answers.items():
-        if name != _OURS:
-            same = sum(a == b for a, b in zip(rounds.answers[_OURS], answers, strict=True))
+        if name != _ENGINE:
+            same = sum(a == b for a, b in zip(rounds.answers[_ENGINE], answers, strict=True))
             print(f"  answers equal to {name}: {same} of {len(prompts)}")
-    if guessing is not None:
-        right, made = guessing.guesses()
-        print(f"  guesses of a round: {made:,}, of which {right:,} were right")
+    if drafting is not None:
+        accepted, drafted = drafting.draft_counts()
+        print(f"  draft tokens of a round: {drafted:,}, of which {accepted:,} were accepted")
     return 0
 
 
@@ -173,16 +173,16 @@ def _take_turns(
     info: ModelInfo,
     prompts: list[list[int]],
     engine: CountedEngine,
-    guessing: CountedEngine | None,
+    drafting: CountedEngine | None,
 ) -> Rounds:
-    """Let the engine and what it is compared with answer all prompts alternately, warmed up."""
+    """Measure the engine and its baselines alternately with all prompts, after a warm-up."""
     rounds = Rounds({}, {}, [])
-    contenders: dict[str, Answer] = {_OURS: lambda: engine.answer(prompts, config.output_len)}
-    if guessing is not None:
-        guessing.answer(prompts, 2)
-        contenders["engine, with guesses"] = partial(guessing.answer, prompts, config.output_len)
+    contenders: dict[str, Answer] = {_ENGINE: lambda: engine.answer(prompts, config.output_len)}
+    if drafting is not None:
+        drafting.answer(prompts, 2)
+        contenders["engine, with guesses"] = partial(drafting.answer, prompts, config.output_len)
     answering: contextlib.AbstractContextManager[dict[str, Answer]] = (
-        _others(config, info, prompts) if guessing is None else contextlib.nullcontext({})
+        _others(config, info, prompts) if drafting is None else contextlib.nullcontext({})
     )
     with answering as baseline:
         engine.answer(prompts, 2)  # warms up memory and kernels
@@ -200,15 +200,15 @@ def _print_rates(times: dict[str, list[float]], n_output: int) -> None:
     print(f"  {'':<32} {'tokens/s':>9} {'(least to most)':>18}   engine is")
     for name, seconds in times.items():
         rates = [n_output / t for t in seconds]
-        # Compare round by round: a noisy machine is noisy for both.
-        ratio = statistics.median(theirs / ours for theirs, ours in zip(seconds, times[_OURS], strict=True))
+        # Compare within rounds, in which a noisy machine disturbs both.
+        ratio = statistics.median(other / own for other, own in zip(seconds, times[_ENGINE], strict=True))
         spread = f"({min(rates):.1f} to {max(rates):.1f})"
         print(f"  {name:<32} {statistics.median(rates):>9.1f} {spread:>18}   {ratio:.2f} x")
 
 
 @contextlib.contextmanager
 def _others(config: Options, info: ModelInfo, prompts: list[list[int]]) -> Iterator[dict[str, Answer]]:
-    """Yield what answers alternating with the engine, warmed up."""
+    """Yield the baselines, warmed up."""
     assert info.folder is not None
     dtype, n_output = config.dtype or "float32", config.output_len
     if config.against == "vllm":
@@ -224,7 +224,7 @@ def _others(config: Options, info: ModelInfo, prompts: list[list[int]]) -> Itera
                     max_model_len=max(map(len, prompts)) + n_output,
                     max_num_seqs=config.max_batch_size,
                     max_num_batched_tokens=config.max_num_tokens,
-                    enable_prefix_caching=False,  # as in our engine: MLPerf forbids it
+                    enable_prefix_caching=False,  # like in the engine: MLPerf forbids it
                     disable_log_stats=True,
                 )
                 vllm.answer(prompts, n_output)
@@ -235,7 +235,7 @@ def _others(config: Options, info: ModelInfo, prompts: list[list[int]]) -> Itera
         return
     baseline = TransformersBaseline(info.folder, dtype)
     baseline.static(prompts[:_STATIC_BATCH], 2, _STATIC_BATCH)
-    # With all prompts: these determine its cache and its threads.
+    # All prompts, because they determine the cache and the threads.
     baseline.continuous(prompts, n_output)
     batches = {
         f"generate, static batches of {size}": partial(baseline.static, prompts, n_output, size)

@@ -1,4 +1,4 @@
-"""The baseline: transformers' `generate` with static batches, and `generate_batch` (continuous batching)."""
+"""Baseline of transformers: `generate` with static batches, and `generate_batch` (continuous batching)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_BATCH_TOKENS = 2048  # per step of continuous batching
 
 
 class TransformersBaseline:
-    """A model that answers greedily, each answer of the same length."""
+    """A model that generates greedily, with answers of one length."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
         """`dtype`: a torch dtype's name. Raises ConfigError if torch or transformers is missing."""
@@ -31,7 +31,7 @@ class TransformersBaseline:
         ).eval()
 
     def static(self, prompts: list[list[int]], n_output: int, batch: int) -> list[list[int]]:
-        """Answer in static batches, padded on the left, prompts of similar length together: the best case."""
+        """Answer in static batches, padded on the left, with prompts of similar length: the best case."""
         torch = self._torch
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         answers: dict[int, list[int]] = {}
@@ -53,7 +53,7 @@ class TransformersBaseline:
         return [answers[i] for i in range(len(prompts))]
 
     def continuous(self, prompts: list[list[int]], n_output: int) -> list[list[int]]:
-        """Answer all at once, with a cache of the needed size: the default takes most memory, and is slow."""
+        """Answer all prompts with continuous batching. The cache has the needed size; the default is slow."""
         pages = sum(-(-(len(prompt) + n_output) // _PAGE) for prompt in prompts)
         out = self._model.generate_batch(
             prompts,

@@ -1,4 +1,4 @@
-"""The baseline: vLLM for CPUs, in a Python environment of its own."""
+"""Baseline of vLLM for CPUs, in a separate Python environment."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from launch.environment import clean_environment
 
 _DEADLINE_S = 900.0  # for loading, and for a turn: vLLM compiles at its first start, for minutes
 _LOOK_S = 0.2
-_LAST_WORDS_S = 60.0  # for a process that has left, until its output is complete
+_EXIT_S = 60.0  # until the output of a process that has disconnected is complete
 
 
 class VllmBaseline:
-    """A model that answers greedily, each answer of the same length.
+    """A model that generates greedily, with answers of one length.
 
-    vLLM's processes look for work all the time, so between turns they are suspended.
+    vLLM's processes poll for work, so they are suspended between turns.
     """
 
     def __init__(self, python: str, children: Children, folder: Path, n_threads: int, **options: Any) -> None:
-        """Start vLLM and load the model: minutes.
+        """Start vLLM and load the model; takes minutes. Raises ConfigError if that fails.
 
-        `folder`: for a socket and the log. `options`: of `vllm.LLM`. Raises ConfigError if that fails.
+        `folder`: for a socket and the log. `options`: of `vllm.LLM`.
         """
         if shutil.which(python) is None:
             raise ConfigError(
@@ -42,7 +42,7 @@ class VllmBaseline:
         cores = sorted(os.sched_getaffinity(0))[:n_threads]
         environment = {
             **clean_environment(os.environ),
-            # Tools that vLLM compiles with are beside its Python.
+            # vLLM's compilers are in the folder of its Python.
             "PATH": f"{Path(python).absolute().parent}{os.pathsep}{os.environ['PATH']}",
             "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
@@ -68,39 +68,39 @@ class VllmBaseline:
         with connection:
             connection.settimeout(_DEADLINE_S)
             self._lines = connection.makefile("rw", encoding="utf-8")
-        self.versions: str = self._ask(options)
+        self.versions: str = self._request(options)
 
     def answer(self, prompts: list[list[int]], n_output: int) -> list[list[int]]:
-        """Answer all prompts, given at once: vLLM batches them."""
+        """Answer all prompts, which vLLM batches."""
         self._signal("resume")
-        answers: list[list[int]] = self._ask({"prompts": prompts, "n_output": n_output})
+        answers: list[list[int]] = self._request({"prompts": prompts, "n_output": n_output})
         self._signal("suspend")
         return answers
 
     def close(self) -> None:
-        """End it."""
+        """Stop vLLM."""
         self._signal("resume")
         self._lines.close()
 
-    def _ask(self, what: object) -> Any:
-        """Send a line, and return what comes back."""
+    def _request(self, message: object) -> Any:
+        """Send a line of JSON; return the response."""
         try:
-            self._lines.write(json.dumps(what) + "\n")
+            self._lines.write(json.dumps(message) + "\n")
             self._lines.flush()
             line = self._lines.readline()
         except TimeoutError:
             raise self._failed(f"has not answered in {_DEADLINE_S:.0f} s") from None
-        except OSError:  # it ends, or has
+        except OSError:  # the process has ended
             line = ""
         if not line:
-            self._children.wait(self._child, _LAST_WORDS_S)
+            self._children.wait(self._child, _EXIT_S)
             raise self._failed("ended")
         return json.loads(line)
 
-    def _signal(self, what: str) -> None:
+    def _signal(self, action: str) -> None:
         process = psutil.Process(self._child.process.pid)
         for each in (process, *process.children(recursive=True)):
-            getattr(each, what)()
+            getattr(each, action)()
 
-    def _failed(self, what: str) -> ConfigError:
-        return ConfigError(f"--against vllm: vLLM {what}; the end of its output:\n{self._child.tail()}")
+    def _failed(self, reason: str) -> ConfigError:
+        return ConfigError(f"--against vllm: vLLM {reason}; the end of its output:\n{self._child.tail()}")

@@ -1,7 +1,7 @@
-"""Answer prompts with vLLM: `VllmBaseline` runs this file with the Python of an environment that has it.
+"""Answer prompts with vLLM: `VllmBaseline` runs this file with the Python of vLLM's environment.
 
-That Python knows nothing of mpillm. The first argument is a Unix socket: a line of JSON comes for each turn,
-and one goes back. The first line has the arguments of `vllm.LLM`.
+mpillm is not installed there. The argument is a Unix socket. It receives a line of JSON for each turn and
+sends one back. The first line contains the arguments of `vllm.LLM`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import IO, Any
 
 
 def main(address: str) -> None:
-    """Answer until the other end of the socket is closed."""
+    """Answer until the other end closes the socket."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
         with connection.makefile("rw", encoding="utf-8") as lines:
@@ -24,20 +24,20 @@ def main(address: str) -> None:
 def _serve(lines: IO[str]) -> None:
     vllm: Any = importlib.import_module("vllm")
     llm = vllm.LLM(**json.loads(lines.readline()))
-    _tell(lines, f"vLLM {vllm.__version__}, PyTorch {importlib.metadata.version('torch')}")
+    _send(lines, f"vLLM {vllm.__version__}, PyTorch {importlib.metadata.version('torch')}")
     for line in lines:
         turn = json.loads(line)
-        # As in our engine, an end token is not allowed before an answer has its length.
+        # Like in the engine, end tokens are not allowed before the answer's full length.
         params = vllm.SamplingParams(
             temperature=0.0, max_tokens=turn["n_output"], min_tokens=turn["n_output"], detokenize=False
         )
         prompts = [{"prompt_token_ids": prompt} for prompt in turn["prompts"]]
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        _tell(lines, [list(output.outputs[0].token_ids) for output in outputs])
+        _send(lines, [list(output.outputs[0].token_ids) for output in outputs])
 
 
-def _tell(lines: IO[str], said: object) -> None:
-    lines.write(json.dumps(said) + "\n")
+def _send(lines: IO[str], value: object) -> None:
+    lines.write(json.dumps(value) + "\n")
     lines.flush()
 
 

@@ -1,4 +1,4 @@
-"""The page of a comparison: what differs in the options, each figure with its interval, distributions."""
+"""HTML report of a comparison: options that differ, figures with their intervals, distributions."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mpillm.report.page.run_analysis import limits_ms
 
 _HEADLINES = ("samples/s", "tokens/s", "TTFT p99", "TPOT p99", "latency p99")
 _POINTS = 150  # of each run's distribution
-_LEAST_MS = 1e-3  # drawn for 0, which a logarithmic scale lacks
+_MIN_MS = 1e-3  # drawn for 0, which a logarithmic scale lacks
 _TITLES = {"TTFT": "Time to first token", "TPOT": "Time per output token", "latency": "End to end"}
 
 
 def compare_page(result: Mapping[str, Any], runs: Sequence[ComparedRun], folder: Path) -> str:
-    """Return the page. `result`: `compare` of the runs; `folder`: where the page will lie, for its links."""
+    """Return the HTML. `result`: `compare` of the runs; `folder`: of the HTML file, for its links."""
     names = run_names(len(runs))
     charts = _distributions(runs, names)
     title = " against ".join(run.files.path.absolute().name for run in runs)
@@ -51,30 +51,30 @@ def _head(result: Mapping[str, Any], names: Sequence[str], folder: Path) -> str:
 
 
 def _notes(run: Mapping[str, Any]) -> str:
-    """Return what the terminal says of a run, too: what is doubtful, and what else than options differs."""
+    """Return a run's doubts, and differences of its environment."""
     lines = [*(f"doubtful: {one}" for one in run["doubts"]), *run["environment"]]
     return "".join(f'<br><span class="note">{escape(line)}</span>' for line in lines)
 
 
 def headline(result: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return in a sentence by what the runs differ from the first, better or worse."""
-    said = []
+    """Return a sentence on the differences from the first run, better or worse."""
+    clauses = []
     for i, name in enumerate(names[1:], 1):
         cells = {one["figure"]: one["runs"][i] for one in result["figures"]}
-        found = {figure: cell for figure, cell in cells.items() if cell is not None and cell.get("differs")}
-        told = [
+        differing = {figure: cell for figure, cell in cells.items() if cell and cell.get("differs")}
+        changes = [
             f"{figure} {percent(cell['change'])}\N{NO-BREAK SPACE}% ({_kind(figure, cell) or 'as offered'})"
-            for figure, cell in found.items()
-            if figure in _HEADLINES or found.keys().isdisjoint(_HEADLINES)
+            for figure, cell in differing.items()
+            if figure in _HEADLINES or differing.keys().isdisjoint(_HEADLINES)
         ]
         known = any(_known(cell) for figure, cell in cells.items() if figure in _HEADLINES)
-        none = "no difference that one run can tell" if known else "too few requests to tell"
-        said.append(f"{name} against {names[0]}: {', '.join(told) or none}")
-    return "; ".join(said) + "."
+        none = "no difference that single runs can show" if known else "too few requests"
+        clauses.append(f"{name} against {names[0]}: {', '.join(changes) or none}")
+    return "; ".join(clauses) + "."
 
 
 def is_better(figure: str, change: float) -> bool:
-    """Return whether a change is for the better: more of a rate, less of a latency."""
+    """Return whether a change is an improvement: a higher rate, or a lower latency."""
     return (change > 0) == figure.endswith("/s")
 
 
@@ -121,7 +121,7 @@ def _known(cell: Mapping[str, Any] | None) -> bool:
 
 
 def _judged(figure: str, cell: Mapping[str, Any] | None) -> Html:
-    """Return a change, green if it is for the better, red if it is for the worse."""
+    """Return a change, in green if it is better, in red if it is worse."""
     return Html(f'<span class="{_kind(figure, cell)}">{escape(_unbroken(change_text(cell)))}</span>')
 
 
@@ -132,7 +132,7 @@ def _kind(figure: str, cell: Mapping[str, Any] | None) -> str:
 
 
 def _axis(reach: float) -> Html:
-    """Return the axis of the pictures of changes."""
+    """Draw the axis of the intervals."""
     if not reach:
         return Html("")
     return Html(
@@ -143,12 +143,12 @@ def _axis(reach: float) -> Html:
 
 
 def _whisker(figure: str, cell: Mapping[str, Any] | None, reach: float) -> Html:
-    """Return the interval of a change as a picture: 0 in the middle, -reach and +reach at the ends."""
+    """Draw the interval of a change: 0 in the middle, -reach and +reach at the ends."""
     if cell is None or not _known(cell) or not reach:
         return Html("")
-    middle, half = cell["change"], cell["change_half_width"]
+    middle, width = cell["change"], cell["change_half_width"]
     low, at, high = (
-        100 + 96 * max(-1.0, min(1.0, x / reach)) for x in (middle - half, middle, middle + half)
+        100 + 96 * max(-1.0, min(1.0, x / reach)) for x in (middle - width, middle, middle + width)
     )
     return Html(
         f'<svg class="change {_kind(figure, cell)}" viewBox="0 0 200 18" aria-hidden="true">'
@@ -163,16 +163,14 @@ def _distributions(runs: Sequence[ComparedRun], names: Sequence[str]) -> list[Ch
     charts = []
     shares = np.linspace(0, 1, _POINTS)
     for key, of in LATENCIES.items():
-        if (
-            runs[0].scenario == "Offline" and key != "TPOT"
-        ):  # how long a sample waits is its place in the queue
+        if runs[0].scenario == "Offline" and key != "TPOT":  # only shows a sample's position in the queue
             continue
         values = [1e3 * of(run.rows) for run in runs]
         values = [np.sort(one[np.isfinite(one)]) for one in values]
         if not all(map(len, values)) or not max(one[-1] for one in values):
-            continue  # of tokens that all come at once there is nothing to draw
+            continue  # all tokens arrive together
         x = np.concatenate([np.quantile(one, shares) for one in values]).round(4)
-        x = np.unique(np.maximum(x, _LEAST_MS))
+        x = np.unique(np.maximum(x, _MIN_MS))
         chart = Chart(f"cdf-{key.lower()}", _TITLES[key], "% of samples", x.tolist(), x_label="ms")
         for i, (name, one) in enumerate(zip(names, values, strict=True)):
             share = 100 * np.searchsorted(one.round(4), x, side="right") / len(one)

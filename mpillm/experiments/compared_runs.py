@@ -1,4 +1,4 @@
-"""Runs side by side: the options that differ, then each figure with a confidence interval."""
+"""Compare runs: options that differ, and each figure with a confidence interval."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mpillm.report.run_files import RunFiles
 
 Rows = NDArray[np.void]
 
-# Options that say where a run was written, not how it ran.
+# Options without influence on the figures.
 _NOT_COMPARED = frozenset({"log_dir"})
 _CONFIDENCE = 0.95
 
@@ -35,9 +35,9 @@ class Figure:
 
     name: str
     unit: str
-    of: Callable[[Rows], Any]  # the figure of some records; of a rate, each record's amount
-    rate: str = ""  # amounts per second: its name in result.json
-    issued_over_time: bool = True  # it means nothing where all requests were issued at once (Offline)
+    of: Callable[[Rows], Any]  # the figure of some records; for a rate, each record's amount
+    rate: str = ""  # for a rate: its name in result.json
+    issued_over_time: bool = True  # meaningless if all requests are issued at the start (Offline)
 
 
 def _ms(of: Callable[[Rows], NDArray[Any]], q: float | None, rows: Rows) -> float:
@@ -54,7 +54,7 @@ LATENCIES: dict[str, Callable[[Rows], NDArray[Any]]] = {
     "TPOT": tpot_s,
     "latency": lambda rows: rows["latency"],
 }
-"""Seconds of each request; NaN where it has none."""
+"""Seconds of each request; NaN if it has none."""
 
 FIGURES = (
     Figure("samples/s", "", lambda rows: np.ones(len(rows)), rate="samples_per_second"),
@@ -76,7 +76,7 @@ class ComparedRun:
 
     @staticmethod
     def read(path: Path) -> ComparedRun:
-        """Read a run. Raises ConfigError if it has no verdict, no options, or no record of its requests."""
+        """Read a run. Raises ConfigError if it has no verdict, options or request records."""
         files = RunFiles.read(path)
         status = files.result.get("status")
         if status not in HAS_FIGURES:
@@ -86,7 +86,7 @@ class ComparedRun:
             raise ConfigError(f"{path}: this run can't be compared: {why}")
         if not files.config:
             why = "; ".join(one for one in files.missing if "config.json" in one)
-            why = why or "its config.json says nothing"
+            why = why or "its config.json is empty"
             raise ConfigError(f"{path}: this run can't be compared: {why}")
         rows = read_requests(path)
         if len(rows) != files.result.get("samples"):
@@ -94,7 +94,7 @@ class ComparedRun:
                 f"{path}: requests.bin has {len(rows)} records, result.json counts"
                 f" {files.result.get('samples')}: it is half written, or of another run"
             )
-        if not files.result.get("streamed", True):  # when a first token came, nobody knows
+        if not files.result.get("streamed", True):  # times of first tokens are unknown
             rows = rows.copy()
             rows["ttft"] = math.nan
         return ComparedRun(files, rows)
@@ -104,26 +104,26 @@ class ComparedRun:
         return str(self.files.result.get("scenario"))
 
     def estimate(self, figure: Figure) -> Estimate | None:
-        """Return a figure; None if it means nothing for this run."""
+        """Return a figure; None if it is meaningless for this run."""
         if self.scenario == "Offline" and figure.issued_over_time and not figure.rate:
             return None
         if figure.rate:
             issued, ended = self.rows["issued"], self.rows["issued"] + self.rows["latency"]
-            begun = np.where(np.isnan(self.rows["ttft"]), ended, issued + self.rows["ttft"])
-            # Of another client the time before its first request is its start.
+            starts = np.where(np.isnan(self.rows["ttft"]), ended, issued + self.rows["ttft"])
+            # Exclude a load client's start, which is the time before its first request.
             since = float(issued.min(initial=math.inf)) if "harness" in self.files.result else 0.0
-            found = per_second(begun, ended, figure.of(self.rows), since)
-            if isinstance(said := self.files.result.get(figure.rate), (int, float)):  # what the console said
-                found = replace(found, value=said)
+            estimate = per_second(starts, ended, figure.of(self.rows), since)
+            if isinstance(reported := self.files.result.get(figure.rate), (int, float)):
+                estimate = replace(estimate, value=reported)
         else:
-            found = by_blocks(self.rows, figure.of)
-        return None if math.isnan(found.value) else found
+            estimate = by_blocks(self.rows, figure.of)
+        return None if math.isnan(estimate.value) else estimate
 
 
 def differing_options(runs: Sequence[ComparedRun]) -> list[tuple[str, list[Any]]]:
-    """Return the options with a different value in any of the runs, with each run's.
+    """Return the options that differ between runs, with each run's value.
 
-    Of options that hold others, as --core_options, each of those: ``core_options.ttft_ms``.
+    Options that contain others, such as --core_options, are listed separately: ``core_options.ttft_ms``.
     """
     flat = [dict(_flat(run.files)) for run in runs]
     names = sorted({name for options in flat for name in options})
@@ -132,7 +132,7 @@ def differing_options(runs: Sequence[ComparedRun]) -> list[tuple[str, list[Any]]
 
 
 def environment_lines(first: ComparedRun, one: ComparedRun, where: tuple[str, str]) -> list[str]:
-    """Return what differs in the software and the machine of two runs, a line each, as `rerun` says it.
+    """Return a line for each difference in software and machine of two runs, in the form of `rerun`.
 
     Raises ConfigError if a run's environment.json is damaged.
     """
@@ -152,11 +152,11 @@ def _flat(files: RunFiles) -> Iterator[tuple[str, Any]]:
 
 
 def compare(runs: Sequence[ComparedRun]) -> dict[str, Any]:
-    """Return the comparison, for JSON: options that differ, and the figures of each run.
+    """Return the comparison as a JSON object: options that differ, and the figures of each run.
 
-    With each figure's `value`, `half_width` of its 95 % interval, and against the first run `change` and
-    `change_half_width` (shares) and `differs`: the interval of the change leaves out 0. What is not known is
-    None. `as_offered`: of the rates of Server tests that were kept up with, which say nothing of the system.
+    A figure has its `value` and the `half_width` of its 95 % interval. Against the first run it has `change`
+    and `change_half_width` (fractions) and `differs`: the interval of the change excludes 0. Unknown values
+    are None. `as_offered`: a rate of Server tests whose systems kept up, so it only shows the offered load.
     """
     figures = []
     for figure in FIGURES:

@@ -1,4 +1,4 @@
-"""The doubts of several runs: one line for each kind of doubt, with the runs that have it."""
+"""Group the doubts of several runs: one line for each kind of doubt, with its runs."""
 
 from __future__ import annotations
 

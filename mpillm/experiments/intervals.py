@@ -10,33 +10,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 BLOCKS = 20
-"""Blocks of a run. Schmeiser (1982), "Batch size effects in the analysis of simulation output", Operations
-Research 30(3): more than 30 gain nothing, fewer than 10 lose precision."""
+"""Blocks of a run. Fewer than 10 lose precision, and more than 30 gain nothing (Schmeiser 1982, "Batch size
+effects in the analysis of simulation output", Operations Research 30(3))."""
 
 SPANS = 10
-"""Spans of time of a run, for rates: batches, which end together, should be shorter than a span."""
+"""Time spans of a run, for rates. A span should be longer than a batch, whose requests end together."""
 
-LEAST_PER_BLOCK = 5
+MIN_PER_BLOCK = 5
 MAX_PAIRS = 100
-"""Pairs of runs that a user might still make."""
+"""Highest number of pairs of runs that is practical."""
 
 STARRED = (
-    "the interval of the change leaves out 0; how much two runs of the same options differ, one run can't"
-    " tell: ab measures that"
+    "the interval of the change excludes 0; single runs cannot show how much runs with equal options differ,"
+    " `ab` measures that"
 )
-WITHOUT_INTERVAL = f"fewer than {BLOCKS * LEAST_PER_BLOCK} requests, or all in too short a time"
+WITHOUT_INTERVAL = f"fewer than {BLOCKS * MIN_PER_BLOCK} requests, or all in too short a time"
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure, its standard error, and the error's degrees of freedom; NaN error: not known."""
+    """A figure, its standard error, and the error's degrees of freedom; the error is NaN if unknown."""
 
     value: float
     error: float = math.nan
     df: float = math.nan
 
     def half_width(self, confidence: float = 0.95) -> float:
-        """Return how far the confidence interval reaches to either side."""
+        """Return half the width of the confidence interval."""
         return t_quantile((1 + confidence) / 2, self.df) * self.error if self.df > 0 else math.nan
 
 
@@ -45,25 +45,24 @@ def by_blocks(
 ) -> Estimate:
     """Estimate `figure` of a run's records, in their order, and its error from non-overlapping blocks.
 
-    Batch means: the figure of each of `blocks` equal runs of neighbours varies as that of independent runs of
-    that length would, if a block is much longer than the correlation. For quantiles this is sectioning
+    Batch means: if a block is much longer than the correlation, the figures of `blocks` equal blocks vary
+    like independent measurements. For quantiles this is sectioning, centered at the quantile of all records
     (Nakayama 2014, "Confidence intervals for quantiles using sectioning when applying variance-reduction
-    techniques", ACM TOMACS 24(4)): centred at the quantile of all. Without at least LEAST_PER_BLOCK records a
-    block, the error is NaN.
+    techniques", ACM TOMACS 24(4)). With fewer than MIN_PER_BLOCK records per block, the error is NaN.
     """
-    whole = figure(rows)
-    if len(rows) < blocks * LEAST_PER_BLOCK:
-        return Estimate(whole)
+    estimate = figure(rows)
+    if len(rows) < blocks * MIN_PER_BLOCK:
+        return Estimate(estimate)
     parts = np.array([figure(part) for part in np.array_split(rows, blocks)])
     parts = parts[np.isfinite(parts)]
     if len(parts) < blocks // 2:
-        return Estimate(whole)
-    error = math.sqrt(float(((parts - whole) ** 2).sum()) / (len(parts) - 1) / len(parts))
-    return Estimate(whole, error, len(parts) - 1)
+        return Estimate(estimate)
+    error = math.sqrt(float(((parts - estimate) ** 2).sum()) / (len(parts) - 1) / len(parts))
+    return Estimate(estimate, error, len(parts) - 1)
 
 
 def per_second(
-    begun: NDArray[np.float64],
+    starts: NDArray[np.float64],
     ended: NDArray[np.float64],
     amounts: NDArray[np.float64],
     since: float,
@@ -71,21 +70,22 @@ def per_second(
 ) -> Estimate:
     """Estimate a rate from `since` to the last end, and its error from equal spans of time.
 
-    Each amount is made evenly between its begin and its end (seconds): answers of a batch end together, so
-    that spans which count only ends have a whole batch or none. The first and the last span, of a system that
-    fills and empties, are in the error. Without LEAST_PER_BLOCK amounts a span, the error is NaN.
+    Each amount is spread evenly between its start and its end (seconds). Otherwise a span would contain a
+    whole batch or none, because the answers of a batch end together. The error includes the first and the
+    last span, in which the system fills and empties. With fewer than MIN_PER_BLOCK amounts per span, the
+    error is NaN.
     """
     lasted = float(ended.max()) - since if len(ended) else 0.0
     if not lasted > 0:
         return Estimate(math.nan)
     edges = np.linspace(since, since + lasted, spans + 1)
-    whole = float(amounts.sum()) / lasted
-    if len(amounts) < spans * LEAST_PER_BLOCK:
-        return Estimate(whole)
-    took = np.maximum(ended - begun, 1e-9)
-    made = np.array([(amounts * np.clip((edge - begun) / took, 0, 1)).sum() for edge in edges])
-    parts = np.diff(made) / (lasted / spans)
-    return Estimate(whole, float(parts.std(ddof=1)) / math.sqrt(spans), spans - 1)
+    estimate = float(amounts.sum()) / lasted
+    if len(amounts) < spans * MIN_PER_BLOCK:
+        return Estimate(estimate)
+    took = np.maximum(ended - starts, 1e-9)
+    completed = np.array([(amounts * np.clip((edge - starts) / took, 0, 1)).sum() for edge in edges])
+    parts = np.diff(completed) / (lasted / spans)
+    return Estimate(estimate, float(parts.std(ddof=1)) / math.sqrt(spans), spans - 1)
 
 
 def difference(a: Estimate, b: Estimate) -> Estimate:
@@ -98,7 +98,7 @@ def difference(a: Estimate, b: Estimate) -> Estimate:
 
 
 @dataclass(frozen=True)
-class Paired:
+class PairedTest:
     """A paired t test of log ratios b/a."""
 
     ratio: float  # geometric mean
@@ -109,27 +109,27 @@ class Paired:
 
     @property
     def real(self) -> bool:
-        """Whether a difference so large would come with a chance below alpha if there were none."""
+        """Whether a difference this large has a probability below alpha if there is none."""
         return self.p < self.alpha
 
 
-def paired_test(a: Sequence[float], b: Sequence[float], alpha: float) -> Paired:
-    """Test whether b differs from a: Student's (1908) t test of the differences of pairs, of logarithms here.
+def paired_test(a: Sequence[float], b: Sequence[float], alpha: float) -> PairedTest:
+    """Test whether b differs from a: Student's (1908) t test of the pairs' differences of logarithms.
 
-    All values above 0, at least two pairs.
+    Requires values above 0 and at least two pairs.
     """
     logs = np.log(np.asarray(b, np.float64) / np.asarray(a, np.float64))
     n, mean = len(logs), float(logs.mean())
     error = float(logs.std(ddof=1)) / math.sqrt(n)
-    if error == 0:  # equal to the last digit
-        return Paired(math.exp(mean), math.exp(mean), math.exp(mean), 0.0 if mean else 1.0, alpha)
+    if error == 0:  # all ratios are equal
+        return PairedTest(math.exp(mean), math.exp(mean), math.exp(mean), 0.0 if mean else 1.0, alpha)
     reach = t_quantile(1 - alpha / 2, n - 1) * error
     p = 2 * (1 - t_cdf(abs(mean) / error, n - 1))
-    return Paired(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach), p, alpha)
+    return PairedTest(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach), p, alpha)
 
 
-def pairs_needed(seen: Paired, n: int) -> int | None:
-    """Return how many pairs decide, if further ones have the mean and the deviation of the `n` seen.
+def pairs_needed(seen: PairedTest, n: int) -> int | None:
+    """Return the pairs needed for a decision, if mean and deviation stay those of the `n` pairs seen.
 
     None: more than `MAX_PAIRS`.
     """
@@ -162,13 +162,13 @@ def t_quantile(probability: float, df: float) -> float:
 
 
 def t_cdf(t: float, df: float) -> float:
-    """Return the distribution function of Student's t: by the regularised incomplete beta function."""
+    """Return the distribution function of Student's t, by the regularized incomplete beta function."""
     tail = 0.5 * _beta(df / 2, 0.5, df / (df + t * t))
     return 1 - tail if t > 0 else tail
 
 
 def _beta(a: float, b: float, x: float) -> float:
-    """Regularised incomplete beta function I_x(a, b): Lentz's continued fraction (DLMF 8.17.22)."""
+    """Return the regularized incomplete beta function I_x(a, b), by a continued fraction (DLMF 8.17.22)."""
     if x in (0.0, 1.0):
         return x
     if x > (a + 1) / (a + b + 2):  # where the other side's fraction converges faster

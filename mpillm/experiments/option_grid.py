@@ -1,4 +1,4 @@
-"""A grid of options: a run at each point, resumable."""
+"""A grid of options with a run at each point; a sweep can resume."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ Grid = dict[str, list[str]]
 _BAR = 20  # columns of the curve's bars
 
 
-def grid_of_words(words: Sequence[str]) -> Grid:
-    """Return the values of each option as typed, by its name: an option with several words is varied.
+def grid_of_args(args: Sequence[str]) -> Grid:
+    """Return the values of each option as typed, by name. An option with several values is varied.
 
-    Raises ConfigError for a word before the first option, or an option named twice.
+    Raises ConfigError for an argument before the first option, or a repeated option.
     """
     grid: Grid = {}
     name = ""
-    for word in words:
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
+    for arg in args:
+        if arg.startswith("--"):
+            name, equals, value = arg[2:].partition("=")
             name = name.replace("-", "_")
             if name in grid:
                 raise ConfigError(f"sweep: --{name} is named twice: put its values behind one --{name}")
             grid[name] = [value] if equals else []
         elif not name:
-            raise ConfigError(f"sweep: {word}: expected options of run, each with one value or several")
+            raise ConfigError(f"sweep: {arg}: expected options of run, each with one value or several")
         else:
-            grid[name].append(word)
-    return {name: _together(name, values) for name, values in grid.items()}
+            grid[name].append(arg)
+    return {name: _joined(name, values) for name, values in grid.items()}
 
 
-def _together(name: str, words: list[str]) -> list[str]:
-    """Return the values of an option: several words may be one, as in ``--goodput ttft:500 tpot:50``."""
+def _joined(name: str, args: list[str]) -> list[str]:
+    """Return the values of an option. Several arguments may be one value: ``--goodput ttft:500 tpot:50``."""
     field = BY_NAME.get(name)
-    if len(words) > 1 and field is not None and (field.argparse_opts or {}).get("nargs") == "+":
+    if len(args) > 1 and field is not None and (field.argparse_opts or {}).get("nargs") == "+":
         with contextlib.suppress(ConfigError):
-            field.check(" ".join(words), name)
-            return [" ".join(words)]
-    return words
+            field.check(" ".join(args), name)
+            return [" ".join(args)]
+    return args
 
 
 def grid_of_yaml(path: Path) -> Grid:
-    """Return the grid in a YAML: a mapping of options to a value or a list of them. Raises ConfigError."""
+    """Return the grid of a YAML file: options, each with a value or a list of values. Raises ConfigError."""
     read = value_of(read_text(str(path), "--grid "), f"--grid {path}")
     if not isinstance(read, dict) or not read:
         raise ConfigError(f"--grid {path}: expected options, each with a value or a list of values")
@@ -78,35 +78,31 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Point:
-    """A run of the grid."""
+    """A point of the grid, which is a run."""
 
-    values: Mapping[str, str]  # of the options that are varied
-    words: tuple[str, ...]  # of ``run``, all
+    values: Mapping[str, str]  # of the varied options
+    args: tuple[str, ...]  # all arguments of ``run``
 
     @property
     def folder(self) -> str:
-        """The name of its run directory: the same whenever the same point is swept."""
-        text = json.dumps(self.words)
+        """Name of the run directory, which only depends on the arguments."""
+        text = json.dumps(self.args)
         values = ",".join(f"{name}={value}" for name, value in self.values.items())
         plain = "".join(c if c.isalnum() or c in "=,._-" else "_" for c in values)[:80]
         return f"{plain or 'run'}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def points(grid: Grid) -> Iterator[Point]:
-    """Yield every combination, the last option varying fastest."""
+def grid_points(grid: Grid) -> Iterator[Point]:
+    """Yield every combination; the last option varies fastest."""
     varied = [name for name, values in grid.items() if len(values) > 1]
     for combination in itertools.product(*(grid[name] or [""] for name in grid)):
         values = dict(zip(grid, combination, strict=True))
-        words = [
-            word
-            for name, value in values.items()
-            for word in ([f"--{name}={value}"] if value else [f"--{name}"])
-        ]
-        yield Point({name: values[name] for name in varied}, tuple(words))
+        args = (f"--{name}={value}" if value else f"--{name}" for name, value in values.items())
+        yield Point({name: values[name] for name in varied}, tuple(args))
 
 
 def finished(folder: Path) -> RunFiles | None:
-    """Return a run that has a result; None: it was never run, or is half written or damaged, or failed."""
+    """Return a run with a result; None if it does not exist, is incomplete or damaged, or failed."""
     try:
         run = RunFiles.read(folder)
         status = run.result.get("status")
@@ -120,9 +116,9 @@ def finished(folder: Path) -> RunFiles | None:
 
 
 def figures(run: RunFiles) -> dict[str, Any]:
-    """Return a point's figures: per GPU, or per worker rank where there is none, and per user.
+    """Return a point's figures: per GPU (or per worker rank without GPUs), and per user.
 
-    A user sees 1 / (time per output token) tokens per second: its mean over requests.
+    Tokens per second per user: 1 / (mean time per output token of the requests).
     """
     result = run.result
     ranks = [rank for rank in run.plan_ranks if rank.get("instance") is not None]
@@ -142,11 +138,11 @@ def figures(run: RunFiles) -> dict[str, Any]:
     }
 
 
-def pareto(found: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the points that no other beats in tokens/s per GPU and per user both, by rising latter."""
+def pareto(points: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the Pareto-optimal points in tokens/s per GPU and per user, by increasing tokens/s per user."""
     known = [
         (one["tokens_per_second_per_user"], one["tokens_per_second_per_gpu"], i)
-        for i, one in enumerate(found)
+        for i, one in enumerate(points)
         if one.get("tokens_per_second_per_user") and one.get("tokens_per_second_per_gpu")
     ]
     front: list[int] = []
@@ -159,14 +155,14 @@ def pareto(found: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def curve(
-    found: Sequence[Mapping[str, Any]], front: Sequence[int], labels: Sequence[str], of: str
+    points: Sequence[Mapping[str, Any]], front: Sequence[int], labels: Sequence[str], of: str
 ) -> list[str]:
-    """Return the Pareto curve as lines to print; `of`: whose tokens, GPU or rank."""
-    most = max(found[i]["tokens_per_second_per_gpu"] for i in front)
+    """Return the Pareto curve as lines to print; `of`: "GPU" or "rank"."""
+    highest = max(points[i]["tokens_per_second_per_gpu"] for i in front)
     lines = [f"Pareto curve: tokens/s per {of} against tokens/s per user"]
     for i in front:
-        per_user, per_gpu = (found[i][f"tokens_per_second_per_{one}"] for one in ("user", "gpu"))
-        bar = "#" * max(1, round(_BAR * per_gpu / most))
+        per_user, per_gpu = (points[i][f"tokens_per_second_per_{one}"] for one in ("user", "gpu"))
+        bar = "#" * max(1, round(_BAR * per_gpu / highest))
         head = f"{per_user:>10.4g} per user  {bar:<{_BAR}} {per_gpu:>8,.4g}  "
         lines.append(indented(head, labels[i]))
     return lines

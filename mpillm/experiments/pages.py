@@ -1,4 +1,4 @@
-"""The pages of ab, advise and find-max-qps."""
+"""HTML reports of ab, advise and find-max-qps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from disagg.errors import ConfigError
 from mpillm.experiments.option_grid import pareto
-from mpillm.experiments.rate_search import Tried
+from mpillm.experiments.rate_search import RateTrial
 from mpillm.experiments.sweep_page import pareto_chart
 from mpillm.experiments.table import cell, figure
 from mpillm.loadgen.logs import quantile
@@ -30,7 +30,7 @@ def ab_page(
     verdict: str,
     doubtful: Sequence[str] = (),
 ) -> str:
-    """Return the page. `texts`: the options of A and of B; `verdict`, `doubtful`: as on the console."""
+    """Return the HTML. `texts`: the options of A and of B; `verdict`, `doubtful`: lines of the console."""
     unit = _UNITS.get(metric, "ms")
     numbers = [float(i) for i in range(1, len(pairs) + 1)]
     lines: list[tuple[str, list[float | None], int]] = [
@@ -61,18 +61,18 @@ def ab_page(
 
 
 _NOTE = (
-    "Each point is a way to use the ranks, as simulated, with its number in the table. Up and to the right is"
-    " better; no other point has more of both than those on the line."
+    "Each point is a simulated way to use the ranks, with its number in the table. Up and to the right is"
+    " better. No other point has more of both than a point on the line."
 )
 
 
 def advise_page(
     folder: Path, predicted: Sequence[tuple[str, Mapping[str, Any]]], of: str, proposals: str, errors: str
 ) -> str:
-    """Return the page. `predicted`: each way and its figures; `errors`: of what was verified, or ""."""
-    found = [{"options": {"": label}, **figures} for label, figures in predicted]
-    front = pareto(found)
-    charts = [chart] if (chart := pareto_chart(found, front, of)) else []
+    """Return the HTML. `predicted`: each way and its figures; `errors`: of verified predictions, or ""."""
+    points = [{"options": {"": label}, **figures} for label, figures in predicted]
+    front = pareto(points)
+    charts = [chart] if (chart := pareto_chart(points, front, of)) else []
     columns = (
         "#",
         "instances",
@@ -100,16 +100,16 @@ def advise_page(
 
 
 _SEARCH_NOTE = (
-    "Each point is a test at its rate, with its number in the table. The line joins those that were VALID;"
-    " red ones were not; of those that were stopped, the answers until then count."
+    "Each point is a test at its rate, with its number in the table. The line joins VALID tests. Red points"
+    " are other tests. If a test was stopped, its figures are from the answers until then."
 )
 _VALID, _NOT = 2, 5  # colours
 
 
 def search_page(
-    folder: Path, tests: Sequence[Tried], too_high: float | None, limits_ms: Mapping[str, float | None]
+    folder: Path, tests: Sequence[RateTrial], too_high: float | None, limits_ms: Mapping[str, float | None]
 ) -> str:
-    """Return the page. `tests`: in their order; `too_high`: None: the search has not ended."""
+    """Return the HTML. `tests`: in their order; `too_high`: None if the search has not ended."""
     charts = [
         chart
         for name, title in (("ttft", "Time to first token"), ("tpot", "Time per output token"))
@@ -117,17 +117,17 @@ def search_page(
     ]
     valid = [one for one in tests if one.valid]
     best = max(valid, key=lambda one: (one.full, one.rate), default=None)
-    said = "No test was VALID."
+    summary = "No test was VALID."
     if best is not None:
         length = "" if best.full else ", by a short test only"
-        said = f"Highest VALID rate: {figure(best.rate, 5)} requests per second{length}."
+        summary = f"Highest VALID rate: {figure(best.rate, 5)} requests per second{length}."
     if too_high is not None:
-        said += f" Not VALID at {figure(too_high, 5)}."
+        summary += f" Not VALID at {figure(too_high, 5)}."
     known = [f"{name.upper()} {milliseconds(ms)}" for name, ms in limits_ms.items() if ms]
     limits = f"<p>Limits: {escape(', '.join(known))}.</p>" if known else ""
     head = (
         f"<header><h1>{escape(folder.absolute().name)}</h1>"
-        f"<p><strong>{escape(said)}</strong></p>{limits}<p>{len(tests)} tests.</p></header>"
+        f"<p><strong>{escape(summary)}</strong></p>{limits}<p>{len(tests)} tests.</p></header>"
     )
     columns = (
         "#",
@@ -159,21 +159,21 @@ def search_page(
     return document(f"find-max-qps: {folder.absolute().name}", body, charts)
 
 
-def _p99_ms(one: Tried, name: str) -> float | None:
-    """Return the 99th percentile of a latency; of a test that was stopped, of its answers until then."""
+def _p99_ms(one: RateTrial, name: str) -> float | None:
+    """Return the 99th percentile of a latency; for a stopped test, of its answers until then."""
     if one.figures:
         return one.figures.get(f"{name}_p99_ms")
     try:
         rows = read_requests(Path(one.folder))
-    except ConfigError:  # it answered none
+    except ConfigError:  # no answers
         return None
     values = rows["ttft"] if name == "ttft" else tpot_s(rows)
     values = values[np.isfinite(values)]
     return 1e3 * quantile(values, 0.99) if len(values) else None
 
 
-def _curve(tests: Sequence[Tried], name: str, title: str, limit: float | None) -> Chart | None:
-    """Return the 99th percentile of a latency against the rate; None if no test tells it."""
+def _curve(tests: Sequence[RateTrial], name: str, title: str, limit: float | None) -> Chart | None:
+    """Return the 99th percentile of a latency against the rate; None if no test has this latency."""
     known = sorted(
         (one.rate, ms, one.valid, i) for i, one in enumerate(tests, 1) if (ms := _p99_ms(one, name))
     )

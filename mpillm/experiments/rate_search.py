@@ -1,9 +1,9 @@
-"""The highest rate at which a Server test is VALID: the search, apart from how a test is run.
+"""Search for the highest rate at which a Server test is VALID. `rate_tests` runs the tests.
 
-Short tests bracket the rate and halve the bracket; then tests of full length decide, because a short test is
-over before a slow overload has filled the queue. The answer is bracketed at full length: VALID at the rate
-found, and not VALID at most `tolerance` above it. LoadGen draws the same arrivals for each test, only faster,
-so that neighbouring rates differ by the rate alone.
+Short tests bracket the rate and halve the bracket. Then full-length tests decide, because a short test ends
+before a slow overload fills the queue. The result is bracketed at full length: a VALID rate, and a rate at
+most `tolerance` higher that is not VALID. LoadGen scales one arrival sequence to every rate, so tests only
+differ by their rate.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ from mpillm.experiments.table import figure
 from mpillm.files import as_written, read_object, write_json
 
 _WIDEN = 2.0
-_MOST_HALVINGS = 14
+_MAX_HALVINGS = 14
 
 
 @dataclass(frozen=True)
-class Tried:
+class RateTrial:
     """A test at a rate."""
 
     rate: float
-    full: bool  # of full length
+    full: bool  # full length
     valid: bool
-    why: str = ""  # not VALID: LoadGen's reasons, or why it was stopped
+    why: str = ""  # if not VALID: LoadGen's reasons, or why the test was stopped
     completed: float = 0.0  # answers per second
     folder: str = ""
-    figures: dict[str, float] = field(default_factory=dict)  # of result.json; empty: it was stopped
+    figures: dict[str, float] = field(default_factory=dict)  # of result.json; empty if the test was stopped
     doubts: list[str] = field(default_factory=list)
 
 
-Test = Callable[[float, bool], Tried]
-"""Run a test at a rate, of full length or not."""
+Test = Callable[[float, bool], RateTrial]
+"""Runs a test at a rate, full-length or short."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """The answer: the confirming test, and the lowest rate at which a test of full length was not VALID."""
+class SearchResult:
+    """The confirming test, and the lowest rate at which a full-length test was not VALID."""
 
-    best: Tried
+    best: RateTrial
     too_high: float
 
 
-def find_max_rate(test: Test, start: float, tolerance: float) -> Found:
+def find_max_rate(test: Test, start: float, tolerance: float) -> SearchResult:
     """Search from the rate `start`. Raises StageError if no rate is VALID."""
     return _confirm(test, _valid(test, start, tolerance), tolerance)
 
 
-def forecast(tests: Sequence[Tried], tolerance: float) -> tuple[int, int] | None:
-    """Return how many tests a search will still take, short and full ones; None: nobody can tell yet.
+def forecast(tests: Sequence[RateTrial], tolerance: float) -> tuple[int, int] | None:
+    """Return the remaining short and full-length tests of a search; None if still unknown.
 
-    A full test that contradicts the short ones takes more.
+    A full-length test that contradicts the short tests requires more.
     """
     short = _halvings([one for one in tests if not one.full], tolerance)
     full = _halvings([one for one in tests if one.full], tolerance)
@@ -66,8 +66,8 @@ def forecast(tests: Sequence[Tried], tolerance: float) -> tuple[int, int] | None
     return None if short is None else (short, 2)
 
 
-def _halvings(tests: Sequence[Tried], tolerance: float) -> int | None:
-    """Return how often the bracket of these tests is halved; None: they have none."""
+def _halvings(tests: Sequence[RateTrial], tolerance: float) -> int | None:
+    """Return the remaining halvings of the tests' bracket; None if they have none."""
     low = max((one.rate for one in tests if one.valid), default=0.0)
     high = min((one.rate for one in tests if not one.valid), default=math.inf)
     if not 0 < low < high < math.inf:
@@ -77,10 +77,10 @@ def _halvings(tests: Sequence[Tried], tolerance: float) -> int | None:
 
 
 def _valid(test: Test, start: float, tolerance: float) -> float:
-    """Return a VALID rate at most `tolerance` from one that is not, by short tests."""
+    """Return a VALID rate at most `tolerance` below a rate that is not VALID, by short tests."""
     low, high = 0.0, math.inf
     rate = start
-    for _ in range(2 * _MOST_HALVINGS):
+    for _ in range(2 * _MAX_HALVINGS):
         last = test(rate, False)
         if last.valid:
             low = rate
@@ -91,13 +91,13 @@ def _valid(test: Test, start: float, tolerance: float) -> float:
         if low:
             rate = _WIDEN * low
         else:
-            # An overloaded system answers at its capacity.
+            # An overloaded system completes requests at its capacity.
             overloaded = 0.05 * rate < last.completed < 0.97 * rate
             rate = last.completed if overloaded else rate / _WIDEN
-        if rate < start / 2**_MOST_HALVINGS:
+        if rate < start / 2**_MAX_HALVINGS:
             raise StageError(f"no rate is VALID, not even {figure(high, 4)} per second: {last.why}")
     if not low or high == math.inf:
-        raise StageError(f"no limit was found: {figure(low, 4)} per second is VALID, as all below")
+        raise StageError(f"no limit was found: {figure(low, 4)} per second and all lower rates are VALID")
     while high / low > 1 + tolerance:
         middle = math.sqrt(low * high)
         if test(middle, False).valid:
@@ -107,19 +107,19 @@ def _valid(test: Test, start: float, tolerance: float) -> float:
     return low
 
 
-def _confirm(test: Test, rate: float, tolerance: float) -> Found:
-    """Bracket the rate by tests of full length, from `rate` on."""
-    best: Tried | None = None
+def _confirm(test: Test, rate: float, tolerance: float) -> SearchResult:
+    """Bracket the rate by full-length tests, starting at `rate`."""
+    best: RateTrial | None = None
     high = math.inf
     step = 1 + tolerance
-    for _ in range(2 * _MOST_HALVINGS):
-        tried = test(rate, True)
-        if tried.valid:
-            best = tried
+    for _ in range(2 * _MAX_HALVINGS):
+        last = test(rate, True)
+        if last.valid:
+            best = last
         else:
-            high = tried.rate
+            high = last.rate
         if best is not None and high / best.rate <= 1 + 1.001 * tolerance:
-            return Found(best, high)
+            return SearchResult(best, high)
         if best is None:
             rate = high / step
         elif high == math.inf:
@@ -130,48 +130,48 @@ def _confirm(test: Test, rate: float, tolerance: float) -> Found:
             step = min(step**2, _WIDEN)
     if best is None:
         raise StageError(
-            f"no test of full length is VALID, not even at {figure(high, 4)} per second: {tried.why}"
+            f"no test of full length is VALID, not even at {figure(high, 4)} per second: {last.why}"
         )
-    return Found(best, high)
+    return SearchResult(best, high)
 
 
 class SearchRecord:
-    """The tests of a search, each written when it has ended."""
+    """Tests of a search, written to a file after each test."""
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
-        """Read what an earlier search left in `folder`. Raises ConfigError.
+        """Read the record of an earlier search in `folder`. Raises ConfigError.
 
-        `about`: what must be the same.
+        `about`: settings that must be equal.
         """
         self._path = folder / "search.json"
         self._about = dict(about)
-        self.start: float | None = None  # the rate that the search begins at
-        self.tests: list[Tried] = []
+        self.start: float | None = None  # initial rate
+        self.tests: list[RateTrial] = []
         if self._path.exists():
-            said = read_object(self._path)
+            record = read_object(self._path)
             with as_written(self._path):
-                self.start = said["start"]
-                self.tests = [Tried(**one) for one in said["tests"]]
-            if said["about"] != self._about:
+                self.start = record["start"]
+                self.tests = [RateTrial(**one) for one in record["tests"]]
+            if record["about"] != self._about:
                 raise ConfigError(
-                    f"--log_dir {folder}: a search with other options began there ({self._path.name} says"
-                    " with which); name another folder"
+                    f"--log_dir {folder}: a search with other options began there ({self._path.name} lists"
+                    " them); name another folder"
                 )
 
     def begin(self, start: float) -> None:
         self.start = start
         self._write()
 
-    def known(self, rate: float, full: bool) -> Tried | None:
-        """Return the test at a rate that has ended already."""
+    def known(self, rate: float, full: bool) -> RateTrial | None:
+        """Return the completed test at a rate, if any."""
         return next((one for one in self.tests if (one.rate, one.full) == (rate, full)), None)
 
-    def add(self, tried: Tried) -> None:
-        self.tests.append(tried)
+    def add(self, trial: RateTrial) -> None:
+        self.tests.append(trial)
         self._write()
 
-    def best(self) -> Tried | None:
-        """Return the test that was VALID at the highest rate; one of full length wins over a short one."""
+    def best(self) -> RateTrial | None:
+        """Return the VALID test with the highest rate; full-length tests take precedence over short ones."""
         valid = [one for one in self.tests if one.valid]
         return max(valid, key=lambda one: (one.full, one.rate), default=None)
 

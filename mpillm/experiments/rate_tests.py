@@ -1,4 +1,4 @@
-"""Server tests for `rate_search`: whole runs, each at a rate, stopped when they are hopeless."""
+"""Server tests for `rate_search`: runs at a rate, stopped early when they cannot become VALID."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from mpillm.errors import StageError
-from mpillm.experiments.rate_search import Tried
+from mpillm.experiments.rate_search import RateTrial
 from mpillm.experiments.run_series import must_have_verdict
 from mpillm.experiments.table import figure
 from mpillm.options.run_config import RunConfig
@@ -25,68 +25,74 @@ from mpillm.runtime.whole_runs import EndedRun, run_in
 from mpillm.workloads.early_stopping import SERVER_PERCENTILE, most_late, queries_needed
 
 _LOOK_S = 0.5
-_WHAT = {"ttft": "first tokens", "tpot": "answers by time per token", "e2el": "answers"}
+_COUNTED_AS = {"ttft": "first tokens", "tpot": "answers by time per token", "e2el": "answers"}
 
 
-class Watch:
-    """Looks at a run's records now and then; `__call__` returns why it is hopeless, or ""."""
+class EarlyStop:
+    """Checks a run's records periodically. A call returns why the run is hopeless, or ""."""
 
     def __init__(self, folder: Path, e2el_ms: float | None = None) -> None:
-        """`folder`: the run directory. `e2el_ms`: a limit that LoadGen does not know."""
+        """`folder`: the run directory. `e2el_ms`: a limit that LoadGen does not check."""
         self._folder = folder
         self._e2el_ms = e2el_ms
         self._next = 0.0
-        self._said: dict[str, float] | None = None
+        self._test: dict[str, float] | None = None
 
     def __call__(self) -> str:
         now = time.monotonic()
         if now < self._next:
             return ""
         self._next = now + _LOOK_S
-        if self._said is None:
-            self._said = _loadgen(self._folder)
-        if self._said is None:
+        if self._test is None:
+            self._test = _loadgen(self._folder)
+        if self._test is None:
             return ""
         try:
             rows = read_requests(self._folder)
-        except ConfigError:  # nothing answered yet
+        except ConfigError:  # no answers yet
             return ""
-        limits: dict[str, float] = {name: self._said[name] for name in ("ttft", "tpot") if name in self._said}
+        limits: dict[str, float] = {name: self._test[name] for name in ("ttft", "tpot") if name in self._test}
         if self._e2el_ms is not None:
             limits["e2el"] = self._e2el_ms
-        why = hopeless(rows, limits, int(self._said["queries"]), self._said["rate"])
-        self._next = time.monotonic() + _LOOK_S + 20 * (time.monotonic() - now)  # at most 5 % of a core
+        why = hopeless(rows, limits, int(self._test["queries"]), self._test["rate"])
+        self._next = (
+            time.monotonic() + _LOOK_S + 20 * (time.monotonic() - now)
+        )  # uses at most 5 % of a CPU core
         return why
 
 
 def _loadgen(folder: Path) -> dict[str, float] | None:
-    """Return limits (ms), queries and rate of the run, which it writes before the test; None: not yet."""
+    """Return limits (ms), queries and rate of the run, which it writes before the test; None before that."""
     try:
-        said = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    if said.get("phase") != "test" or not (loadgen := said.get("loadgen")) or not loadgen["expected_queries"]:
+    loadgen = result.get("loadgen")
+    if result.get("phase") != "test" or not loadgen or not loadgen["expected_queries"]:
         return None
-    found = {"queries": float(loadgen["expected_queries"]), "rate": float(loadgen["target_qps"])}
+    settings = {"queries": float(loadgen["expected_queries"]), "rate": float(loadgen["target_qps"])}
     for name in ("ttft", "tpot"):
         if (limit := loadgen[f"{name}_latency_ms"]) is not None:
-            found[name] = float(limit)
-    return found
+            settings[name] = float(limit)
+    return settings
 
 
 def hopeless(rows: NDArray[np.void], limits: Mapping[str, float], queries: int, rate: float) -> str:
-    """Return why a test of `queries` at `rate` per second can't become VALID; "" if it may.
+    """Return why a test of `queries` at `rate` per second cannot become VALID; "" if it can.
 
-    `rows`: the records so far, in order of issue. `limits` in milliseconds by ttft, tpot, e2el. Two rules:
-    more requests are late already than LoadGen's early stopping allows among all (exact: see `most_late`);
-    or the queue grows: at the least likely slope of the first-token latency (`queue_slope`), more than twice
-    the allowed would be late by the end.
+    Two rules: more requests are late than LoadGen's early stopping allows in the whole test (exact, see
+    `most_late`); or the queue grows. For the latter, the smallest likely slope of the first-token latency
+    (`queue_slope`) must make more than twice the allowed number of requests late by the end.
+
+    Args:
+        rows: Records so far, in order of issue.
+        limits: Milliseconds by ttft, tpot, e2el.
     """
     allowed = most_late(queries, SERVER_PERCENTILE)
     for name, count in late(rows, limits).items():
         if count > max(allowed, 0):
             return (
-                f"{count:,} of {queries:,} {_WHAT[name]} were later than {limits[name]:g} ms already;"
+                f"{count:,} of {queries:,} {_COUNTED_AS[name]} were later than {limits[name]:g} ms already;"
                 f" LoadGen allows {max(allowed, 0):,}"
             )
     if "ttft" in limits and (slope := queue_slope(rows)) is not None:
@@ -102,17 +108,17 @@ def hopeless(rows: NDArray[np.void], limits: Mapping[str, float], queries: int, 
     return ""
 
 
-_WITHOUT_A_WORKLOAD_S = 60.0  # full length, where neither the user nor a workload at full scale names one
+_WITHOUT_A_WORKLOAD_S = 60.0  # full length without --min_duration and without a full-scale workload
 _LOADGEN_S = 600.0  # full length of a workload at full scale, from mlperf.conf
-_OVERLOAD_QPS = 20_000.0  # of the run that measures the capacity
-_LEAST_ANSWERS = 64  # for it
-_PROBE_LATE = 1  # a short test is long enough to be VALID with one late query
+_OVERLOAD_QPS = 20_000.0  # rate of the run that measures the capacity
+_MIN_ANSWERS = 64  # of that run
+_PROBE_LATE = 1  # a short test has enough queries to be VALID with this many late queries
 
 
 def _span(rows: NDArray[np.void]) -> float:
-    """Return the seconds in which all answers but the first quarter came; 0: there are too few."""
+    """Return the seconds during which all answers except the first quarter arrive; 0 if there are too few."""
     done = np.sort(rows["issued"] + rows["latency"])
-    return float(done[-1] - done[len(done) // 4]) if len(done) >= _LEAST_ANSWERS else 0.0
+    return float(done[-1] - done[len(done) // 4]) if len(done) >= _MIN_ANSWERS else 0.0
 
 
 @dataclass(frozen=True)
@@ -121,13 +127,13 @@ class RateTests:
 
     folder: Path
     mpirun: Sequence[str]
-    words: Sequence[str]  # of `run`, as typed
-    config: RunConfig  # of them
+    args: Sequence[str]  # of `run`, as typed
+    config: RunConfig  # of these arguments
     probe_s: float | None  # length of the short tests
 
     @property
     def full_s(self) -> float:
-        """The length of a full test, seconds."""
+        """Length of a full test, seconds."""
         config = self.config
         if config.is_user_set("min_duration") and config.min_duration:
             return float(config.min_duration)
@@ -136,11 +142,11 @@ class RateTests:
 
     @property
     def short_s(self) -> float:
-        """The length of a short test, seconds: a tenth of a full one, unless the user named it."""
+        """Length of a short test, seconds; by default a tenth of a full test."""
         return self.probe_s or min(60.0, max(5.0, self.full_s / 10))
 
     def prepare(self) -> None:
-        """Make the folder. Raises ConfigError if there are no limits, or the scenario has no rate."""
+        """Create the folder. Raises ConfigError if there are no limits, or the scenario has no rate."""
         config = self.config
         if config.scenario != "Server":
             raise ConfigError(
@@ -153,16 +159,16 @@ class RateTests:
             )
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def _options(self, rate: float, seconds: float, least: int | None) -> list[str]:
-        options = [*self.words, "--server_target_qps", f"{rate:.6g}", "--min_duration", f"{seconds:g}"]
-        return options + (["--min_query_count", str(least)] if least else [])
+    def _options(self, rate: float, seconds: float, min_queries: int | None) -> list[str]:
+        options = [*self.args, "--server_target_qps", f"{rate:.6g}", "--min_duration", f"{seconds:g}"]
+        return options + (["--min_query_count", str(min_queries)] if min_queries else [])
 
     def _new_folder(self, name: str) -> Path:
         number = len([*self.folder.glob("[0-9][0-9]-*")]) + 1
         return self.folder / f"{number:02d}-{name}"
 
     def capacity(self) -> float:
-        """Return answers per second of a run that gets all queries at once, cut off after a while.
+        """Return answers per second of a run that gets all queries at the start and is stopped early.
 
         Raises ConfigError or StageError if it fails.
         """
@@ -177,7 +183,7 @@ class RateTests:
                 return ""
             began = began or time.monotonic()
             lasted = time.monotonic() - began > self.short_s
-            # Some servers answer many at once, and then none for a while: more than one such burst.
+            # Some servers answer in bursts: measure more than one burst.
             return "measured" if lasted and _span(rows) >= self.short_s / 2 else ""
 
         queries = int(_OVERLOAD_QPS * self.short_s)
@@ -189,23 +195,27 @@ class RateTests:
             raise StageError(f"the capacity can't be measured: {len(rows)} answers in {folder}")
         return (len(rows) - len(rows) // 4 - 1) / span
 
-    def test(self, rate: float, full: bool) -> Tried:
+    def test(self, rate: float, full: bool) -> RateTrial:
         """Run a test. Raises ConfigError or StageError if it fails without a verdict."""
         folder = self._new_folder(f"{'full' if full else 'short'}-{rate:.5g}")
         seconds = self.full_s if full else self.short_s
-        least = queries_needed(SERVER_PERCENTILE, late=_PROBE_LATE)
-        if full:  # as typed
-            least = None if self.config.workload or self.config.is_user_set("min_query_count") else least
+        min_queries = queries_needed(SERVER_PERCENTILE, late=_PROBE_LATE)
+        if full:
+            min_queries = (
+                None if self.config.workload or self.config.is_user_set("min_query_count") else min_queries
+            )
         e2el = (self.config.goodput or {}).get("e2el")
-        ended = run_in(folder, self.mpirun, self._options(rate, seconds, least), Watch(folder, e2el))
+        ended = run_in(
+            folder, self.mpirun, self._options(rate, seconds, min_queries), EarlyStop(folder, e2el)
+        )
         if ended.stopped:
             rows = read_requests(folder)
             span = float((rows["issued"] + rows["latency"]).max())
-            return Tried(rate, full, False, ended.stopped, len(rows) / span, str(folder))
+            return RateTrial(rate, full, False, ended.stopped, len(rows) / span, str(folder))
         must_have_verdict(ended, f"the test at {figure(rate, 4)} per second")
         return self._judged(rate, full, ended)
 
-    def _judged(self, rate: float, full: bool, ended: EndedRun) -> Tried:
+    def _judged(self, rate: float, full: bool, ended: EndedRun) -> RateTrial:
         result = ended.result
         valid = result["status"] == "VALID"
         refusals = failed_checks(result)
@@ -227,4 +237,4 @@ class RateTests:
             figures["good_requests_per_second"] = goodput["good_requests_per_second"]
         completed, folder = result["samples_per_second"], str(ended.folder)
         doubts = [doubt for doubt in result["doubts"] if doubt not in refusals]
-        return Tried(rate, full, valid, "" if valid else why, completed, folder, figures, doubts)
+        return RateTrial(rate, full, valid, "" if valid else why, completed, folder, figures, doubts)

@@ -1,4 +1,4 @@
-"""Two sets of options alternately: pairs of runs, in alternating order, and a test of their differences."""
+"""Pairs of runs with two sets of options, in alternating order, and a test of their differences."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
-from mpillm.experiments.intervals import Paired, paired_test
+from mpillm.experiments.intervals import PairedTest, paired_test
 from mpillm.experiments.run_series import must_have_verdict
 from mpillm.loadgen.logs import latencies_ms
 from mpillm.runtime.whole_runs import run_in
 
 ALPHA = 0.01
-"""The chance of calling a difference real where there is none."""
+"""Probability of calling a difference real if there is none."""
 
 METRICS = ("samples_per_second", "tokens_per_second", "ttft_mean", "ttft_p99", "tpot_mean", "latency_mean")
 
@@ -23,16 +23,16 @@ def run_pairs(
     mpirun: Sequence[str],
     sides: Mapping[str, Sequence[str]],
     pairs: int,
-    said: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> tuple[list[dict[str, dict[str, float]]], list[tuple[str, str]]]:
-    """Run both sides of each pair, A first in the even ones.
+    """Run both sides of each pair, starting with A in even pairs.
 
-    Returns their figures, by side and metric, and their doubts, each behind the name of its run.
+    A run of A before the first pair does not count, because files and caches are cold.
 
-    The first pair is preceded by one run of A that does not count: it finds files and caches cold. Raises
+    Returns their figures by side and metric, and their doubts with the names of their runs. Raises
     ConfigError or StageError if a run fails.
     """
-    found: list[dict[str, dict[str, float]]] = []
+    pairs_figures: list[dict[str, dict[str, float]]] = []
     doubtful: list[tuple[str, str]] = []
     must_have_verdict(run_in(folder / "warm-up", mpirun, sides["A"]), "the first run of A")
     for pair in range(pairs):
@@ -43,9 +43,9 @@ def run_pairs(
             ended = must_have_verdict(run_in(where, mpirun, sides[side]), f"run {side} of pair {pair + 1}")
             figures[side] = _figures(ended.result, where)
             doubtful += [(f"{side} of pair {pair + 1}", doubt) for doubt in ended.result["doubts"]]
-        found.append(figures)
-        said(f"pair {pair + 1} of {pairs}, {order[0]} first")
-    return found, doubtful
+        pairs_figures.append(figures)
+        report(f"pair {pair + 1} of {pairs}, {order[0]} first")
+    return pairs_figures, doubtful
 
 
 def _figures(result: Mapping[str, Any], folder: Path) -> dict[str, float]:
@@ -61,7 +61,7 @@ def _figures(result: Mapping[str, Any], folder: Path) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value}
 
 
-def judge(pairs: Sequence[Mapping[str, Mapping[str, float]]], metric: str) -> Paired:
+def judge(pairs: Sequence[Mapping[str, Mapping[str, float]]], metric: str) -> PairedTest:
     """Test the pairs' differences in a metric. Raises ConfigError if a run does not have it."""
     if any(metric not in pair[side] for pair in pairs for side in ("A", "B")):
         has = [name for name in METRICS if all(name in pair[side] for pair in pairs for side in ("A", "B"))]

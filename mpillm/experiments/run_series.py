@@ -1,4 +1,4 @@
-"""What the commands that start several runs have in common: options, ranks, folders, and failures."""
+"""Common parts of commands that start several runs: options, ranks, and failures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GROUP = "runs"
 
 
 class SeriesOptions(Values):
-    """Options of each command that starts several runs."""
+    """Options of commands that start several runs."""
 
     mpirun_options = MPIRUN_OPTIONS
     log_dir = OutputFields.log_dir.but(
@@ -33,39 +33,39 @@ class SeriesOptions(Values):
     )
     output = OutputFields.output.but("also write the figures to this JSON file", group=GROUP)
 
-    def tell(self, figures: Any) -> None:
-        """Say what was found, to --json and --output."""
+    def report(self, figures: Any) -> None:
+        """Write the figures to --json and --output."""
         json_output.set_figures(figures)
         if self.output:
             write_json(Path(self.output), figures)
 
 
 class RankedOptions(SeriesOptions, group=GROUP):
-    """Of those whose runs have one number of ranks."""
+    """Options of commands whose runs have the same number of ranks."""
 
-    n = option("ranks of each run [default: as many as its options name]", positive)
+    n = option("ranks of each run [default: as many as its options require]", positive)
 
 
 S = TypeVar("S", bound=SeriesOptions)
 
 
 def parse_series(argv: Sequence[str], options: type[S], parser: Parser) -> tuple[S, list[str]]:
-    """Return a command's own options, and the other words. Raises ConfigError for a wrong option."""
+    """Return a command's own options, and the other arguments. Raises ConfigError for a wrong option."""
     own = options.declared()
     add_fields(parser, own)
-    values, others = parser.parse_known(argv)
+    values, args = parser.parse_known(argv)
     texts = {name: text for name, text in vars(values).items() if text is not None}
-    return options(own_values(own, texts)), others
+    return options(own_values(own, texts)), args
 
 
-def mpirun_words(options: RankedOptions, config: RunConfig) -> list[str]:
-    """Return the options of mpirun for a run with these options."""
+def mpirun_args(options: RankedOptions, config: RunConfig) -> list[str]:
+    """Return the arguments of mpirun for a run with these options."""
     return ["-n", str(options.n or ranks_of(config)), *options.mpirun_options]
 
 
-def must_have_verdict(ended: EndedRun, what: str) -> EndedRun:
-    """Return `ended`. Raises ConfigError if its options were wrong, StageError if it failed otherwise."""
+def must_have_verdict(ended: EndedRun, name: str) -> EndedRun:
+    """Return `ended`. Raises ConfigError if its options are wrong, StageError for other failures."""
     if not ended.failure:
         return ended
     kind = ConfigError if ended.code == 2 else StageError
-    raise kind(f"{what} failed: {ended.failure}")
+    raise kind(f"{name} failed: {ended.failure}")

@@ -1,4 +1,4 @@
-"""The page of a sweep: the Pareto curve, and the table of all points."""
+"""HTML report of a sweep: the Pareto curve, and the table of all points."""
 
 from __future__ import annotations
 
@@ -21,91 +21,91 @@ COLUMNS = {
     "ttft_p99_ms": "TTFT p99 ms",
     "tpot_p99_ms": "TPOT p99 ms",
 }
-"""What the tables of a sweep show of each point; {of}: GPU or rank."""
+"""Columns of a sweep's tables, by key of a point; {of}: GPU or rank."""
 
 _NOTE = (
-    "Up and to the right is better. The line is the Pareto curve: no other point has more of both; kinds of"
-    " servers, clients or cores have one each. Point at one to read what it is."
+    "Up and to the right is better. The line is the Pareto curve: no other point has more of both. Kinds of"
+    " servers, clients or cores have one curve each. Point at a point to read its options."
 )
-_COMPARED = ("server", "harness", "core_type")  # options of which each value has a curve of its own
-_OTHERS = 7  # the colour of points on no curve
+_COMPARED = ("server", "harness", "core_type")  # options whose values have separate curves
+_OTHERS = 7  # color of points on no curve
 
 
 def sweep_page(
     folder: Path,
-    found: Sequence[Mapping[str, Any]],
+    points: Sequence[Mapping[str, Any]],
     front: Sequence[int],
     fixed: Mapping[str, str] | None = None,
 ) -> str:
-    """Return the page. `found`: the points, as `sweep --output` writes them; `front`: those on the curve.
+    """Return the HTML. `points`: as in `sweep --output`; `front`: indices of the points on the curve.
 
-    `fixed`: the options that all points have.
+    `fixed`: the options of all points.
     """
-    of = per(found)
-    charts = [chart] if (chart := pareto_chart(found, front, of)) else []
-    failed = sum(one["status"] == "FAILED" for one in found)
-    refused = sum(found[i]["status"] == "INVALID" for i in front)
+    of = per(points)
+    charts = [chart] if (chart := pareto_chart(points, front, of)) else []
+    failed = sum(one["status"] == "FAILED" for one in points)
+    refused = sum(points[i]["status"] == "INVALID" for i in front)
     on_curve = f" (<strong>{refused} of these INVALID</strong>)" if refused else ""
     head = (
-        f"<header><h1>{escape(folder.absolute().name)}</h1><p>{len(found)} points, {len(front)} on the Pareto"
-        f" curve{on_curve}{f', <strong>{failed} failed</strong>' if failed else ''}</p>"
-        f"{doubts_list(doubtful_points(found))}</header>"
+        f"<header><h1>{escape(folder.absolute().name)}</h1><p>{len(points)} points, {len(front)} on the"
+        f" Pareto curve{on_curve}{f', <strong>{failed} failed</strong>' if failed else ''}</p>"
+        f"{doubts_list(doubtful_points(points))}</header>"
     )
     curve = chart_section("The Pareto curve", charts, _NOTE, wide=True)
     if not charts:
         curve = (
-            '<section class="missing"><h2>No Pareto curve</h2><p>No point has a time per output token:'
-            " answers of one token have none, nor have cores that tell only whole answers, and tokens that"
-            " come at once have 0.</p></section>"
+            '<section class="missing"><h2>No Pareto curve</h2><p>No point has a time per output token.'
+            " Answers of one token and cores that only report whole answers have none. If all tokens of an"
+            " answer arrive together, it is 0.</p></section>"
         )
     same = section("Options of all points", ("option", "value"), list((fixed or {}).items()))
     return document(
-        f"sweep: {folder.absolute().name}", (head, curve, _table(folder, found, front, of), same), charts
+        f"sweep: {folder.absolute().name}", (head, curve, _table(folder, points, front, of), same), charts
     )
 
 
-def doubtful_points(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the doubts of points, a line for each kind."""
+def doubtful_points(points: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the doubts of points, one line per kind."""
     return grouped_doubts(
-        (values_text(one) or "the run", doubt) for one in found for doubt in one.get("doubts", ())
+        (values_text(one) or "the run", doubt) for one in points for doubt in one.get("doubts", ())
     )
 
 
-def per(found: Sequence[Mapping[str, Any]]) -> str:
-    """Return by what throughput is divided: GPU, or rank where there is none."""
-    return next((str(one["of"]) for one in found if "of" in one), "rank")
+def per(points: Sequence[Mapping[str, Any]]) -> str:
+    """Return the unit that throughput is divided by: GPU, or rank if there is no GPU."""
+    return next((str(one["of"]) for one in points if "of" in one), "rank")
 
 
-def _table(folder: Path, found: Sequence[Mapping[str, Any]], front: Sequence[int], of: str) -> str:
-    names = list(found[0]["options"])
+def _table(folder: Path, points: Sequence[Mapping[str, Any]], front: Sequence[int], of: str) -> str:
+    names = list(points[0]["options"])
     rows = []
-    for i, one in enumerate(found):
+    for i, one in enumerate(points):
         number = link_to_run(Path(one["run"]), folder, str(i + 1))
         cells = [cell(one.get(key)) for key in COLUMNS]
         rows.append([number, *one["options"].values(), *cells, "★" if i in front else ""])
     columns = ["#", *names, *(text.format(of=of) for text in COLUMNS.values()), "Pareto"]
     why = "".join(
         f"<li><strong>{i + 1}</strong> {escape(values_text(one))}<pre>{escape(one['why'])}</pre></li>"
-        for i, one in enumerate(found)
+        for i, one in enumerate(points)
         if one.get("why")
     )
     failed = f'<section class="failed"><h2>What failed</h2><ul>{why}</ul></section>' if why else ""
     return section("All points", columns, rows) + failed
 
 
-def pareto_chart(found: Sequence[Mapping[str, Any]], front: Sequence[int], of: str) -> Chart | None:
-    """Return throughput against speed for each user; None if no point has both."""
+def pareto_chart(points: Sequence[Mapping[str, Any]], front: Sequence[int], of: str) -> Chart | None:
+    """Return the chart of throughput against speed per user; None if no point has both."""
     known = sorted(
         (
             (one["tokens_per_second_per_user"], one["tokens_per_second_per_gpu"], i)
-            for i, one in enumerate(found)
+            for i, one in enumerate(points)
             if one.get("tokens_per_second_per_user") and one.get("tokens_per_second_per_gpu")
         ),
     )
     if not known:
         return None
-    lines = _curves(found, [i for *_, i in known], front)
-    refused = [at for at, (*_, i) in enumerate(known) if found[i].get("status") == "INVALID"]
+    lines = _curves(points, [i for *_, i in known], front)
+    refused = [at for at, (*_, i) in enumerate(known) if points[i].get("status") == "INVALID"]
     return Chart(
         "pareto",
         f"tokens/s per {of}, against tokens/s per user",
@@ -116,29 +116,29 @@ def pareto_chart(found: Sequence[Mapping[str, Any]], front: Sequence[int], of: s
             for label, some, colour in lines
         ],
         "tokens/s per user",
-        names=[f"{i + 1} {values_text(found[i])}{_verdict(found[i])}" for _, _, i in known],
+        names=[f"{i + 1} {values_text(points[i])}{_verdict(points[i])}" for _, _, i in known],
         joined=sum(colour != _OTHERS for *_, colour in lines),
         crossed=("INVALID", refused) if refused else None,
     )
 
 
 def _verdict(one: Mapping[str, Any]) -> str:
-    """Return the verdict of a point that is INVALID, for its name; else ""."""
+    """Return the suffix of an INVALID point's name; "" for other points."""
     return ", INVALID" if one.get("status") == "INVALID" else ""
 
 
 def _curves(
-    found: Sequence[Mapping[str, Any]], known: Sequence[int], front: Sequence[int]
+    points: Sequence[Mapping[str, Any]], known: Sequence[int], front: Sequence[int]
 ) -> list[tuple[str, set[int], int]]:
-    """Return the lines of the chart: label, points, colour. Each kind that is compared has its own."""
-    options = {name: {found[i]["options"].get(name) for i in known} for name in _COMPARED}
+    """Return the lines of the chart: label, points, color. Each compared kind has its own line."""
+    options = {name: {points[i]["options"].get(name) for i in known} for name in _COMPARED}
     by = next((name for name, values in options.items() if len(values) > 1), None)
     curves = [("Pareto curve", {*front}, 0)]
     if by is not None:
-        kinds = dict.fromkeys(found[i]["options"][by] for i in sorted(known))
+        kinds = dict.fromkeys(points[i]["options"][by] for i in sorted(known))
         curves = []
         for colour, kind in enumerate(kinds):
-            own = [i for i in known if found[i]["options"][by] == kind]
-            curves.append((kind, {own[i] for i in pareto([found[i] for i in own])}, colour % _OTHERS))
-    rest = {*known}.difference(*(points for _, points, _ in curves))
-    return [*curves, *([("other points", rest, _OTHERS)] if rest else [])]
+            own = [i for i in known if points[i]["options"][by] == kind]
+            curves.append((kind, {own[i] for i in pareto([points[i] for i in own])}, colour % _OTHERS))
+    others = {*known}.difference(*(points for _, points, _ in curves))
+    return [*curves, *([("other points", others, _OTHERS)] if others else [])]

@@ -1,4 +1,4 @@
-"""How figures are written in the tables of several runs, on the terminal and on pages."""
+"""Format figures in tables of several runs, for the terminal and for HTML reports."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 
 
 def run_names(count: int) -> list[str]:
-    """Return what runs are called beside each other: A, B, …"""
+    """Return names for compared runs: A, B, …"""
     return [chr(ord("A") + i) if i < 26 else f"run {i + 1}" for i in range(count)]
 
 
 def cell(value: Any) -> str:
-    """Return a figure of a point as text; what is not known is a dash."""
+    """Return a figure of a point as text; "-" if it is unknown."""
     return "-" if value is None else figure(value, 4) if isinstance(value, float) else str(value)
 
 
 def figure(value: float, digits: int) -> str:
-    """Return a number rounded to so many digits, without an exponent where it is large: 0.0072, 11,770."""
+    """Return a number rounded to `digits`, without an exponent for large numbers: 0.0072, 11,770."""
     rounded = float(f"{value:.{digits - 1}e}")
     return f"{rounded:,.0f}" if abs(rounded) >= 10 ** (digits - 1) else f"{rounded:.{digits}g}"
 
 
 def values_text(one: Mapping[str, Any]) -> str:
-    """Return the values that make a point: ``max_batch_size=8 …``"""
+    """Return the option values of a point: ``max_batch_size=8 …``"""
     return " ".join(f"{name}={value}" for name, value in one["options"].items())
 
 

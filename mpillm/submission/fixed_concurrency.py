@@ -52,7 +52,7 @@ class FixedConcurrency(LoadTest):
 
     def _send(self) -> None:
         assert self.client is not None
-        while len(self.client.calls) < self._most and not self._over():
+        while len(self.client.calls) < self._max_concurrency and not self._over():
             index = next(self._order)
             prompt = self._prompts[index]
             self.indices.append(index)

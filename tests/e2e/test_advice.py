@@ -201,7 +201,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* benchmarks engine .*--against vllm.*": Elsewhere("tests/peers/test_servers.py"),
     # The test model has a token for each letter.
     r".* benchmarks engine .*--dataset_path examples/.*": Typed(
-        "--max_prompt_len 900 --output_len 2 --num_prompts 2 --repeats 1", says="guesses of a round"
+        "--max_prompt_len 900 --output_len 2 --num_prompts 2 --repeats 1", says="draft tokens of a round"
     ),
     r".* benchmarks engine .*build/head/.*": Elsewhere(
         "its head takes half an hour to train: tests/e2e/test_speculation.py has one of random numbers"

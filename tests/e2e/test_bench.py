@@ -52,7 +52,7 @@ def test_the_engine_beside_itself_with_guesses(one: Starter, tmp_path: Path) -> 
     ended = one.mpillm(*words, "decoding_type:NGram,max_draft_len:2", *few).must(0)
     assert "answers equal to engine, with guesses: 4 of 4" in ended.out
     assert re.search(r"a decode step, ms, by sequences: 1 \d+\.\d$", ended.out, re.MULTILINE), ended.out
-    found = re.search(r"guesses of a round: (\d+), of which (\d+) were right", ended.out)
+    found = re.search(r"draft tokens of a round: (\d+), of which (\d+) were accepted", ended.out)
     assert found is not None and int(found[1]) >= int(found[2]) > 0, ended.out
     assert "did you mean 'NGram'" in one.mpillm(*words, "decoding_type:Ngramm", *few).must(2).message
 

@@ -8,12 +8,14 @@ from mpillm.experiments.loadtest.endpoint_page import endpoint_page
 from mpillm.experiments.loadtest.load_test import Record
 from mpillm.experiments.loadtest.serving_report import judged, verdict_lines
 from mpillm.experiments.pages import ab_page, advise_page, search_page
-from mpillm.experiments.rate_search import Tried
+from mpillm.experiments.rate_search import RateTrial
 
 TESTS = [
-    Tried(10.0, False, True, completed=9.9, figures={"ttft_p99_ms": 20.0, "tpot_p99_ms": 5.0}),
-    Tried(40.0, False, False, "TTFT is <late>", 21.0, figures={"ttft_p99_ms": 4000.0, "tpot_p99_ms": 9.0}),
-    Tried(20.0, True, True, completed=19.8, figures={"ttft_p99_ms": 90.0, "tpot_p99_ms": 6.0}),
+    RateTrial(10.0, False, True, completed=9.9, figures={"ttft_p99_ms": 20.0, "tpot_p99_ms": 5.0}),
+    RateTrial(
+        40.0, False, False, "TTFT is <late>", 21.0, figures={"ttft_p99_ms": 4000.0, "tpot_p99_ms": 9.0}
+    ),
+    RateTrial(20.0, True, True, completed=19.8, figures={"ttft_p99_ms": 90.0, "tpot_p99_ms": 6.0}),
 ]
 
 

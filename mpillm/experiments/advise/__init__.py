@@ -1,1 +1,1 @@
-"""What `advise` does: calibrate with short runs, simulate each way to use the GPUs, propose the best."""
+"""Parts of `advise`: calibrate with short runs, simulate each way to use the GPUs, propose the best."""

@@ -1,4 +1,4 @@
-"""The ways to use a number of GPUs (or worker ranks): instances, their layouts, and their batch size."""
+"""Ways to use a number of GPUs (or worker ranks): instances, their layouts, and their batch size."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_BATCHES = 4  # max_batch_size, and its halves, so often
+_BATCHES = 4  # max_batch_size, a half of it, a quarter, …
 
 
-class Layout(NamedTuple):
-    """How an instance is spread over ranks."""
+class InstanceShape(NamedTuple):
+    """TP and PP size of an instance."""
 
     tp: int = 1
     pp: int = 1
@@ -23,17 +23,17 @@ class Layout(NamedTuple):
         return f"tp {self.tp}" + (f" pp {self.pp}" if self.pp > 1 else "")
 
 
-ONE_RANK = Layout()
+ONE_RANK = InstanceShape()
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Instances that answer: executors, or context instances besides generation instances."""
+    """A set of instances: aggregated ones, or context and generation instances."""
 
-    layout: Layout  # of an executor, or of a generation instance
+    layout: InstanceShape  # of an aggregated or a generation instance
     instances: int
     max_batch_size: int
-    ctx_layout: Layout = ONE_RANK
+    ctx_layout: InstanceShape = ONE_RANK
     ctx_instances: int = 0  # 0: aggregated
 
     @property
@@ -42,7 +42,7 @@ class Candidate:
 
     @property
     def ranks(self) -> int:
-        """Worker ranks."""
+        """Number of worker ranks."""
         return self.instances * self.layout.ranks + self.ctx_instances * self.ctx_layout.ranks
 
     @property
@@ -50,8 +50,8 @@ class Candidate:
         """The same instances with any batch size."""
         return Candidate(self.layout, self.instances, 0, self.ctx_layout, self.ctx_instances)
 
-    def words(self) -> list[str]:
-        """Return the options of ``run`` for it."""
+    def args(self) -> list[str]:
+        """Return the options of ``run`` for this candidate."""
         if self.ctx_instances:
             counts = {"num_ctx_servers": self.ctx_instances, "num_gen_servers": self.instances}
             ctx, own = self.ctx_layout, self.layout
@@ -69,16 +69,20 @@ class Candidate:
         return f"{self.ctx_instances} x {self.ctx_layout} ctx, {own} gen" if self.ctx_instances else own
 
 
-def layouts(ranks: int) -> list[Layout]:
-    """Return the layouts to consider on `ranks` ranks: powers of two, of one kind of parallelism."""
+def layouts(ranks: int) -> list[InstanceShape]:
+    """Return the layouts to consider on `ranks` ranks: powers of two, either TP or PP."""
     sizes = [1 << i for i in range(1, ranks.bit_length()) if 1 << i <= ranks]
-    return [Layout(), *(Layout(tp=size) for size in sizes), *(Layout(pp=size) for size in sizes)]
+    return [
+        InstanceShape(),
+        *(InstanceShape(tp=size) for size in sizes),
+        *(InstanceShape(pp=size) for size in sizes),
+    ]
 
 
 def candidates(
-    ranks: int, allowed: Iterable[Layout], modes: Iterable[str], max_batch_size: int
+    ranks: int, allowed: Iterable[InstanceShape], modes: Iterable[str], max_batch_size: int
 ) -> Iterator[Candidate]:
-    """Yield every way to use all `ranks` with instances of these layouts, each with several batch sizes."""
+    """Yield all ways to use all `ranks` with instances of these layouts, with several batch sizes."""
     allowed = list(allowed)
     batches = sorted({max(1, max_batch_size >> i) for i in range(_BATCHES)})
     for batch in batches:

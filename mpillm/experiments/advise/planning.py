@@ -1,4 +1,4 @@
-"""A run's own plan of a candidate, without MPI: what its instances are bounded by, and whether they fit."""
+"""Plan a candidate's run without MPI: the limits of its instances, and whether they fit."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 _NODE = "this-node"
 
 
-def world_size(words: Sequence[str], worker_ranks: int) -> int:
-    """Return the ranks of a run with these options and so many worker ranks."""
-    return disagg.ranks_for(worker_ranks, parse_run(words).control_ranks)
+def world_size(args: Sequence[str], worker_ranks: int) -> int:
+    """Return the number of ranks of a run with these options and `worker_ranks`."""
+    return disagg.ranks_for(worker_ranks, parse_run(args).control_ranks)
 
 
-def plan_of(words: Sequence[str], worker_ranks: int) -> Planned:
-    """Return the plan of a run with these options and so many worker ranks on this node.
+def plan_of(args: Sequence[str], worker_ranks: int) -> Planned:
+    """Return the plan of a run with these options and `worker_ranks` on this node.
 
     Raises ConfigError if the options, the ranks, the model or the memory do not allow it.
     """
-    config = parse_run(words)
+    config = parse_run(args)
     import mpi4py
 
-    mpi4py.rc.initialize = False  # this process starts runs; it is no rank of one
+    mpi4py.rc.initialize = False  # this process starts runs, and is not a rank
     from mpillm.runtime.join import plan_run
 
     core = BackendRegistry.get(config.core_type)

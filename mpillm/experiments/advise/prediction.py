@@ -1,4 +1,4 @@
-"""What a candidate is predicted to do: its test is simulated with what the calibration found."""
+"""Predict a candidate's figures by simulating its test with the calibration."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpillm.experiments.advise.calibration import Calibration, step_costs
-from mpillm.experiments.advise.candidates import Candidate, Layout
+from mpillm.experiments.advise.candidates import Candidate, InstanceShape
 from mpillm.experiments.advise.simulated_instances import (
     Instance,
-    Listener,
-    Request,
+    InstanceListener,
+    SimulatedRequest,
     StepInstance,
 )
 from mpillm.experiments.advise.simulated_slots import SlotInstance
@@ -33,21 +33,21 @@ _UNBOUNDED = 1 << 40  # tokens of a KV cache that a core does not have
 
 @dataclass(frozen=True)
 class Load:
-    """What a test asks: the samples that LoadGen issues, and their lengths by index in the data set."""
+    """Load of a test: the samples that LoadGen issues, and their lengths by index in the data set."""
 
     issued: Issued
     n_prompt: NDArray[np.int64]
     max_output: NDArray[np.int64]
 
-    def requests(self, answers: Mapping[int, int]) -> list[Request]:
-        """Return its requests. Answers that the calibration did not see are as long as one that it saw."""
+    def requests(self, answers: Mapping[int, int]) -> list[SimulatedRequest]:
+        """Return the requests. Unmeasured answers get the relative length of a random measured answer."""
         shares = [n / self.max_output[i] for i, n in sorted(answers.items()) if i < len(self.max_output)]
-        drawn = np.random.default_rng(0).choice(shares or [1.0], len(self.max_output))
-        n_output = np.maximum(1, np.rint(drawn * self.max_output)).astype(np.int64)
+        fractions = np.random.default_rng(0).choice(shares or [1.0], len(self.max_output))
+        n_output = np.maximum(1, np.rint(fractions * self.max_output)).astype(np.int64)
         for index, n in answers.items():
             n_output[index] = min(n, self.max_output[index])
         return [
-            Request(int(self.n_prompt[i]), int(n_output[i]), int(self.max_output[i]), float(at))
+            SimulatedRequest(int(self.n_prompt[i]), int(n_output[i]), int(self.max_output[i]), float(at))
             for i, at in zip(self.issued.indices, self.issued.at, strict=True)
         ]
 
@@ -58,7 +58,7 @@ class Prediction:
 
     candidate: Candidate
     figures: Mapping[str, Any]  # the keys of `option_grid.figures`
-    good_per_second: float  # requests that meet all limits; all requests, without limits
+    good_per_second: float  # requests that meet all limits; without limits all requests
 
 
 def predict(
@@ -68,16 +68,16 @@ def predict(
     load: Load,
     limits_ms: Mapping[str, float],
 ) -> Prediction:
-    """Simulate the candidate's test; `planned`: its plan. Raises StageError if it would never end."""
+    """Simulate the candidate's test. `planned`: its plan. Raises StageError if the test would not end."""
     requests = load.requests(calibration.answers)
     simulation = Simulation(_system(candidate, planned, calibration), _maker(candidate, planned, calibration))
     simulation.run(requests)
     seconds = max(request.ended for request in requests)
     first, per_token = latencies(requests)
-    whole = np.array([request.ended - request.issued for request in requests])
+    latency = np.array([request.ended - request.issued for request in requests])
     good = np.ones(len(requests), np.bool_)
     for name, limit in limits_ms.items():
-        value = {"ttft": first, "tpot": per_token, "e2el": whole}[name]
+        value = {"ttft": first, "tpot": per_token, "e2el": latency}[name]
         good &= ~(value > limit / 1e3)
     tokens = sum(request.n_output for request in requests) / seconds
     known = per_token[~np.isnan(per_token)]
@@ -93,14 +93,15 @@ def predict(
 
 
 def with_steps_of(calibration: Calibration, candidate: Candidate, run: RunFiles) -> Calibration | None:
-    """Return the calibration with the steps that a run of the candidate had, and the answers that it gave.
+    """Return the calibration with the step times and answers of a run of the candidate.
 
-    From a short run right before the candidate's it predicts what the machine's speed is then. From the
-    candidate's own run it predicts nothing: how far it is off is the simulation's error; the rest of a
-    prediction's is that its steps took longer or shorter than those it is from. None if the core does not
-    tell its steps.
+    A short run directly before the candidate's run shows the machine's current speed. With the candidate's
+    own run, the remaining error is the simulation's error; the other part of a prediction's error is due to
+    changed step times.
+
+    Returns: None if the core does not report its steps.
     """
-    costs: dict[Layout, list[Mapping[str, Any]]] = {}
+    costs: dict[InstanceShape, list[Mapping[str, Any]]] = {}
     for instance in run.instances().values():
         layout = candidate.ctx_layout if instance.role == "ctx" else candidate.layout
         costs.setdefault(layout, []).extend(step_costs(run, instance.ranks[:1]))
@@ -111,19 +112,19 @@ def with_steps_of(calibration: Calibration, candidate: Candidate, run: RunFiles)
     }
     rows = read_requests(run.path)
     seen = dict(zip(rows["index"].tolist(), rows["tokens"].tolist(), strict=True))
-    # What ranks on the same cores cost each other is in the steps.
+    # These step times already include the slowdown by ranks on the same CPU cores.
     return replace(calibration, steps=steps, sharing=ALONE, answers={**calibration.answers, **seen})
 
 
 def _system(candidate: Candidate, planned: Planned, calibration: Calibration) -> System:
     caches = [_kv_tokens(planned, i) for i in range(len(planned.cores))]
     policy, n = planned.config.traffic_distribution_policy, candidate.ctx_instances
-    told = bool(calibration.steps)  # then it grants as the embedded engine does
+    is_engine = bool(calibration.steps)  # its instances grant twice their KV cache as credits
     return System(
         entries=n or candidate.instances,
         generations=candidate.instances if n else 0,
         requests=2 * candidate.max_batch_size,
-        tokens=(2 if told else 1) * caches[0],
+        tokens=(2 if is_engine else 1) * caches[0],
         generation_tokens=caches[-1],
         policy=policy,
         sharing=calibration.sharing,
@@ -132,7 +133,7 @@ def _system(candidate: Candidate, planned: Planned, calibration: Calibration) ->
 
 
 def _maker(candidate: Candidate, planned: Planned, calibration: Calibration) -> Make:
-    def make(generates: bool, listener: Listener, at: At) -> Instance:
+    def make(generates: bool, listener: InstanceListener, at: At) -> Instance:
         hands_over = bool(candidate.ctx_instances) and not generates
         layout = candidate.ctx_layout if hands_over else candidate.layout
         which = 0 if hands_over or not candidate.ctx_instances else len(planned.cores) - 1
@@ -157,10 +158,13 @@ def _kv_tokens(planned: Planned, which: int) -> int:
     return int(tokens or planned.cores[which].engine.kv_cache_tokens or _UNBOUNDED)
 
 
-def best(found: Sequence[Prediction], n: int) -> list[Prediction]:
-    """Return the best `n` of different shapes: the most good tokens; among equals (1 %) the fastest user."""
+def best(predictions: Sequence[Prediction], n: int) -> list[Prediction]:
+    """Return the best `n` predictions of different shapes.
+
+    The most good tokens/s win; among candidates within 1 %, the most tokens/s per user.
+    """
     shapes: dict[Candidate, Prediction] = {}
-    for one in sorted(found, key=_merit, reverse=True):
+    for one in sorted(predictions, key=_merit, reverse=True):
         shapes.setdefault(one.candidate.shape, one)
     return list(shapes.values())[:n]
 
@@ -168,7 +172,7 @@ def best(found: Sequence[Prediction], n: int) -> list[Prediction]:
 def _merit(one: Prediction) -> tuple[float, float]:
     share = one.good_per_second / one.figures["samples_per_second"]
     good = share * one.figures["tokens_per_second"]
-    # Equal to 1 %: the same whole power of 1.01.
+    # Within 1 %: the same integer power of 1.01.
     return float(np.floor(np.log(max(good, 1e-9)) / np.log(1.01))), one.figures[
         "tokens_per_second_per_user"
     ] or 0.0

@@ -1,4 +1,4 @@
-"""A simulated instance of the embedded engine: its own scheduler, on a clock."""
+"""Simulated instance of the embedded engine: the real scheduler with simulated time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mpillm.experiments.advise.step_times import StepTimes
 
 
 @dataclass(eq=False)
-class Request:
-    """A sample under way; times are seconds of the test, -1 until they are known."""
+class SimulatedRequest:
+    """A request for a sample. Times are seconds since the start of the test, -1 while unknown."""
 
     n_prompt: int
-    n_output: int  # that it will have
+    n_output: int  # tokens of the final output
     max_output: int
     issued: float = 0.0
     first: float = -1.0
@@ -29,59 +29,59 @@ class Request:
 
     @property
     def needs(self) -> int:
-        """KV tokens that the leader counts for it."""
+        """KV tokens that the leader counts."""
         return self.n_prompt + self.max_output
 
 
 class Instance(Protocol):
-    """An instance: it answers requests, computes contexts, or continues answers."""
+    """An aggregated, context or generation instance."""
 
     ranks: int
 
-    def add(self, request: Request) -> None:
+    def add(self, request: SimulatedRequest) -> None:
         """Queue a request."""
         ...
 
     def poll(self, now: float) -> None:
-        """Begin what can begin."""
+        """Start work that can start."""
         ...
 
     def work(self) -> float | None:
-        """Return the seconds of work until something ends, alone on its cores; None: it waits."""
+        """Return the seconds until some work ends, alone on its CPU cores; None if there is no work."""
         ...
 
     def advance(self, seconds: float, now: float) -> None:
-        """Do so much of that work; `now`: when it is done."""
+        """Do `seconds` of that work; `now`: the time at its end."""
         ...
 
-    def reserve(self, request: Request) -> bool:
-        """Return whether there is room now for a request whose context is computed elsewhere."""
+    def reserve(self, request: SimulatedRequest) -> bool:
+        """Reserve capacity for a request of a context instance; return whether there is enough."""
         ...
 
-    def admit(self, request: Request) -> None:
-        """Continue a request that has room here."""
+    def admit(self, request: SimulatedRequest) -> None:
+        """Continue a request with a reservation."""
         ...
 
-    def release(self, request: Request) -> None:
-        """Give back what a request holds here, which continues elsewhere."""
+    def release(self, request: SimulatedRequest) -> None:
+        """Free the capacity of a request that continues on another instance."""
         ...
 
 
-class Listener(Protocol):
-    """Who hears of an instance's requests."""
+class InstanceListener(Protocol):
+    """Receiver of an instance's events."""
 
-    def started(self, request: Request) -> None:
-        """A context has its memory: its receiver can be asked."""
+    def started(self, request: SimulatedRequest) -> None:
+        """Note that a context has its memory, so it can be offered to a generation instance."""
 
-    def computed(self, request: Request, now: float) -> None:
-        """The first token is there."""
+    def computed(self, request: SimulatedRequest, now: float) -> None:
+        """Note the first token."""
 
-    def ended(self, request: Request, now: float) -> None:
-        """The last token is there."""
+    def ended(self, request: SimulatedRequest, now: float) -> None:
+        """Note the last token."""
 
 
 class StepInstance:
-    """An engine: `Scheduler` plans its steps, `StepTimes` says how long they take."""
+    """An engine whose steps `Scheduler` plans and `StepTimes` times."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class StepInstance:
         ranks: int,
         stages: int,
         hands_over: bool,
-        listener: Listener,
+        listener: InstanceListener,
     ) -> None:
         self.ranks = ranks
         self._times = times
@@ -100,15 +100,15 @@ class StepInstance:
         self._listener = listener
         blocks = BlockAllocator(kv_cache_tokens // config.tokens_per_block)
         self._scheduler = Scheduler(config, blocks, stages)
-        self._in_flight: deque[list[tuple[Sequence, bool]]] = deque()  # and whether it gets a token
-        self._costs: deque[float] = deque()  # of each of them
-        self._sequences: dict[int, tuple[Sequence, Request]] = {}  # by the sequence's id
+        self._in_flight: deque[list[tuple[Sequence, bool]]] = deque()  # True: the sequence gets a token
+        self._costs: deque[float] = deque()  # seconds of each step in flight
+        self._sequences: dict[int, tuple[Sequence, SimulatedRequest]] = {}  # by the sequence's id
         self._ids: dict[int, int] = {}  # of sequences, by the identity of their request
         self._reserved: dict[int, list[int]] = {}  # blocks, by the identity of a request
         self._offered: set[int] = set()
         self._n_added = 0
 
-    def add(self, request: Request) -> None:
+    def add(self, request: SimulatedRequest) -> None:
         self._scheduler.add(self._sequence(request))
 
     def poll(self, now: float) -> None:
@@ -135,27 +135,27 @@ class StepInstance:
             if gets_token:
                 self._append(sequence, now)
 
-    def reserve(self, request: Request) -> bool:
+    def reserve(self, request: SimulatedRequest) -> bool:
         blocks = self._scheduler.reserve(request.n_prompt, request.n_prompt + request.max_output - 1)
         if blocks is None:
             return False
         self._reserved[id(request)] = blocks
         return True
 
-    def admit(self, request: Request) -> None:
+    def admit(self, request: SimulatedRequest) -> None:
         sequence = self._sequence(request)
         sequence.output, sequence.n_cached = [0], request.n_prompt
         sequence.blocks = self._reserved.pop(id(request))
         self._scheduler.admit(sequence)
 
-    def release(self, request: Request) -> None:
+    def release(self, request: SimulatedRequest) -> None:
         if (blocks := self._reserved.pop(id(request), None)) is not None:
             self._scheduler.give_up(blocks, request.n_prompt + request.max_output - 1)
             return
         sequence, _ = self._sequences.pop(self._ids.pop(id(request)))
         self._scheduler.free(sequence)
 
-    def _sequence(self, request: Request) -> Sequence:
+    def _sequence(self, request: SimulatedRequest) -> Sequence:
         sequence = Sequence(
             id=self._n_added,
             prompt=[0] * request.n_prompt,
@@ -183,10 +183,10 @@ class StepInstance:
                 generations += 1
                 generation_pairs += sequence.n_cached
             step.append((sequence, sequence.n_uncached == 0))
-        held = generations, contexts, context_tokens, context_pairs, generation_pairs
+        contents = generations, contexts, context_tokens, context_pairs, generation_pairs
         alone = 1.0 if self._in_flight else self._times.alone
         self._in_flight.append(step)
-        self._costs.append(alone * self._times.seconds(held))
+        self._costs.append(alone * self._times.seconds(contents))
 
     def _append(self, sequence: Sequence, now: float) -> None:
         request = self._sequences[sequence.id][1]

@@ -1,4 +1,4 @@
-"""A simulated instance of a core that does not tell its steps: slots that each request holds for a while."""
+"""Simulated instance of a core that does not report its steps: slots that requests hold for a time."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mpillm.experiments.advise.simulated_instances import Listener, Request
-from mpillm.experiments.advise.step_times import Line
+from mpillm.experiments.advise.simulated_instances import InstanceListener, SimulatedRequest
+from mpillm.experiments.advise.step_times import LinearTime
 
 
 @dataclass(frozen=True)
 class SlotTimes:
-    """How long a core that does not tell its steps takes for a request, whatever else it does."""
+    """Times of a request, independent of other requests."""
 
-    first: Line  # to the first token, by the prompt's tokens
+    first: LinearTime  # to the first token, by the prompt's tokens
     per_token: float  # seconds for each further token
 
 
 class SlotInstance:
-    """`max_batch_size` slots; a request holds one for a time of its own."""
+    """`max_batch_size` slots; each request holds a slot for its time."""
 
     def __init__(
         self,
@@ -27,21 +27,21 @@ class SlotInstance:
         times: SlotTimes,
         ranks: int,
         hands_over: bool,
-        listener: Listener,
+        listener: InstanceListener,
         at: Callable[[float, Callable[[float], None]], None],
     ) -> None:
-        """`at(time, call)` calls `call(time)` then."""
+        """`at(time, call)`: schedules `call(time)`."""
         self.ranks = ranks
         self._slots = slots
         self._times = times
         self._hands_over = hands_over
         self._listener = listener
         self._at = at
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[SimulatedRequest] = deque()
         self._running = 0
         self._reserved = 0
 
-    def add(self, request: Request) -> None:
+    def add(self, request: SimulatedRequest) -> None:
         self._waiting.append(request)
 
     def poll(self, now: float) -> None:
@@ -55,15 +55,15 @@ class SlotInstance:
                 self._listener.started(request)
             self._at(now + self._times.first.seconds(request.n_prompt), self._first_token_of(request))
 
-    def _first_token_of(self, request: Request) -> Callable[[float], None]:
-        def there(now: float) -> None:
+    def _first_token_of(self, request: SimulatedRequest) -> Callable[[float], None]:
+        def on_first_token(now: float) -> None:
             self._listener.computed(request, now)
             if not self._hands_over:
                 self._end_later(request, now)
 
-        return there
+        return on_first_token
 
-    def _end_later(self, request: Request, now: float) -> None:
+    def _end_later(self, request: SimulatedRequest, now: float) -> None:
         def end(now: float) -> None:
             self._running -= 1
             self._listener.ended(request, now)
@@ -76,14 +76,14 @@ class SlotInstance:
     def advance(self, seconds: float, now: float) -> None:
         raise AssertionError("its requests end by the clock")
 
-    def reserve(self, request: Request) -> bool:
-        room = self._running + len(self._waiting) + self._reserved < self._slots
-        self._reserved += room
-        return room
+    def reserve(self, request: SimulatedRequest) -> bool:
+        has_capacity = self._running + len(self._waiting) + self._reserved < self._slots
+        self._reserved += has_capacity
+        return has_capacity
 
-    def admit(self, request: Request) -> None:
+    def admit(self, request: SimulatedRequest) -> None:
         self._reserved -= 1
         self._waiting.append(request)
 
-    def release(self, request: Request) -> None:
+    def release(self, request: SimulatedRequest) -> None:
         self._running -= 1

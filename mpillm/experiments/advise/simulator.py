@@ -1,6 +1,6 @@
-"""A discrete-event simulation of a test: LoadGen's arrivals, the leader, the instances, the handoff.
+"""Discrete-event simulation of a test: LoadGen's arrivals, the leader, the instances, the handoff.
 
-The leader's pools and the engine's scheduler are the program's own; only the time is simulated.
+The leader's pools and the engine's scheduler are the real ones. Only time is simulated.
 """
 
 from __future__ import annotations
@@ -15,36 +15,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpillm.errors import StageError
-from mpillm.experiments.advise.simulated_instances import Instance, Listener, Request
-from mpillm.experiments.advise.step_times import ALONE, NO_TIME, Line, Sharing
+from mpillm.experiments.advise.simulated_instances import Instance, InstanceListener, SimulatedRequest
+from mpillm.experiments.advise.step_times import ALONE, NO_TIME, CoreSharing, LinearTime
 from mpillm.roles.pool import InstancePool
 
-_MOST_IN_MESSAGE = 2048  # requests, as the leader's
+_MAX_IN_MESSAGE = 2048  # requests; the leader's limit
 
 
 @dataclass(frozen=True)
 class System:
-    """What answers a test, but for its instances."""
+    """Parameters of a run except its instances."""
 
-    entries: int  # instances where requests start
-    generations: int  # that continue them; 0: aggregated
-    requests: int  # that an instance is granted at once
-    tokens: int  # of KV cache, likewise, of an instance where requests start
-    generation_tokens: int  # and of a generation instance
+    entries: int  # aggregated or context instances
+    generations: int  # generation instances; 0: aggregated
+    requests: int  # credits of an instance
+    tokens: int  # KV-token credits of an aggregated or context instance
+    generation_tokens: int  # KV-token credits of a generation instance
     policy: str  # --traffic_distribution_policy
-    sharing: Sharing = ALONE
-    handoff: Line = NO_TIME  # from the first token, and room at the receiver, to the KV cache's arrival
+    sharing: CoreSharing = ALONE
+    handoff: LinearTime = (
+        NO_TIME  # from the first token, with capacity at the receiver, to the KV cache's arrival
+    )
 
 
 At = Callable[[float, Callable[[float], None]], None]
-"""Asks to be called at a time, with it."""
+"""Schedules a call at a time, with this time as argument."""
 
-Make = Callable[[bool, Listener, At], Instance]
-"""Makes an instance: whether it is a generation instance, who hears of it, and a way to ask for a time."""
+Make = Callable[[bool, InstanceListener, At], Instance]
+"""Creates an instance. Arguments: is it a generation instance; its listener; schedules calls."""
 
 
 class Simulation:
-    """One test; `run` fills in the times of its requests."""
+    """Simulation of one test; `run` sets the times of its requests."""
 
     def __init__(self, system: System, make: Make) -> None:
         self._system = system
@@ -52,23 +54,23 @@ class Simulation:
         self._n_events = 0
         self._now = 0.0
         n, m = system.entries, system.generations
-        self._entries = [make(False, _Entry(self), self._at) for _ in range(n)]
-        self._generations = [make(True, _Generation(self), self._at) for _ in range(m)]
+        self._entries = [make(False, _EntryListener(self), self._at) for _ in range(n)]
+        self._generations = [make(True, _GenerationListener(self), self._at) for _ in range(m)]
         self._entry_pool = _pool(n, system.policy, system.requests, system.tokens)
         self._generation_pool = _pool(m, system.policy, system.requests, system.generation_tokens)
-        self._at_leader: deque[list[Request]] = deque()
-        self._offers: list[deque[Request]] = [deque() for _ in range(m)]
+        self._at_leader: deque[list[SimulatedRequest]] = deque()
+        self._offers: list[deque[SimulatedRequest]] = [deque() for _ in range(m)]
         self._accepted: set[int] = set()  # requests, by identity
         self._open = 0
 
-    def run(self, requests: Sequence[Request]) -> None:
-        """Answer all requests, in the order in which they are issued. Raises StageError if some never end."""
+    def run(self, requests: Sequence[SimulatedRequest]) -> None:
+        """Simulate all requests, in order of issue. Raises StageError if some would never end."""
         self._open = len(requests)
-        by_time: dict[float, list[Request]] = {}
+        by_time: dict[float, list[SimulatedRequest]] = {}
         for request in requests:
             by_time.setdefault(request.issued, []).append(request)
-        for at, together in by_time.items():
-            self._at(at, partial(self._issue, together))
+        for at, issued in by_time.items():
+            self._at(at, partial(self._issue, issued))
         while self._open:
             self._advance()
             self._settle()
@@ -80,14 +82,16 @@ class Simulation:
         heapq.heappush(self._events, (when, self._n_events, call))
 
     def _advance(self) -> None:
-        """Go to the next thing that happens."""
+        """Advance to the next event."""
         busy = [(one, work) for one in self._all() if (work := one.work()) is not None]
         ranks = sum(one.ranks for one, _ in busy)
         slow = [self._system.sharing.slowdown(ranks, one.ranks) for one, _ in busy]
         ends = [self._now + work * factor for (_, work), factor in zip(busy, slow, strict=True)]
         then = min([*ends, self._events[0][0]] if self._events else ends, default=-1.0)
         if then < 0:
-            raise StageError(f"{self._open} requests would never be answered: no instance has room for them")
+            raise StageError(
+                f"{self._open} requests would never be answered: no instance has enough capacity"
+            )
         passed, self._now = then - self._now, then
         for (one, work), factor, end in zip(busy, slow, ends, strict=True):
             one.advance(work if end == then else min(work, passed / factor), then)
@@ -95,7 +99,7 @@ class Simulation:
             heapq.heappop(self._events)[2](then)
 
     def _settle(self) -> None:
-        """Let leader and instances do what they can do now."""
+        """Do all work of leader and instances that is possible now."""
         self._dispatch()
         for one in self._all():
             one.poll(self._now)
@@ -104,24 +108,24 @@ class Simulation:
                 request = offers.popleft()
                 self._accepted.add(id(request))
                 if request.first >= 0:
-                    self._hand_over(request)
+                    self._hand_off(request)
 
     def _all(self) -> list[Instance]:
         return [*self._entries, *self._generations]
 
     # --- the leader ---
 
-    def _issue(self, together: list[Request], now: float) -> None:
-        self._at_leader.append(together)
+    def _issue(self, requests: list[SimulatedRequest], now: float) -> None:
+        self._at_leader.append(requests)
 
     def _dispatch(self) -> None:
-        while self._at_leader and (n := self._send(self._at_leader[0][:_MOST_IN_MESSAGE])):
+        while self._at_leader and (n := self._send(self._at_leader[0][:_MAX_IN_MESSAGE])):
             del self._at_leader[0][:n]
             if not self._at_leader[0]:
                 self._at_leader.popleft()
 
-    def _send(self, waiting: list[Request]) -> int:
-        """Send the first of `waiting`; return how many: as `Leader._send_next`."""
+    def _send(self, waiting: list[SimulatedRequest]) -> int:
+        """Send the first requests of `waiting`; return their number. Mirrors `Leader._send_next`."""
         needs = np.array([request.needs for request in waiting], np.int64)
         generation, n = -1, len(waiting)
         if self._generations:
@@ -139,18 +143,18 @@ class Simulation:
             self._entries[entry].add(request)
         return n
 
-    def _return(self, pool: InstancePool, position: int, request: Request) -> None:
+    def _return(self, pool: InstancePool, position: int, request: SimulatedRequest) -> None:
         pool.give_back(np.array([position]), np.array([request.needs]))
 
     # --- requests ---
 
-    def offer(self, request: Request) -> None:
-        """Ask the generation instance for room: the context has its own."""
+    def offer(self, request: SimulatedRequest) -> None:
+        """Offer a request, whose context has memory, to its generation instance."""
         if request.max_output > 1 and self._generations:
             self._offers[request.generation].append(request)
 
-    def computed(self, request: Request, now: float) -> None:
-        """Note the first token, and hand over."""
+    def computed(self, request: SimulatedRequest, now: float) -> None:
+        """Note the first token, and start the handoff."""
         request.first = now
         if not self._generations:
             return
@@ -162,9 +166,9 @@ class Simulation:
                 self._offers[request.generation].remove(request)
             self.ended(request, now)
         elif id(request) in self._accepted:
-            self._hand_over(request)
+            self._hand_off(request)
 
-    def _hand_over(self, request: Request) -> None:
+    def _hand_off(self, request: SimulatedRequest) -> None:
         def arrived(now: float) -> None:
             self._entries[request.entry].release(request)
             self._return(self._entry_pool, request.entry, request)
@@ -172,7 +176,7 @@ class Simulation:
 
         self._at(self._now + self._system.handoff.seconds(request.n_prompt), arrived)
 
-    def ended(self, request: Request, now: float) -> None:
+    def ended(self, request: SimulatedRequest, now: float) -> None:
         """Note the last token."""
         request.ended = now
         self._open -= 1
@@ -183,8 +187,8 @@ class Simulation:
             self._return(self._entry_pool, request.entry, request)
 
 
-class _Entry:
-    """Hears of executors and context instances."""
+class _EntryListener:
+    """Listener of aggregated and context instances."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.started = simulation.offer
@@ -192,17 +196,17 @@ class _Entry:
         self.ended = simulation.ended
 
 
-class _Generation:
-    """Hears of generation instances, which compute no first tokens."""
+class _GenerationListener:
+    """Listener of generation instances, which compute no first tokens."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.ended = simulation.ended
 
-    def started(self, request: Request) -> None:
-        """Do nothing: it is here already."""
+    def started(self, request: SimulatedRequest) -> None:
+        """Do nothing: the request has its generation instance."""
 
-    def computed(self, request: Request, now: float) -> None:
-        """Do nothing: the context instance did."""
+    def computed(self, request: SimulatedRequest, now: float) -> None:
+        """Do nothing: the context instance computed the first token."""
 
 
 def _pool(n: int, policy: str, requests: int, tokens: int) -> InstancePool:
@@ -212,7 +216,7 @@ def _pool(n: int, policy: str, requests: int, tokens: int) -> InstancePool:
     return pool
 
 
-def latencies(requests: Sequence[Request]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def latencies(requests: Sequence[SimulatedRequest]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the seconds to each first token, and per token after it (NaN for answers of one token)."""
     first = np.array([request.first - request.issued for request in requests])
     after = np.array([request.ended - request.first for request in requests])

@@ -1,4 +1,4 @@
-"""How long a step takes by what it holds, and how instances on the same cores slow each other."""
+"""Model of a step's time by its contents, and of the slowdown of instances that share CPU cores."""
 
 from __future__ import annotations
 
@@ -11,73 +11,74 @@ import numpy as np
 from numpy.typing import NDArray
 
 FEATURES = ("contexts", "context_tokens", "context_pairs", "generation_pairs")
-"""Columns of `StepSums` that a step's time is linear in; its number of generating sequences comes besides."""
+"""Columns of `StepSums` in which a step's time is linear. The number of generating sequences is separate."""
 _COUNTED = ("generations", *FEATURES)
-_ROUNDS = 5  # of reweighting: errors relative to what was measured would favour steps that took too short
-_FEW = 10  # steps: so many must have been seen about a number of sequences
+_ROUNDS = 5  # of reweighting by the fit; weights by the measurement would favor steps that are too short
+_MIN_STEPS = 10  # measured near a node
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a step of one layout.
+    """Seconds of a step of one layout. With several stages: from the end of one step to the end of the next.
 
-    What its number of generating sequences takes lies on straight lines between the `nodes`, which are such
-    numbers: matrix products of 4 and of 16 rows can take the same time, and twice that of one row. The rest
-    is so much for each of `FEATURES`. Of several stages, which compute a step each, from the end of one step
-    to that of the next.
+    The time for generating sequences is piecewise linear in their number, with kinks at `nodes`: for example,
+    matrix products of 4 and of 16 rows may take the same time, twice that of one row. The remaining time is
+    linear in `FEATURES`.
     """
 
-    nodes: tuple[int, ...]
+    nodes: tuple[int, ...]  # numbers of generating sequences
     at_nodes: tuple[float, ...]  # seconds
     slopes: tuple[float, ...]  # seconds for each of FEATURES
     alone: float = 1.0
-    """A factor on steps that begin while no other is in flight: they pass all stages before the next one."""
+    """Factor for steps that start while no other step is in flight, and so pass all stages first."""
 
-    def seconds(self, held: Sequence[float]) -> float:
-        """Return the time of a step that holds this much: generating sequences, then `FEATURES`."""
-        seconds = float(np.interp(held[0], self.nodes, self.at_nodes))
-        return seconds + sum(slope * value for slope, value in zip(self.slopes, held[1:], strict=True))
+    def seconds(self, contents: Sequence[float]) -> float:
+        """Return the time of a step. `contents`: number of generating sequences, then `FEATURES`."""
+        seconds = float(np.interp(contents[0], self.nodes, self.at_nodes))
+        return seconds + sum(slope * value for slope, value in zip(self.slopes, contents[1:], strict=True))
 
     def scaled(self, factor: float) -> StepTimes:
-        """Return the times of a machine on which each step takes `factor` times as long."""
+        """Return the times with each step `factor` times as long."""
         at_nodes, slopes = (tuple(factor * x for x in times) for times in (self.at_nodes, self.slopes))
         return replace(self, at_nodes=at_nodes, slopes=slopes)
 
 
 def fit(costs: Iterable[Mapping[str, Any]]) -> StepTimes:
-    """Return what fits the `StepSums` of some runs best.
+    """Fit step times to the `StepSums` of some runs.
 
-    The least squares of errors relative to the fit, with no negative time; a size counts by its steps.
+    Minimizes the squared errors relative to the fit, weighted by numbers of steps, without negative times.
     """
-    held, seconds, n = _rows(costs)
-    nodes = _nodes(held[:, 0], n)
-    x = _columns(held, nodes)
+    contents, seconds, n = _rows(costs)
+    nodes = _nodes(contents[:, 0], n)
+    x = _columns(contents, nodes)
     expected = seconds
     for _ in range(_ROUNDS):
         weights = np.sqrt(n) / expected
-        found = _not_negative(x * weights[:, None], seconds * weights)
-        expected = np.maximum(x @ found, 1e-9)
-    return StepTimes(nodes, tuple(found[: len(nodes)].tolist()), tuple(found[len(nodes) :].tolist()))
+        coefficients = _not_negative(x * weights[:, None], seconds * weights)
+        expected = np.maximum(x @ coefficients, 1e-9)
+    return StepTimes(
+        nodes, tuple(coefficients[: len(nodes)].tolist()), tuple(coefficients[len(nodes) :].tolist())
+    )
 
 
 def _nodes(generations: NDArray[np.float64], n: NDArray[np.float64]) -> tuple[int, ...]:
-    """Return the fewest sequences, the powers of two about which steps were seen, and the most sequences."""
+    """Return the minimum and maximum sequences, and the powers of two with enough measured steps."""
     ends = math.floor(generations.min()), math.ceil(generations.max())
     powers = (2**i for i in range(ends[1].bit_length()))
-    seen = (node for node in powers if n[abs(generations - node) <= node / 4].sum() >= _FEW)
+    seen = (node for node in powers if n[abs(generations - node) <= node / 4].sum() >= _MIN_STEPS)
     return tuple(sorted({*ends, *seen}))
 
 
-def _columns(held: NDArray[np.float64], nodes: Sequence[int]) -> NDArray[np.float64]:
-    """Return `held` with its first column as shares of the two nodes that it lies between."""
-    shares = [np.interp(held[:, 0], nodes, node) for node in np.eye(len(nodes))]
-    return np.column_stack([*shares, held[:, 1:]])
+def _columns(contents: NDArray[np.float64], nodes: Sequence[int]) -> NDArray[np.float64]:
+    """Return `contents` with its first column as interpolation weights of the nodes."""
+    shares = [np.interp(contents[:, 0], nodes, node) for node in np.eye(len(nodes))]
+    return np.column_stack([*shares, contents[:, 1:]])
 
 
 def slowdown(times: StepTimes, costs: Iterable[Mapping[str, Any]]) -> float:
-    """Return how many times as long the steps in `costs` took as `times` says."""
-    held, seconds, n = _rows(costs)
-    x = _columns(held, times.nodes)
+    """Return the ratio of the steps' measured time in `costs` to their time by `times`."""
+    contents, seconds, n = _rows(costs)
+    x = _columns(contents, times.nodes)
     expected = float((x @ np.array([*times.at_nodes, *times.slopes]) * n).sum())
     return float((seconds * n).sum()) / expected
 
@@ -85,7 +86,7 @@ def slowdown(times: StepTimes, costs: Iterable[Mapping[str, Any]]) -> float:
 def _rows(
     costs: Iterable[Mapping[str, Any]],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return what steps held, `_COUNTED` per step, their seconds, and how many they were, by size."""
+    """Return the contents per step (`_COUNTED`), seconds per step, and number of steps, by size."""
     tables = [np.array([one[name] for name in ("n", "seconds", *_COUNTED)], np.float64).T for one in costs]
     rows = np.concatenate([table for table in tables if len(table)])
     n = rows[:, 0]
@@ -93,55 +94,59 @@ def _rows(
 
 
 def _not_negative(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the least squares solution without negative coefficients: the most negative one goes first."""
+    """Return a least-squares solution without negative coefficients, by removing the most negative first."""
     scale = np.abs(x).max(axis=0)
     used = [i for i in range(x.shape[1]) if scale[i] > 0]
-    found = np.zeros(x.shape[1])
+    coefficients = np.zeros(x.shape[1])
     while used:
         part = np.linalg.lstsq(x[:, used] / scale[used], y, rcond=None)[0]
         if part.min() >= 0:
-            found[used] = part / scale[used]
+            coefficients[used] = part / scale[used]
             break
         del used[int(part.argmin())]
-    return found
+    return coefficients
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """How much longer a rank's steps take while others compute beside it on the same cores."""
+class CoreSharing:
+    """Slowdown of a rank's steps while other ranks compute on the same CPU cores."""
 
-    most: int = 1  # ranks that computed at once in the calibration
-    factor: float = 1.0  # then
+    max_ranks: int = 1  # ranks that computed concurrently in the calibration
+    factor: float = 1.0  # with `max_ranks`
 
     def slowdown(self, busy: int, own: int) -> float:
-        """Return the factor on the steps of an instance of `own` ranks while `busy` ranks compute.
+        """Return the factor for the steps of an instance of `own` ranks while `busy` ranks compute.
 
-        Between one rank and `most` it grows by the same amount with each.
+        It is linear in the number of ranks.
         """
         return self._of(busy) / self._of(own)
 
     def _of(self, ranks: int) -> float:
-        if self.most <= 1:
+        if self.max_ranks <= 1:
             return 1.0
-        return 1 + (self.factor - 1) * (ranks - 1) / (self.most - 1)
+        return 1 + (self.factor - 1) * (ranks - 1) / (self.max_ranks - 1)
 
 
-ALONE = Sharing()
+ALONE = CoreSharing()
 
 
-def shared(times: StepTimes, ranks: int, beside: Iterable[Mapping[str, Any]]) -> tuple[StepTimes, Sharing]:
-    """Return the times of one rank alone, and of `ranks` at once, from its own and from steps of all at once.
+def shared(
+    times: StepTimes, ranks: int, concurrent: Iterable[Mapping[str, Any]]
+) -> tuple[StepTimes, CoreSharing]:
+    """Return the times of one rank alone, and the slowdown by `ranks` concurrent ranks.
 
-    Nobody gets faster by others on its cores. Where it seems so, the machine was slower while one ran alone:
-    then its steps are those of all at once.
+    Ranks on the same CPU cores cannot make a rank faster. If the measurements show this, the machine was
+    slower while one rank ran alone, and the concurrent steps determine its times.
+
+    `times`: of one rank alone. `concurrent`: costs of all ranks together.
     """
-    factor = slowdown(times, beside)
-    return times.scaled(min(1.0, factor)), Sharing(ranks, max(1.0, factor))
+    factor = slowdown(times, concurrent)
+    return times.scaled(min(1.0, factor)), CoreSharing(ranks, max(1.0, factor))
 
 
 @dataclass(frozen=True)
-class Line:
-    """A time that grows with a number of tokens: seconds."""
+class LinearTime:
+    """Seconds as a linear function of a number of tokens."""
 
     constant: float
     per_token: float = 0.0
@@ -150,15 +155,15 @@ class Line:
         return self.constant + self.per_token * tokens
 
     @staticmethod
-    def through(tokens: Sequence[float], seconds: Sequence[float]) -> Line:
-        """Return the line that half of the points are above, with the median slope between any two.
+    def through(tokens: Sequence[float], seconds: Sequence[float]) -> LinearTime:
+        """Fit points with the median slope between any two points and the median intercept, neither negative.
 
-        A few disturbed points do not move it (Theil 1950, Sen 1968). Neither part is negative.
+        Robust against a few disturbed points (Theil 1950, Sen 1968).
         """
         x, y = np.array(tokens, np.float64), np.array(seconds, np.float64)
         i, j = np.nonzero(x[:, None] < x[None, :])
         slope = max(0.0, float(np.median((y[j] - y[i]) / (x[j] - x[i])))) if len(i) else 0.0
-        return Line(max(0.0, float(np.median(y - slope * x))), slope)
+        return LinearTime(max(0.0, float(np.median(y - slope * x))), slope)
 
 
-NO_TIME = Line(0.0)
+NO_TIME = LinearTime(0.0)

@@ -1,5 +1,5 @@
-"""What a user measures of a part: medians, and ratios to a baseline of the same minutes.
+"""Benchmarks of parts for users: medians, and ratios to a baseline that runs alternately.
 
-A benchmark is a file `bench_NAME.py` with its `Options`, DESCRIPTION and EPILOG for --help, and `main`;
-`commands/bench.py` starts it. Those of mpillm's makers are in `benchmarks/`, which is not installed.
+A benchmark is a file `bench_NAME.py` with its `Options`, DESCRIPTION and EPILOG for --help, and `main`.
+`commands/bench.py` starts it. Benchmarks for developers are in `benchmarks/`, which is not installed.
 """

@@ -1,7 +1,7 @@
-"""``python -m mpillm.experiments.bench.aiohttp_pair QPS REQUESTS TOKENS_IN TOKENS_OUT``: a plain pair.
+"""``python -m mpillm.experiments.bench.aiohttp_pair QPS REQUESTS TOKENS_IN TOKENS_OUT``: baseline over HTTP.
 
-An aiohttp server whose answers cost nothing, in a process of its own, and an aiohttp client that sends it
-requests at a Poisson rate. It prints p50 and p99 of the time to an answer, in milliseconds.
+An aiohttp client sends requests at a Poisson rate to an aiohttp server in another process, which computes
+nothing. It prints p50 and p99 of the time to an answer, in milliseconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from aiohttp import web
 
 from launch.event_loop import run_alone
 
-_AT_ONCE = 4096  # connections
+_CONNECTIONS = 4096
 _END_S = 10.0
 
 
@@ -26,8 +26,8 @@ async def _serve() -> None:
     """Answer until standard input ends."""
 
     async def answer(request: web.Request) -> web.Response:
-        asked = await request.json()
-        return web.json_response({"tokens": [sum(asked["prompt"]) % 32000] * asked["max_tokens"]})
+        body = await request.json()
+        return web.json_response({"tokens": [sum(body["prompt"]) % 32000] * body["max_tokens"]})
 
     app = web.Application()
     app.router.add_post("/", answer)
@@ -40,15 +40,15 @@ async def _serve() -> None:
     await runner.cleanup()
 
 
-async def _ask(port: int, qps: float, n: int, n_input: int, n_output: int) -> list[float]:
+async def _measure(port: int, qps: float, n: int, n_input: int, n_output: int) -> list[float]:
     """Return the latencies of `n` requests, in seconds."""
     random = np.random.default_rng(1)
     due = np.cumsum(random.exponential(1 / qps, n))
     body = {"prompt": random.integers(0, 32000, n_input).tolist(), "max_tokens": n_output}
     url, latencies = f"http://127.0.0.1:{port}/", []
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=_AT_ONCE)) as session:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=_CONNECTIONS)) as session:
 
-        async def ask() -> None:
+        async def send() -> None:
             sent = time.perf_counter()
             async with session.post(url, data=json.dumps(body)) as answer:
                 tokens = (await answer.json())["tokens"]
@@ -56,23 +56,23 @@ async def _ask(port: int, qps: float, n: int, n_input: int, n_output: int) -> li
                 raise ValueError(f"{len(tokens)} tokens, not {n_output}")
             latencies.append(time.perf_counter() - sent)
 
-        await ask()
+        await send()
         latencies.clear()
-        start, asked = time.perf_counter(), []
+        start, sending = time.perf_counter(), []
         for at in due.tolist():
             if (wait := start + at - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
-            asked.append(asyncio.ensure_future(ask()))
-        await asyncio.gather(*asked)
+            sending.append(asyncio.ensure_future(send()))
+        await asyncio.gather(*sending)
     return latencies
 
 
 def main(qps: int, n: int, n_input: int, n_output: int) -> None:
-    """Start the server, ask it, and end it."""
+    """Start the server, measure it, and stop it."""
     command = [sys.executable, "-m", "mpillm.experiments.bench.aiohttp_pair"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdin is not None and server.stdout is not None
-        latencies = run_alone(_ask(int(server.stdout.readline()), qps, n, n_input, n_output))
+        latencies = run_alone(_measure(int(server.stdout.readline()), qps, n, n_input, n_output))
         server.stdin.close()
         server.wait(_END_S)
     print(*(1000 * np.percentile(latencies, [50, 99])))

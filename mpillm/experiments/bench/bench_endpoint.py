@@ -1,4 +1,4 @@
-"""``bench endpoint``: a load test of a server over HTTP, or (``--null``) what the client itself can do."""
+"""``bench endpoint``: a load test of a server over HTTP, or (``--null``) of the client itself."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from mpillm.options.parsers import boolean, one_or_more, positive, rate, seconds
 from mpillm.options.values import Values
 from mpillm.report.run_directory import display_path, series_folder
 
-# What is not said: of a test, and of --null.
+# Defaults of a test, and with --null.
 _TEST: dict[str, Any] = {"num_prompts": 1000, "max_concurrency": None, "input_len": 1024.0, "output_len": 128}
 _NULL: dict[str, Any] = {"num_prompts": 20_000, "max_concurrency": 64, "input_len": 128.0, "output_len": 16}
 _END_S = 10.0  # for the server of --null
-_BUSY = 0.8  # of a core: a client near all of it measures itself
+_BUSY = 0.8  # of a CPU core; a busier client may limit the result
 
 
 class Options(Values, group="benchmark"):
-    """Of ``bench endpoint``."""
+    """Options of ``bench endpoint``."""
 
     url = option("the server: host:port, or a URL of http or https")
     null = option(
@@ -61,13 +61,13 @@ class Options(Values, group="benchmark"):
     output_len = option("tokens of an answer [default: 128; with --null 16]", positive)
     ignore_eos = option("answers don't stop at an end token", boolean, default=True)
     temperature = GenerationFields.temperature.but("0 is greedy", default=0.0, group="benchmark")
-    request_rate = option("requests per second [default: all at once]", rate)
+    request_rate = option("requests per second [default: all simultaneously]", rate)
     burstiness = option(
         "shape of the gamma distribution of intervals: 1 is a Poisson process, less is more bursty",
         rate,
         default=1.0,
     )
-    max_concurrency = option("most requests at once [default: no limit; with --null 64]", positive)
+    max_concurrency = option("maximum concurrent requests [default: no limit; with --null 64]", positive)
     num_warmups = option("requests before the test", positive, default=8)
     goodput = option(
         "count requests within these limits, ms: ttft:500 tpot:50 e2el:10000",
@@ -78,7 +78,7 @@ class Options(Values, group="benchmark"):
     seed = option("seed of arrivals and random prompts", positive, default=1)
     ready_deadline = option("longest time until the server is ready", seconds, default=60.0)
     stall_timeout = DeadlineFields.stall_timeout.but(
-        "longest silence of a server that owes answers", default=300.0, group="benchmark"
+        "longest silence of a server with outstanding requests", default=300.0, group="benchmark"
     )
     result_filename = option("write the result as JSON to this file")
     log_dir = OutputFields.log_dir.but(
@@ -87,7 +87,7 @@ class Options(Values, group="benchmark"):
     save_detailed = option("also write the latencies and texts of each request", boolean, default=False)
 
 
-DESCRIPTION = "Put load on an OpenAI-compatible server, and report as `vllm bench serve` does."
+DESCRIPTION = "Put load on an OpenAI-compatible server, and report like `vllm bench serve`."
 EPILOG = (
     "examples:\n"
     "  python -m mpillm bench endpoint --url localhost:8000 --request_rate 10 --goodput ttft:500 tpot:50\n"
@@ -96,13 +96,13 @@ EPILOG = (
 
 
 def main(config: Options) -> int:
-    """Print the table. NOT_READY if the server is not; TEST_FAILED if a request failed."""
+    """Print the table. Return NOT_READY if the server is not ready, TEST_FAILED if a request fails."""
     if bool(config.url) == config.null:
         raise ConfigError("bench endpoint needs one of --url URL and --null")
     limits = config.goodput or {}
     percentiles = _percentiles(config.metric_percentiles)
     values = dict(_NULL if config.null else _TEST)
-    values |= {name: given for name in values if (given := config.values[name]) is not None}
+    values |= {name: config.values[name] for name in values if config.values[name] is not None}
     folder = Path(config.model_path) if config.model_path else None
     tokenizer = (
         load_tokenizer(folder, apply_chat_template=True) if folder else NoTokenizer("without --model_path")
@@ -126,10 +126,10 @@ def main(config: Options) -> int:
         print("The client is near its limit: the server may be faster than this.")
     if dataset.note and not config.null:
         print(f"data set {dataset.name}:\n  {dataset.note}")
-    kept = {name: value for name, value in result.items() if config.save_detailed or name not in DETAILS}
-    json_output.set_figures(kept)
+    saved = {name: value for name, value in result.items() if config.save_detailed or name not in DETAILS}
+    json_output.set_figures(saved)
     if config.result_filename:
-        write_json(Path(config.result_filename), kept)
+        write_json(Path(config.result_filename), saved)
     folder = series_folder(config.log_dir, "endpoint")
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / "endpoint.html"
@@ -144,7 +144,7 @@ def main(config: Options) -> int:
 def _measure(
     config: Options, url: str, tokenizer: Tokenizer, dataset: Dataset, values: dict[str, Any]
 ) -> tuple[dict[str, Any], LoadTest]:
-    """Return what was asked and how long it took, and what became of each request."""
+    """Return the load and its duration as keys of the result, and the test with its records."""
     n, at_once = values["num_prompts"], values["max_concurrency"]
     prompts = [dataset.sample(i % len(dataset)) for i in range(n)]
     sampling = Sampling(
@@ -184,7 +184,7 @@ def _dataset(config: Options, tokenizer: Tokenizer, values: dict[str, Any]) -> D
         if dataset.output_lengths is not None:
             print(f"mpillm: {unused_lengths(dataset)}", file=sys.stderr)
         return dataset
-    n = min(values["num_prompts"], 1000)  # random prompts are random enough when they come again
+    n = min(values["num_prompts"], 1000)  # repeated random prompts do not change the result
     source = Synthetic(values["input_len"], length, num_samples=n, seed=config.seed)
     return load_dataset(source, tokenizer)
 
@@ -192,21 +192,21 @@ def _dataset(config: Options, tokenizer: Tokenizer, values: dict[str, Any]) -> D
 @about("metric_percentiles")
 def _percentiles(text: str) -> list[float]:
     try:
-        found = [float(word) for word in text.split(",")]
+        percentiles = [float(word) for word in text.split(",")]
     except ValueError:
-        found = [-1.0]
-    if not all(0 <= p <= 100 for p in found):
-        raise ConfigError(f"--metric_percentiles {text}: expected numbers from 0 to 100, as 50,99")
-    return found
+        percentiles = [-1.0]
+    if not all(0 <= p <= 100 for p in percentiles):
+        raise ConfigError(f"--metric_percentiles {text}: expected numbers from 0 to 100, such as 50,99")
+    return percentiles
 
 
 @contextlib.contextmanager
-def null_server(module: str = "mpillm.experiments.bench.null_server", *words: str) -> Iterator[str]:
-    """Yield the URL of a server that costs nothing, in a process of its own, which ends with this one.
+def null_server(module: str = "mpillm.experiments.bench.null_server", *args: str) -> Iterator[str]:
+    """Yield the URL of a server that computes nothing, in another process, which ends with this one.
 
-    `module`, `words`: another one that says where it listens, and ends with its input, as that does.
+    `module`, `args`: a program that prints its URL, and ends when its standard input ends.
     """
-    command = [sys.executable, "-m", module, *words]
+    command = [sys.executable, "-m", module, *args]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=clean_environment(os.environ), **pipes) as process:
         assert process.stdin is not None and process.stdout is not None

@@ -1,4 +1,4 @@
-"""``bench routing``: whole runs with dummy cores of zero cost: what remains is ours, and LoadGen's."""
+"""``bench routing``: runs with dummy cores that compute nothing measure the cost of mpillm and LoadGen."""
 
 from __future__ import annotations
 
@@ -66,27 +66,27 @@ def main(config: Options) -> int:
     def run(*options: str) -> dict[str, Any]:
         return run_once(config.n, *where, *data, *options)
 
-    lost: list[str] = []  # baselines that failed, and why
+    lost: list[str] = []  # errors of failed baselines
 
-    def beside(n: int, module: str, *words: str) -> list[float]:
-        """Return the `n` numbers of a baseline; NaN for each if it fails: the runs have been measured."""
+    def baseline(n: int, module: str, *args: str) -> list[float]:
+        """Return the `n` numbers of a baseline; NaN if it fails, so that the runs' figures remain."""
         try:
-            return _child(module, *words)
+            return _child(module, *args)
         except ConfigError as error:
             lost.append(str(error))
             return [math.nan] * n
 
-    def say(what: str, i: int) -> None:
-        print(f"  {what}, {i + 1} of {config.repeats}", file=sys.stderr, flush=True)
+    def report_progress(test: str, i: int) -> None:
+        print(f"  {test}, {i + 1} of {config.repeats}", file=sys.stderr, flush=True)
 
     lengths = (str(config.input_len), str(config.output_len))
     offline: list[dict[str, Any]] = []
     ceilings: dict[str, list[float]] = {"plain": [], "fast": []}
     for i in range(config.repeats):
-        say("Offline", i)
+        report_progress("Offline", i)
         offline.append(run("--min_query_count", str(config.offline_samples)))
         for sut, ceiling in ceilings.items():
-            ceiling.extend(beside(1, "empty_system", str(config.offline_samples), lengths[1], sut))
+            ceiling.extend(baseline(1, "empty_system", str(config.offline_samples), lengths[1], sut))
     rates = [r["samples_per_second"] for r in offline]
     rows = [
         ("Offline", "samples/s", rates),
@@ -102,21 +102,21 @@ def main(config: Options) -> int:
         server, others = [], []
         n = str(int(qps * config.server_s))
         for i in range(config.repeats):
-            say(f"Server at {qps}/s", i)
+            report_progress(f"Server at {qps}/s", i)
             server.append(
                 run("--scenarios", "Server", "--server_target_qps", str(qps), "--min_query_count", n)
             )
-            others.append(beside(2, "aiohttp_pair", str(qps), n, *lengths))
+            others.append(baseline(2, "aiohttp_pair", str(qps), n, *lengths))
         starts += [r["startup_s"] for r in server]
         rows += [
             (f"Server at {qps}/s", "LoadGen VALID, runs", [float(sum(map(_is_valid, server)))]),
         ]
         for j, name in enumerate(("p50", "p99")):
-            ours, theirs = [r["ttft_ms"][name] for r in server], [other[j] for other in others]
+            ttfts, latencies = [r["ttft_ms"][name] for r in server], [other[j] for other in others]
             rows += [
-                ("", f"first-token latency {name}, ms", ours),
-                ("", f"aiohttp's latency {name}, ms", theirs),
-                ("", f"part of aiohttp's {name}", _ratios(ours, theirs)),
+                ("", f"first-token latency {name}, ms", ttfts),
+                ("", f"aiohttp's latency {name}, ms", latencies),
+                ("", f"part of aiohttp's {name}", _ratios(ttfts, latencies)),
             ]
         cpu_us = [1e6 * r["cpu_cores"][0] / qps for r in server]
         rows += [
@@ -126,7 +126,7 @@ def main(config: Options) -> int:
         ]
     idle = []
     for i in range(config.repeats):
-        say("idle ranks", i)
+        report_progress("idle ranks", i)
         wait = f"ttft_ms:{config.idle_s * 1000:g}"
         idle.append(run("--scenarios", "SingleStream", "--min_query_count", "1", "--core_options", wait))
     rows += [
@@ -135,17 +135,17 @@ def main(config: Options) -> int:
         ("start", "last rank's start to ready, s", starts),
     ]
     figures: list[dict[str, Any]] = []
-    for what, unit, values in rows:  # a test is named in its first row
-        shown = [None if math.isnan(value) else value for value in values]
-        figures.append({"test": what or figures[-1]["test"], "figure": unit, "values": shown})
+    for test, unit, values in rows:  # a test is named in its first row
+        known = [None if math.isnan(value) else value for value in values]
+        figures.append({"test": test or figures[-1]["test"], "figure": unit, "values": known})
     json_output.set_figures(figures)
     print(
         f"{config.n} ranks, {config.control_ranks} of them control, {config.mode},"
         f" {config.traffic_distribution_policy}, {config.input_len} tokens in, {config.output_len} out;"
         " median (least to most)"
     )
-    for what, unit, values in rows:
-        print(f"  {what:<16} {unit:<30} {_median_and_spread(values)}")
+    for test, unit, values in rows:
+        print(f"  {test:<16} {unit:<30} {_median_and_spread(values)}")
     for reason in dict.fromkeys(lost):
         print(f"  not measured: {reason}")
     return 0
@@ -158,9 +158,9 @@ def _median_and_spread(values: list[float]) -> str:
     return f"{statistics.median(known):>12,.2f}  ({min(known):,.2f} to {max(known):,.2f})"
 
 
-def _child(module: str, *words: str) -> list[float]:
+def _child(module: str, *args: str) -> list[float]:
     """Return the numbers that a program of this package prints. Raises ConfigError if it fails."""
-    command = [sys.executable, "-m", f"mpillm.experiments.bench.{module}", *words]
+    command = [sys.executable, "-m", f"mpillm.experiments.bench.{module}", *args]
     try:
         ended = subprocess.run(command, capture_output=True, check=False, text=True, timeout=_DEADLINE_S)
     except subprocess.TimeoutExpired:
@@ -175,6 +175,6 @@ def _is_valid(result: dict[str, Any]) -> bool:
     return bool(result["loadgen_result"] == "VALID")
 
 
-def _ratios(ours: list[float], theirs: list[float]) -> list[float]:
-    """Return them round by round: a noisy machine is noisy for both."""
-    return [mine / other for mine, other in zip(ours, theirs, strict=True)]
+def _ratios(values: list[float], baselines: list[float]) -> list[float]:
+    """Return ratios within rounds, in which a noisy machine disturbs both."""
+    return [value / baseline for value, baseline in zip(values, baselines, strict=True)]

@@ -1,4 +1,4 @@
-"""``bench table``: whole runs beside the figures that NVIDIA publishes for one H200."""
+"""``bench table``: runs compared with the figures that NVIDIA publishes for one H200."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from mpillm.report.run_directory import TELEMETRY
 from mpillm.runtime.whole_runs import run_in
 
 
-class Drawn(NamedTuple):
-    """Means over the GPUs, in the test; NaN if no driver said them."""
+class GpuUsage(NamedTuple):
+    """Means over the GPUs during the test; NaN if no driver reports them."""
 
     watts: float = math.nan
     sm_mhz: float = math.nan
-    peak_bytes: float = math.nan  # of memory, in use
+    peak_bytes: float = math.nan  # of used memory
 
 
-def fit_at_once(options: Mapping[str, Any], n_ranks: int) -> int:
-    """Return how many samples of a run fit at once, to their ends, into its instances' KV caches.
+def max_concurrent(options: Mapping[str, Any], n_ranks: int) -> int:
+    """Return how many complete samples the KV caches of a run's instances hold.
 
     `options`: of the run, by name. Raises ConfigError if the model does not fit a GPU, or does not exist.
     """
@@ -53,28 +53,28 @@ def fit_at_once(options: Mapping[str, Any], n_ranks: int) -> int:
     return min(fit, scheduler.max_batch_size) * ((n_ranks - 1) // (tp_size * pp_size))
 
 
-def run(options: Mapping[str, Any], n_ranks: int, deadline_s: float) -> tuple[dict[str, Any], Drawn]:
-    """Return the run's `result.json`, and what its GPUs drew; of a run without figures, status and cause."""
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+def run(options: Mapping[str, Any], n_ranks: int, deadline_s: float) -> tuple[dict[str, Any], GpuUsage]:
+    """Return the run's `result.json` and GPU usage; for a run without figures, its status and cause."""
+    args = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     with tempfile.TemporaryDirectory(prefix="mpillm-table-") as folder:
         path = Path(folder) / "run"
         try:
-            ended = run_in(path, ("-n", str(n_ranks)), words, deadline_s=deadline_s)
+            ended = run_in(path, ("-n", str(n_ranks)), args, deadline_s=deadline_s)
         except ConfigError as error:
-            return failed(str(error)), Drawn()
+            return failed(str(error)), GpuUsage()
         if ended.cause:
-            return failed(ended.cause.splitlines()[0]), Drawn()
+            return failed(ended.cause.splitlines()[0]), GpuUsage()
         telemetry = json.loads((path / TELEMETRY).read_text(encoding="utf-8"))
-        return ended.result, _drawn(telemetry)
+        return ended.result, _gpu_usage(telemetry)
 
 
 def failed(cause: str) -> dict[str, Any]:
     return {"status": "FAILED", "failures": [{"cause": cause}]}
 
 
-def _drawn(telemetry: Mapping[str, Any]) -> Drawn:
-    """Return what telemetry.json says of the test."""
-    found = []
+def _gpu_usage(telemetry: Mapping[str, Any]) -> GpuUsage:
+    """Return the GPU usage during the test, from telemetry.json."""
+    rows = []
     for rank in telemetry["ranks"].values():
         begin, end = next(ends for name, *ends in rank["phases"] if name == "test")
         if gpu := rank["samples"].get("gpu"):
@@ -82,15 +82,16 @@ def _drawn(telemetry: Mapping[str, Any]) -> Drawn:
             inside = (begin <= at) & (at <= end)
             if inside.sum() > 1:
                 at, joules, mhz, used = (column[inside] for column in (at, *columns))
-                found.append((float((joules[-1] - joules[0]) / (at[-1] - at[0])), mhz.mean(), used.max()))
-    return Drawn(*map(float, np.mean(found, axis=0))) if found else Drawn()
+                rows.append((float((joules[-1] - joules[0]) / (at[-1] - at[0])), mhz.mean(), used.max()))
+    return GpuUsage(*map(float, np.mean(rows, axis=0))) if rows else GpuUsage()
 
 
-# Of each GPU. Output tokens/s of TensorRT-LLM 1.0 on one H200, FP8 weights and KV cache, by tokens in/out,
-# for Llama 3.1 8B and Llama 3.3 70B: https://nvidia.github.io/TensorRT-LLM/performance/perf-overview.html.
-# MLPerf Inference v5.1, Offline, closed, for each of eight H200s of 700 W, the best
-# (github.com/mlcommons/inference_results_v5.1), at the mean lengths of the data sets and of what was
-# generated: Llama 2 70B 222/292 (OpenOrca), Llama 3.1 8B 871/128 (CNN/DailyMail), Mixtral 427/146.
+# Output tokens/s per GPU, by tokens in/out.
+# Llama 3.1 8B and Llama 3.3 70B: TensorRT-LLM 1.0 on one H200, FP8 weights and KV cache
+# (https://nvidia.github.io/TensorRT-LLM/performance/perf-overview.html).
+# MLPerf Inference v5.1, Offline, closed: the best result with eight H200s of 700 W, per GPU
+# (github.com/mlcommons/inference_results_v5.1). Lengths are means of data sets and outputs:
+# Llama 2 70B 222/292 (OpenOrca), Llama 3.1 8B 871/128 (CNN/DailyMail), Mixtral 427/146.
 PUBLISHED: dict[str, dict[str, float]] = {
     "llama3.1-8b": {
         "128/128": 27_911, "128/2048": 26_221, "500/2000": 20_770, "1000/1000": 17_744,
@@ -99,24 +100,24 @@ PUBLISHED: dict[str, dict[str, float]] = {
     "llama3.1-70b": {
         "128/128": 3_803, "128/2048": 4_336, "500/2000": 3_666, "1000/1000": 2_909,
         "2048/128": 442, "2048/2048": 2_003, "20000/2000": 283,
-        # TensorRT-LLM 1.2's, of each of two GPUs (TP 2).
+        # TensorRT-LLM 1.2, TP 2.
         "1024/1024": 2_637, "1024/8192": 1_995, "8192/1024": 544, "32768/1024": 120,
     },
     "llama2-70b": {"222/292": 4_415},
     "mixtral-8x7b": {"427/146": 7_764},
-    # TensorRT-LLM 1.2's and, of gpt-oss-120b, 1.1's.
+    # TensorRT-LLM 1.2; gpt-oss-120b: 1.1.
     "gpt-oss-20b": {"1024/1024": 14_719, "1024/8192": 12_441, "8192/1024": 4_196, "32768/1024": 965},
     "gpt-oss-120b": {"1000/1000": 6_868},
 }  # fmt: skip
-# What to know when one compares with a model's figures.
+# Notes on comparisons with a model's published figures.
 _NOTES = {
-    "llama2-70b": "llama2-70b: theirs is one of eight in MLPerf Inference v5.1, whose samples have lengths of"
-    " their own; ours all have the mean",
-    "qwen3-0.6b": "qwen3-0.6b: 256 requests of 558/523 are about those of nano-vllm's bench.py, which"
+    "llama2-70b": "llama2-70b: the published figure is an eighth of MLPerf Inference v5.1's, whose samples"
+    " vary in length; here all have the mean length",
+    "qwen3-0.6b": "qwen3-0.6b: 256 requests of 558/523 are similar to nano-vllm's bench.py, which"
     " publishes 1,434 tokens/s for itself and 1,362 for vLLM, on an RTX 4070 Laptop"
     " (https://github.com/GeeeekExplorer/nano-vllm)",
-    "gpt-oss-20b": "gpt-oss-20b: theirs has its KV cache in bfloat16, so ours wants --quantization auto"
-    " --kv_cache_dtype auto, and --peak of products in bfloat16",
+    "gpt-oss-20b": "gpt-oss-20b: the published figures use a bfloat16 KV cache; to compare, use"
+    " --quantization auto --kv_cache_dtype auto, and --peak of bfloat16 products",
 }
 
 
@@ -125,9 +126,9 @@ class Options(Values, group="benchmark"):
 
     models = option("presets or folders, separated by commas", default="llama3.1-8b")
     pairs = option("tokens in/out, separated by commas", default=",".join(PUBLISHED["llama3.1-8b"]))
-    num_samples = option("samples of a run [default: rounds times what runs at once]", positive)
+    num_samples = option("samples of a run [default: rounds times the concurrent samples]", positive)
     rounds = option(
-        "without num_samples: how many times as many samples as fit at once; so none are left to run alone",
+        "without num_samples: samples of a run, as a multiple of the concurrent samples",
         positive,
         default=3,
     )
@@ -137,7 +138,7 @@ class Options(Values, group="benchmark"):
     )
     kv_cache_dtype = ModelFields.kv_cache_dtype.but("type of the KV cache", default="fp8", group="benchmark")
     max_batch_size = ModelFields.max_batch_size.but(
-        "requests of an instance at once", default=1024, group="benchmark"
+        "concurrent requests of an instance", default=1024, group="benchmark"
     )
     max_num_tokens = ModelFields.max_num_tokens.but(
         "tokens of one engine step; a whole prompt's if they are more and contexts are not chunked",
@@ -147,7 +148,7 @@ class Options(Values, group="benchmark"):
     kv_cache_free_gpu_mem_fraction = ModelFields.kv_cache_free_gpu_mem_fraction.but(
         "as for run", default=0.9, group="benchmark"
     )
-    # What `benchmarks decode` measures on an H200 for seconds on end.
+    # Measured by `benchmarks decode` on an H200 over several seconds.
     bandwidth = option("roof: memory bandwidth of a GPU, TB/s", rate, default=4.4)
     peak = option("roof: TFLOP/s of products with the layers' weights", rate, default=1260.0)
     peak_in_floats = option("roof: TFLOP/s of all else", rate, default=660.0)
@@ -160,10 +161,9 @@ class Options(Values, group="benchmark"):
 
 
 DESCRIPTION = (
-    "Print output tokens/s of whole runs (mpirun, LoadGen, Offline; random prompts and weights)"
-    " beside TensorRT-LLM 1.0's, with the tokens/s that the GPUs'"
-    " roofline allows (roof), the most memory in use, mean power and clock in the test, and the energy of a"
-    " token beside what its bytes and FLOP cost alone in that time (-: not known)."
+    "Compare output tokens/s of runs (mpirun, LoadGen, Offline; random prompts and weights) with TensorRT-LLM"
+    " 1.0. Also print the tokens/s of the GPUs' roofline (roof), peak memory, mean power and clock, and the"
+    " energy per token, with the part for its bytes and FLOP (alone). Unknown values are -."
 )
 EPILOG = """examples:
   python -m mpillm bench table --pairs 128/2048,1000/1000 --rounds 2
@@ -171,15 +171,15 @@ EPILOG = """examples:
 
 
 def main(config: Options) -> int:
-    """Print a line for each pair; 1 if a run failed."""
+    """Print a line for each pair; return 1 if a run fails."""
     pairs = [_pair(text) for text in config.pairs.split(",")]
     print(
         f"{config.quantization} weights, KV cache {config.kv_cache_dtype}, {config.ranks} ranks,"
-        f" at most {config.max_batch_size} at once"
+        f" at most {config.max_batch_size} concurrent"
     )
     print(
         f"  {'model':<14} {'in/out':>12} {'samples':>8} {'at once':>8} {'evicted':>8} {'test, s':>8}"
-        f" {'ours, tokens/s':>15} {'theirs':>8} {'ratio':>6} {'roof':>7} {'of it':>5} {'GiB':>6}"
+        f" {'rate_, tokens/s':>15} {'published':>8} {'ratio':>6} {'roof':>7} {'of it':>5} {'GiB':>6}"
         f" {'W':>5} {'MHz':>6} {'mJ':>6} {'alone':>6}   LoadGen",
         flush=True,
     )
@@ -188,47 +188,48 @@ def main(config: Options) -> int:
     json_output.set_figures(figures)
     for model in config.models.split(","):
         for lengths in pairs:
-            result, drawn = _run(config, model, *lengths)
+            result, usage = _run(config, model, *lengths)
             figures.append({"model": model, "in": lengths[0], "out": lengths[1], "result": result})
             if result["status"] == "FAILED":
                 n_failed += 1
                 row = f"failed: {' | '.join(failure['cause'] for failure in result['failures'])}"
             else:
-                row = _row(config, model, lengths, result, drawn)
+                row = _row(config, model, lengths, result, usage)
             print(f"  {model:<14} {'/'.join(map(str, lengths)):>12} {row}", flush=True)
         if note := _NOTES.get(Path(model).name):
             print(f"  {note}", flush=True)
     return 1 if n_failed else 0
 
 
-def _run(config: Options, model: str, n_in: int, n_out: int) -> tuple[dict[str, Any], Drawn]:
+def _run(config: Options, model: str, n_in: int, n_out: int) -> tuple[dict[str, Any], GpuUsage]:
     options = _options(config, model, n_in, n_out)
     try:
-        n_samples = config.num_samples or config.rounds * fit_at_once(options, config.ranks)
+        n_samples = config.num_samples or config.rounds * max_concurrent(options, config.ranks)
     except ConfigError as error:
-        return failed(str(error)), Drawn()
+        return failed(str(error)), GpuUsage()
     return run({**options, "num_samples": n_samples}, config.ranks, config.run_deadline)
 
 
 def _row(
-    config: Options, model: str, lengths: tuple[int, int], result: Mapping[str, Any], drawn: Drawn
+    config: Options, model: str, lengths: tuple[int, int], result: Mapping[str, Any], usage: GpuUsage
 ) -> str:
-    ours, instances, n_gpus = result["tokens_per_second"], result["per_instance"], config.ranks - 1
-    theirs = PUBLISHED.get(Path(model).name, {}).get("/".join(map(str, lengths)), math.nan)
+    measured, instances, n_gpus = result["tokens_per_second"], result["per_instance"], config.ranks - 1
+    published = PUBLISHED.get(Path(model).name, {}).get("/".join(map(str, lengths)), math.nan)
     evicted = sum(instance["preemptions"] for instance in instances)
     at_once = sum(instance["metrics"]["running"]["peak"] for instance in instances)
     roof = alone = math.nan
-    if at_once:  # a short run may end before its sequences are counted
+    if at_once:  # telemetry may count no sequences in a short run
         works, n_out = _works(config, model, lengths, at_once / len(instances)), lengths[1]
         roof = n_gpus * n_out / _roofline(config).seconds(*works)
-        if not math.isnan(drawn.watts):
-            alone = _energy(config).joules(n_gpus * n_out / ours, works) / n_out
+        if not math.isnan(usage.watts):
+            alone = _energy(config).joules(n_gpus * n_out / measured, works) / n_out
     return (
-        f"{result['samples']:>8} {at_once:>8,.0f} {evicted:>8} {result['test_s']:>8.1f} {ours:>15,.0f}"
-        f" {_shown(theirs):>8} {_shown(ours / n_gpus / theirs, 2):>6}"
-        f" {_shown(roof):>7} {_shown(ours / roof, 2):>5}"
-        f" {_shown(drawn.peak_bytes / 2**30, 1):>6} {_shown(drawn.watts):>5} {_shown(drawn.sm_mhz):>6}"
-        f" {_shown(1e3 * drawn.watts * n_gpus / ours, 1):>6} {_shown(1e3 * alone, 1):>6}"
+        f"{result['samples']:>8} {at_once:>8,.0f} {evicted:>8} {result['test_s']:>8.1f} {measured:>15,.0f}"
+        f" {_number_text(published):>8} {_number_text(measured / n_gpus / published, 2):>6}"
+        f" {_number_text(roof):>7} {_number_text(measured / roof, 2):>5}"
+        f" {_number_text(usage.peak_bytes / 2**30, 1):>6}"
+        f" {_number_text(usage.watts):>5} {_number_text(usage.sm_mhz):>6}"
+        f" {_number_text(1e3 * usage.watts * n_gpus / measured, 1):>6} {_number_text(1e3 * alone, 1):>6}"
         f"   {result['loadgen_result']}"
     )
 
@@ -236,7 +237,7 @@ def _row(
 def _pair(text: str) -> tuple[int, int]:
     n_in, _, n_out = map(whole_number, text.partition("/"))
     if not n_in or not n_out:
-        raise ConfigError(f"--pairs {text}: expected tokens in/out, as 128/2048")
+        raise ConfigError(f"--pairs {text}: expected tokens in/out, such as 128/2048")
     return n_in, n_out
 
 
@@ -266,7 +267,7 @@ def _energy(config: Options) -> Energy:
 
 
 def _options(config: Options, model: str, n_in: int, n_out: int) -> dict[str, Any]:
-    """Return options of a run, by name."""
+    """Return the options of a run, by name."""
     is_chunked = config.extra.get("enable_chunked_context") is True  # otherwise a prompt must fit a step
     return {
         "model_path": model,
@@ -281,10 +282,10 @@ def _options(config: Options, model: str, n_in: int, n_out: int) -> dict[str, An
         "max_batch_size": config.max_batch_size,
         "max_num_tokens": config.max_num_tokens if is_chunked else max(config.max_num_tokens, n_in),
         "kv_cache_free_gpu_mem_fraction": config.kv_cache_free_gpu_mem_fraction,
-        "batch_scheduler_policy": "no_evict",  # as in the published runs
+        "batch_scheduler_policy": "no_evict",  # like in the published runs
         **config.extra,
     }
 
 
-def _shown(value: float, digits: int = 0) -> str:
+def _number_text(value: float, digits: int = 0) -> str:
     return "-" if math.isnan(value) else f"{value:,.{digits}f}"

@@ -1,8 +1,8 @@
-"""``python -m mpillm.experiments.bench.empty_system N TOKENS_OUT SUT``: LoadGen's own ceiling, Offline.
+"""``python -m mpillm.experiments.bench.empty_system N TOKENS_OUT SUT``: LoadGen's own limit, Offline.
 
-A system under test answers N samples inside the callback that issues them, as if each had TOKENS_OUT tokens.
-SUT says how LoadGen issues them: `plain` as objects, as most systems take them, or `fast` as numbers, as a
-run of ours does. It prints the samples per second. LoadGen takes one test per process.
+A system under test answers N samples inside the callback that issues them, with TOKENS_OUT tokens each. SUT
+is the form in which LoadGen issues them: `plain` as objects, like for most systems, or `fast` as numbers,
+like for mpillm. Prints the samples per second. LoadGen supports one test per process.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import mlperf_loadgen as lg
 
 from mpillm.loadgen.settings import LoadGenConfig, load_settings, log_settings
 
-_DATASET = 8192  # samples, as `bench routing` has
+_DATASET = 8192  # samples, like in `bench routing`
 
 
 def samples_per_second(n: int, n_tokens: int, *, fast: bool) -> float:
-    """Return how many samples LoadGen issues and takes back per second."""
+    """Return the samples that LoadGen issues and completes per second."""
     answered_at = 0.0
     make = lg.QuerySampleResponse
 
@@ -35,8 +35,8 @@ def samples_per_second(n: int, n_tokens: int, *, fast: bool) -> float:
         lg.QuerySamplesComplete([make(id_, 0, 0, n_tokens) for id_ in ids])
         answered_at = time.perf_counter()
 
-    given = {"min_query_count": n, "min_duration": 0}
-    settings = load_settings(LoadGenConfig("Offline", "PerformanceOnly", given=given), _DATASET)
+    values = {"min_query_count": n, "min_duration": 0}
+    settings = load_settings(LoadGenConfig("Offline", "PerformanceOnly", given=values), _DATASET)
     construct, destroy, called = (
         (lg.ConstructFastSUT, lg.DestroyFastSUT, issue_numbers)
         if fast
@@ -44,7 +44,7 @@ def samples_per_second(n: int, n_tokens: int, *, fast: bool) -> float:
     )
     system = construct(called, lambda: None)
     library = lg.ConstructQSL(_DATASET, _DATASET, lambda indices: None, lambda indices: None)
-    started = time.perf_counter()  # where a run of ours starts its clock, too
+    started = time.perf_counter()  # like in mpillm's runs
     with tempfile.TemporaryDirectory(prefix="mpillm-bench-") as folder:
         lg.StartTestWithLogSettings(system, library, settings.test, log_settings(Path(folder)), "")
     lg.DestroyQSL(library)

@@ -1,9 +1,9 @@
-"""``python -m mpillm.experiments.bench.null_server``: a server whose answers cost nothing.
+"""``python -m mpillm.experiments.bench.null_server [MS]``: a server that computes nothing.
 
-What is left of a measurement against it is the client. It answers every request at once with `max_tokens`
-tokens, streamed or not, one event a token as vLLM streams them; with a number as its word it streams a token
-of each answer every so many milliseconds. It prints its URL when it listens, and ends when its standard input
-does: with its parent.
+A measurement against it shows the cost of the client. It answers every request immediately with `max_tokens`
+tokens. Streams have one event per token, like vLLM's. With MS, a stream sends one token every MS
+milliseconds. It prints its URL when it listens, and ends when its standard input ends, so it ends with its
+parent.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _HEAD = "HTTP/1.1 200 OK\r\nContent-Type: %s\r\n"
 
 
 class Pace:
-    """Sends all open streams their next token together: what it costs is what their writes do."""
+    """Sends the next token of all open streams together, so that only the writes cost time."""
 
     def __init__(self, gap_s: float) -> None:
         self._gap_s = gap_s
         self._open: dict[asyncio.Transport, Iterator[bytes]] = {}
 
     def begin(self, transport: asyncio.Transport, pieces: Iterator[bytes]) -> None:
-        """Send the first piece, and the others one by one."""
+        """Send the first piece now, and the others one by one."""
         if not self._open:
             asyncio.get_running_loop().call_later(self._gap_s, self._step)
         self._open[transport] = pieces
@@ -55,7 +55,7 @@ class NullServer(asyncio.Protocol):
     """One connection."""
 
     def __init__(self, pace: Pace | None) -> None:
-        """`pace`: of streams; None: they come at once."""
+        """`pace`: of streams; None: send all tokens immediately."""
         self._pace = pace
         self._buffer = b""
 
@@ -79,7 +79,7 @@ class NullServer(asyncio.Protocol):
 
 
 def _reply(path: bytes, body: bytes) -> tuple[bytes, ...]:
-    """Return the response as it goes over the wire, in the pieces of a stream."""
+    """Return the bytes of the response, in the pieces of a stream."""
     if path == b"/v1/completions":
         n = _MAX_TOKENS.search(body)
         return _completion(int(n[1]) if n else 16, bool(_STREAM.search(body)), bool(_USAGE.search(body)))
@@ -119,7 +119,7 @@ def _completion(n: int, stream: bool, usage: bool) -> tuple[bytes, ...]:
     data = [f"data: {event}\n\n" for event in (*events, "[DONE]")]
     chunks = [f"{len(text):x}\r\n{text}\r\n" for text in data]
     head = _HEAD % "text/event-stream" + "Transfer-Encoding: chunked\r\n\r\n"
-    # What follows the last token comes with it.
+    # The last piece contains the last token and the end of the stream.
     pieces = [head + chunks[0], *chunks[1 : n - 1], "".join(chunks[max(1, n - 1) :]) + "0\r\n\r\n"]
     return tuple(piece.encode() for piece in pieces)
 

@@ -1,9 +1,9 @@
-"""What a GPU's memory and arithmetic allow at most (Williams, Waterman and Patterson, 2009), and its power.
+"""Roofline model of a GPU (Williams, Waterman and Patterson, 2009), and its energy model.
 
-No operation is faster than the larger of its bytes over the memory's bandwidth and its floating-point
-operations over the peak of their type. And a GPU at its limit of power does no more than that pays for: on an
-H200 reading and products in turns draw what each draws alone, by the byte and by the operation, within 2 %
-(docs/explain/engine.md; as in Choi et al., 2013, "A roofline model of energy").
+The time of an operation is at least its bytes over the memory bandwidth, and its floating-point operations
+over the peak of their type. A GPU at its power limit is also bounded by energy. On an H200, the energy of
+alternating reads and products is the sum of both, by bytes and operations, within 2 %
+(docs/explain/engine.md; see Choi et al., 2013, "A roofline model of energy").
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class Work(NamedTuple):
-    """What an operation does at least."""
+    """Minimum work of an operation."""
 
     n_bytes: float  # read and written
     n_flops: float
-    in_floats: bool  # not in the type of quantised weights
+    in_floats: bool  # not in the type of quantized weights
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerOp:
     """An operation in all layers."""
 
     name: str
@@ -40,18 +40,18 @@ class Part:
 
 @dataclass(frozen=True)
 class Roofline:
-    """What a GPU reaches."""
+    """Bandwidth and arithmetic peak of a GPU."""
 
     bandwidth: float  # bytes/s, reading
     peak: float  # FLOP/s of products with the layers' weights
-    peak_in_floats: float  # of products with the head, which is never quantised
+    peak_in_floats: float  # of products with the head, which is never quantized
 
     def seconds(self, *works: Work) -> float:
-        """Return the least time for operations, one after the other."""
+        """Return the minimum time of operations, one after the other."""
         return sum(max(work.n_bytes / self.bandwidth, self._arithmetic_s(work)) for work in works)
 
     def limit(self, work: Work) -> str:
-        """Return what limits it there."""
+        """Return the limit of an operation: "memory" or "arithmetic"."""
         return "memory" if work.n_bytes / self.bandwidth >= self._arithmetic_s(work) else "arithmetic"
 
     def _arithmetic_s(self, work: Work) -> float:
@@ -60,7 +60,7 @@ class Roofline:
 
 @dataclass(frozen=True)
 class Energy:
-    """What a GPU draws: always, and more for all that it does."""
+    """Energy model of a GPU: constant power, and energy per byte and operation."""
 
     idle_watts: float  # with its clocks up
     per_byte: float  # joules, read
@@ -68,7 +68,7 @@ class Energy:
     per_flop_in_floats: float
 
     def joules(self, seconds: float, works: Iterable[Work]) -> float:
-        """Return the least energy for operations that take so long."""
+        """Return the minimum energy of operations within `seconds`."""
         return self.idle_watts * seconds + sum(map(self._joules, works))
 
     def _joules(self, work: Work) -> float:
@@ -84,12 +84,16 @@ def sample_work(
     kv_dtype: str,
     in_floats: bool = False,
 ) -> list[Work]:
-    """Return what a GPU does at least for a sample in a batch of `at_once`.
+    """Return the minimum work of a GPU for a sample in a batch of `at_once`.
 
-    It is the layers' products, the head's, and attention of prompt and answer; all else (norms, the choice of
-    tokens, the steps of a batch that is not full) is left out. Prompts are counted as if their rows never
-    needed weights to be read for them alone. `lengths`: tokens in and out; `layer_bytes`: of all layers'
-    weights; `in_floats`: whether their products are.
+    It includes the layers' products, the head's, and attention of prompt and answer. It excludes norms,
+    sampling, and the steps of a batch that is not full. Reading weights only counts for decode steps, not for
+    prompts.
+
+    Args:
+        lengths: Tokens in and out.
+        layer_bytes: Bytes of all layers' weights.
+        in_floats: Whether the layers' products are not in the type of quantized weights.
     """
     n_in, n_out = lengths
     shapes = tensor_shapes(model)
@@ -98,17 +102,17 @@ def sample_work(
     of_row = layers - experts * (1 - model.n_experts_per_token / model.n_experts) if experts else layers
     head = model.vocab_size * model.hidden_size
     n_steps = n_out / at_once  # a sample's share of them
-    width, held = model.n_heads * model.head_dim, model.kv_bytes_per_token(kv_dtype) / model.n_layers
+    width, kv_bytes = model.n_heads * model.head_dim, model.kv_bytes_per_token(kv_dtype) / model.n_layers
     works = [
         Work(n_steps * layer_bytes, 2 * of_row * (n_in + n_out), in_floats),
         Work(n_steps * head * N_BYTES[model.dtype], 2 * head * n_out, in_floats=True),
     ]
     for window, n_layers in Counter(map(model.window, range(model.n_layers))).items():
-        most = window or n_in + n_out  # tokens that one sees
-        rows = min(n_in, most)
-        # Half of a square, and what a window lets see of the rest.
-        of_prompt = rows**2 / 2 + (n_in - rows) * most
-        cached = sum(min(n, most) for n in range(n_in, n_in + n_out))  # that the decode steps read
+        n_visible = window or n_in + n_out  # tokens that a token attends to at most
+        rows = min(n_in, n_visible)
+        # Half of a square, and full windows for the remaining tokens.
+        of_prompt = rows**2 / 2 + (n_in - rows) * n_visible
+        cached = sum(min(n, n_visible) for n in range(n_in, n_in + n_out))  # read by the decode steps
         works.append(Work(0, 4 * n_layers * width * of_prompt, in_floats=True))
-        works.append(Work(n_layers * cached * held, 4 * n_layers * width * cached, in_floats=True))
+        works.append(Work(n_layers * cached * kv_bytes, 4 * n_layers * width * cached, in_floats=True))
     return works

@@ -1,1 +1,1 @@
-"""The commands that start or compare several runs, each a file with `main(argv)`, as in `mpillm.commands`."""
+"""Commands that start or compare several runs, each a file with `main(argv)`, like in `mpillm.commands`."""

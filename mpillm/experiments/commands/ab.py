@@ -9,10 +9,10 @@ from dataclasses import asdict
 from disagg.errors import ConfigError
 from mpillm.errors import ExitCode
 from mpillm.experiments.grouped_doubts import grouped_doubts
-from mpillm.experiments.intervals import MAX_PAIRS, Paired, pairs_needed
+from mpillm.experiments.intervals import MAX_PAIRS, PairedTest, pairs_needed
 from mpillm.experiments.pages import ab_page
 from mpillm.experiments.run_pairs import ALPHA, METRICS, judge, run_pairs
-from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, parse_series
+from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_args, parse_series
 from mpillm.files import write_text
 from mpillm.options.columns import indented, table
 from mpillm.options.command_line import Parser
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
             f"ab: A is scenario {configs['A'].scenario}, B is {configs['B'].scenario}: they have no figure in"
             " common"
         )
-    if (ranks := mpirun_words(options, configs["A"])) != (other := mpirun_words(options, configs["B"])):
+    if (ranks := mpirun_args(options, configs["A"])) != (other := mpirun_args(options, configs["B"])):
         raise ConfigError(f"ab: A would have {ranks[1]} ranks, B {other[1]}: name their number with -n")
     default = "tokens_per_second" if configs["A"].scenario == "Offline" else "latency_mean"
     metric = options.metric or default
@@ -79,32 +79,32 @@ def main(argv: Sequence[str]) -> int:
     for number, pair in enumerate(pairs, 1):
         a, b = pair["A"][metric], pair["B"][metric]
         rows.append([str(number), f"{a:,.5g}", f"{b:,.5g}", f"{b / a:.4f}"])
-    print(f"\n{metric.replace('_', ' ')}\n{table(rows)}\n\n{words_of(verdict, options.pairs)}")
+    print(f"\n{metric.replace('_', ' ')}\n{table(rows)}\n\n{verdict_text(verdict, options.pairs)}")
     doubts = grouped_doubts(doubtful)
     for line in doubts:
         print(indented("doubtful: ", line))
     page = folder / "ab.html"
-    write_text(page, ab_page(folder, texts, metric, pairs, words_of(verdict, options.pairs), doubts))
+    write_text(page, ab_page(folder, texts, metric, pairs, verdict_text(verdict, options.pairs), doubts))
     print(f"\npage  {display_path(page)}")
-    found = {
+    result = {
         **sides,
         "metric": metric,
         "pairs": pairs,
         "doubts": [f"{run}: {doubt}" for run, doubt in doubtful],
         "verdict": asdict(verdict) | {"real": verdict.real},
     }
-    options.tell(found)
+    options.report(result)
     return ExitCode.DONE
 
 
-def words_of(verdict: Paired, pairs: int) -> str:
-    """Return what the pairs show: the change, the ratio with its interval, the test, and what decides it."""
-    sure = f"{100 * (1 - ALPHA):g} % interval"
+def verdict_text(verdict: PairedTest, pairs: int) -> str:
+    """Return lines on the change, the ratio with its interval, the test, and pairs needed to decide."""
+    interval_name = f"{100 * (1 - ALPHA):g} % interval"
     interval = f"{100 * (verdict.low - 1):+,.2f} to {100 * (verdict.high - 1):+,.2f} %"
     head = f"B differs: {100 * (verdict.ratio - 1):+,.2f} %" if verdict.real else "no difference shown"
     lines = [
-        f"{head} ({sure} of the change: {interval})",
-        f"ratio B/A {verdict.ratio:.4f} ({sure}: {verdict.low:.4f} to {verdict.high:.4f})",
+        f"{head} ({interval_name} of the change: {interval})",
+        f"ratio B/A {verdict.ratio:.4f} ({interval_name}: {verdict.low:.4f} to {verdict.high:.4f})",
         f"paired t test of {pairs} log ratios: p = {verdict.p:.3g}, real below {ALPHA:g}",
     ]
     if not verdict.real:

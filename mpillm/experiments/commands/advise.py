@@ -1,4 +1,4 @@
-"""``python -m mpillm advise``: predict every way to use some GPUs, propose the best, and verify them."""
+"""``python -m mpillm advise``: predict all ways to use some GPUs, propose the best, and verify them."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
     from mpillm.runtime.join import Planned, Prepared
 
 _PROPOSED = 3
-_OURS = (  # options of `run` that a proposal sets
+_PROPOSED_OPTIONS = (  # options of `run` that a proposal sets
     *("disagg_config", "num_ctx_servers", "ctx_tp_size", "ctx_pp_size", "num_gen_servers", "gen_tp_size"),
     *("gen_pp_size", "tensor_parallelism", "pipeline_parallelism", "world_size"),
 )
-# What the simulation does not know: a test with these is another; without those it is nearly the same.
-_OTHERS = ("harness", "speculative_config", "beam_width")
+# Options that are not simulated: those that change a test's figures a lot, and those that hardly matter.
+_UNSUPPORTED = ("harness", "speculative_config", "beam_width")
 _LEFT_OUT = ("enable_kv_cache_reuse", "enable_max_num_tokens_tuning")
 
 
@@ -56,45 +56,45 @@ class Options(SeriesOptions, group=GROUP):
     """Options of ``advise``."""
 
     total_gpus = option(
-        "GPUs to use, or worker ranks where there is no GPU; control ranks come besides", positive, default=2
+        "GPUs to use, or worker ranks without GPUs; control ranks are additional", positive, default=2
     )
     goodput = LoadgenFields.goodput
     verify = option(
-        "run so many of the best proposals, and print the errors of the predictions"
+        "run this many of the best proposals, and print the errors of the predictions"
         f" [without a number: {_PROPOSED}]",
         positive,
         argparse_opts={"nargs": "?", "const": str(_PROPOSED)},
     )
     repeats = option(
-        "short runs of each kind, alternating, and runs that verify a proposal, of which the median counts:"
-        " more than one where the machine's speed changes",
+        "alternating short runs of each kind, and runs that verify a proposal; their median counts. Use more"
+        " than one if the machine's speed changes",
         positive,
         default=1,
     )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Calibrate, predict, propose and, if asked to, verify; print all."""
+    """Calibrate, predict, propose and, with --verify, verify; print all."""
     parser = Parser(
         prog="mpillm advise",
         figures=True,
         description="Propose how to use some GPUs for a test: instances, their layouts, aggregated or"
         " disaggregated, contexts to generation instances, and max_batch_size. Short runs, a minute or more,"
-        " calibrate a simulation of the whole test; takes all options of run. A --mode that is given is the"
-        " only one that is considered, --max_batch_size is the largest.",
+        " calibrate a simulation of the whole test. Takes all options of run. With --mode, only this mode is"
+        " considered. --max_batch_size is the maximum.",
         epilog="examples:\n"
         "  python -m mpillm advise --total_gpus 2 --model_path tiny-llama --max_batch_size 16 --verify\n"
         "  python -m mpillm advise --total_gpus 8 --benchmarks llama2-70b --scenarios Server"
         " --server_target_qps 20 --model_path DIR --goodput ttft:2000 tpot:200",
     )
-    options, words = parse_series(argv, Options, parser)
-    config = parse_run(words, parser)
+    options, args = parse_series(argv, Options, parser)
+    config = parse_run(args, parser)
     _check(config)
     for line in _left_out(config):
         print(indented("  ", line))
     ranks = options.total_gpus
     folder = series_folder(options.log_dir, "advise").absolute()
-    found, test, calibrator = _plans(words, config, ranks, folder, options)
+    plans, test, calibrator = _plans(args, config, ranks, folder, options)
     dataset = test.dataset
     issued = issue_order(test.settings, len(dataset))
     settings = test.settings.to_json()
@@ -104,32 +104,32 @@ def main(argv: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     print(f"calibrating with short runs, in {display_path(folder)}", flush=True)
     began = time.monotonic()
-    calibration = calibrator.calibrate(list(found), ranks)
+    calibration = calibrator.calibrate(list(plans), ranks)
     print(f"  took {time.monotonic() - began:.0f} s", flush=True)
     from mpillm.experiments.advise.prediction import Load, best, predict, with_steps_of
 
-    most = np.full(len(dataset), config.max_output_len, np.int64)
+    max_output = np.full(len(dataset), config.max_output_len, np.int64)
     if dataset.output_lengths is not None:
-        most = np.minimum(most, dataset.output_lengths)
-    load = Load(issued, dataset.lengths(), most)
+        max_output = np.minimum(max_output, dataset.output_lengths)
+    load = Load(issued, dataset.lengths(), max_output)
     began = time.monotonic()
-    predicted = [predict(one, planned, calibration, load, limits_ms) for one, planned in found.items()]
+    predicted = [predict(one, planned, calibration, load, limits_ms) for one, planned in plans.items()]
     took = time.monotonic() - began
-    print(f"{len(predicted)} ways to use {ranks} {_of(found)}s, simulated in {took:.1f} s\n")
-    print(_pareto(predicted, _of(found)))
+    print(f"{len(predicted)} ways to use {ranks} {_of(plans)}s, simulated in {took:.1f} s\n")
+    print(_pareto(predicted, _of(plans)))
     chosen = best(predicted, max(_PROPOSED, options.verify or 0))
-    print("\n" + _proposals(chosen[:_PROPOSED], words, ranks, limits_ms))
+    print("\n" + _proposals(chosen[:_PROPOSED], args, ranks, limits_ms))
     verified, errors = [], ""
     if options.verify:
         tried = chosen[: options.verify]
         print(f"\nverifying the best {len(tried)}", flush=True)
-        mpirun = ["-n", str(world_size(words, ranks)), *options.mpirun_options]
+        mpirun = ["-n", str(world_size(args, ranks)), *options.mpirun_options]
 
         def from_steps_of(one: Prediction, run: RunFiles) -> Prediction | None:
             then = with_steps_of(calibration, one.candidate, run)
             if then is None:
                 return None
-            return predict(one.candidate, found[one.candidate], then, load, limits_ms)
+            return predict(one.candidate, plans[one.candidate], then, load, limits_ms)
 
         def just_before(one: Prediction) -> Prediction | None:
             if not calibration.steps:
@@ -137,49 +137,49 @@ def main(argv: Sequence[str]) -> int:
             rate = one.figures["samples_per_second"]
             return from_steps_of(one, calibrator.again(one.candidate, rate, len(issued.indices)))
 
-        verified = _verify(folder, tried, words, mpirun, options.repeats, just_before, from_steps_of)
+        verified = _verify(folder, tried, args, mpirun, options.repeats, just_before, from_steps_of)
         errors = _errors(tried, verified)
         print("\n" + errors)
     page = folder / "advise.html"
-    ways = [(_label(one.candidate), one.figures) for one in predicted]
-    proposals = _proposals(chosen[:_PROPOSED], words, ranks, limits_ms)
-    write_text(page, advise_page(folder, ways, _of(found), proposals, errors))
+    labeled = [(_label(one.candidate), one.figures) for one in predicted]
+    proposals = _proposals(chosen[:_PROPOSED], args, ranks, limits_ms)
+    write_text(page, advise_page(folder, labeled, _of(plans), proposals, errors))
     print(f"\npage  {display_path(page)}")
     figures = {
         "calibration": calibration.to_json(),
-        "predicted": [_said(one, words) for one in predicted],
-        "best": [_said(one, words) for one in chosen],
+        "predicted": [_to_json(one, args) for one in predicted],
+        "best": [_to_json(one, args) for one in chosen],
         "verified": verified,
     }
-    options.tell(figures)
+    options.report(figures)
     return ExitCode.DONE
 
 
 def _check(config: RunConfig) -> None:
-    """Raise ConfigError for what can't be advised on."""
-    for name in _OURS:
+    """Raise ConfigError for options that advise does not support."""
+    for name in _PROPOSED_OPTIONS:
         if config.is_user_set(name):
             raise ConfigError(f"{config.named(name)}: advise proposes it; leave it out", about=[name])
     if BackendRegistry.get(config.core_type).is_client:
         raise ConfigError(
-            f"{config.named('core_type')}: its servers are started elsewhere, in a layout of their own;"
-            " advise plans instances in the ranks"
+            f"{config.named('core_type')}: its servers have their own layout; advise only plans"
+            " instances in the ranks"
         )
     core = BackendRegistry.get(config.core_type)
     if core.needs_model and not issubclass(core, TellsSteps):
         raise ConfigError(
-            f"{config.named('core_type')}: it does not tell what its steps hold and take, from which advise"
-            f" predicts; {DEFAULT} does"
+            f"{config.named('core_type')}: it does not report the contents and times of its steps, which"
+            f" advise needs; use {DEFAULT}"
         )
     if config.test_mode != "PerformanceOnly":
-        raise ConfigError(f"{config.named('test_mode')}: advise is about performance")
-    for name in _OTHERS:
+        raise ConfigError(f"{config.named('test_mode')}: advise only supports performance tests")
+    for name in _UNSUPPORTED:
         if config.values[name] not in (None, BY_NAME[name].default):
-            raise ConfigError(f"{config.named(name)}: advise can't simulate it; leave it out", about=[name])
+            raise ConfigError(f"{config.named(name)}: advise cannot simulate it; leave it out", about=[name])
 
 
 def _left_out(config: RunConfig) -> list[str]:
-    """Return a line for each option that the runs have and the simulation has not."""
+    """Return a line for each option of the runs that is not simulated."""
     names = [name for name in _LEFT_OUT if config.values[name]]
     if config.traffic_distribution_policy == "kv_cache_aware":
         names.append("traffic_distribution_policy")
@@ -187,21 +187,21 @@ def _left_out(config: RunConfig) -> list[str]:
 
 
 def _plans(
-    words: Sequence[str], config: RunConfig, ranks: int, folder: Path, options: Options
+    args: Sequence[str], config: RunConfig, ranks: int, folder: Path, options: Options
 ) -> tuple[dict[Candidate, Planned], Prepared, Calibrator]:
-    """Return the candidates that can run with their plans, the prepared test, and what calibrates.
+    """Return the feasible candidates with their plans, the prepared test, and the calibrator.
 
-    Raises ConfigError if none can run.
+    Raises ConfigError if no candidate is feasible.
     """
     modes = [config.mode] if config.is_user_set("mode") else ["aggregated", "disaggregated"]
     plans: dict[Candidate, Planned] = {}
     refused: dict[str, str] = {}
-    largest = plan_of([*words, "--mode=aggregated"], ranks).cores[0].engine.scheduler.max_batch_size
-    # Without a model an instance of several ranks is no faster than one of one rank.
+    largest = plan_of([*args, "--mode=aggregated"], ranks).cores[0].engine.scheduler.max_batch_size
+    # Without a model, several ranks do not make an instance faster.
     allowed = layouts(ranks) if BackendRegistry.get(config.core_type).needs_model else [ONE_RANK]
     for candidate in candidates(ranks, allowed, modes, largest):
         try:
-            plans[candidate] = plan_of([*words, *candidate.words()], ranks)
+            plans[candidate] = plan_of([*args, *candidate.args()], ranks)
         except ConfigError as error:
             refused[str(candidate)] = str(error).splitlines()[0]
     for shape, why in refused.items():
@@ -210,17 +210,17 @@ def _plans(
         raise ConfigError("no way to use the ranks is possible: " + "; ".join(refused.values()))
     planned = next(iter(plans.values()))
 
-    def for_data() -> Path:
+    def make_folder() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    test = prepared(planned, for_data)
+    test = prepared(planned, make_folder)
     from mpillm.experiments.advise.calibration import Calibrator
 
     calibrator = Calibrator(
         folder,
         options.mpirun_options,
-        words,
+        args,
         planned.cores[0].engine.n_threads,
         largest,
         test.settings.model,
@@ -232,8 +232,8 @@ def _plans(
     return plans, test, calibrator
 
 
-def _of(found: dict[Candidate, Planned]) -> str:
-    return "GPU" if next(iter(found.values())).gpus else "rank"
+def _of(plans: dict[Candidate, Planned]) -> str:
+    return "GPU" if next(iter(plans.values())).gpus else "rank"
 
 
 def _label(candidate: Candidate) -> str:
@@ -241,34 +241,34 @@ def _label(candidate: Candidate) -> str:
 
 
 def _pareto(predicted: Sequence[Prediction], of: str) -> str:
-    found = [one.figures for one in predicted]
-    front = pareto(found)
+    points = [one.figures for one in predicted]
+    front = pareto(points)
     if not front:
         return "no Pareto curve: answers of one token have no tokens/s per user"
-    return "\n".join(curve(found, front, [_label(one.candidate) for one in predicted], of))
+    return "\n".join(curve(points, front, [_label(one.candidate) for one in predicted], of))
 
 
-def _command(candidate: Candidate, words: Sequence[str], ranks: int) -> str:
-    n, options = world_size(words, ranks), [*without(words, ("mode", "max_batch_size")), *candidate.words()]
+def _command(candidate: Candidate, args: Sequence[str], ranks: int) -> str:
+    n, options = world_size(args, ranks), [*without(args, ("mode", "max_batch_size")), *candidate.args()]
     line = f"python -m mpillm mpirun -n {n} run".split()
     return wrapped(map(shlex.quote, [*line, *options]), indent="   ")
 
 
 def _proposals(
-    chosen: Sequence[Prediction], words: Sequence[str], ranks: int, limits_ms: dict[str, Any]
+    chosen: Sequence[Prediction], args: Sequence[str], ranks: int, limits_ms: dict[str, Any]
 ) -> str:
     lines = []
     for i, one in enumerate(chosen, 1):
         figures = one.figures
-        said = f"{figures['tokens_per_second']:,.4g} tokens/s, TTFT p99 {figures['ttft_p99_ms']:,.4g} ms"
+        text = f"{figures['tokens_per_second']:,.4g} tokens/s, TTFT p99 {figures['ttft_p99_ms']:,.4g} ms"
         if figures["tpot_p99_ms"] is not None:
-            said += f", TPOT p99 {figures['tpot_p99_ms']:,.4g} ms"
+            text += f", TPOT p99 {figures['tpot_p99_ms']:,.4g} ms"
         if limits_ms:
             share = one.good_per_second / figures["samples_per_second"]
-            said += f", {share:.1%} of requests within the limits"
+            text += f", {share:.1%} of requests within the limits"
         lines += [
-            indented(f"{i}. ", f"{_label(one.candidate)}: {said}"),
-            _command(one.candidate, words, ranks),
+            indented(f"{i}. ", f"{_label(one.candidate)}: {text}"),
+            _command(one.candidate, args, ranks),
         ]
     if limits_ms:
         lines.insert(0, "limits: " + ", ".join(f"{name.upper()} {ms:g} ms" for name, ms in limits_ms.items()))
@@ -278,56 +278,56 @@ def _proposals(
 def _verify(
     folder: Path,
     tried: Sequence[Prediction],
-    words: Sequence[str],
+    args: Sequence[str],
     mpirun: list[str],
     repeats: int,
     just_before: Callable[[Prediction], Prediction | None],
     from_steps_of: Callable[[Prediction, RunFiles], Prediction | None],
 ) -> list[dict[str, Any]]:
-    """Run each `repeats` times, alternating; return the figures of that with the median throughput.
+    """Run each proposal `repeats` times, alternating; return the figures of the runs with median throughput.
 
-    `just_before` predicts a run anew right before it begins; `from_steps_of` simulates it with its own steps.
+    `just_before`: predicts a run again directly before it. `from_steps_of`: simulates it with its own steps.
     """
 
-    def measure(what: Prediction, name: str) -> tuple[Prediction | None, RunFiles]:
+    def measure(prediction: Prediction, name: str) -> tuple[Prediction | None, RunFiles]:
         again = len([*folder.glob(f"{name}*")])
         where = folder / (name + (f"-again-{again}" if again else ""))
-        if (now := just_before(what)) is not None:
-            first, then = (one.figures["tokens_per_second"] for one in (what, now))
-            changed = f"{first:,.4g} tokens/s predicted, now {then:,.4g}"
-            print(indented("  ", f"{_label(what.candidate)}: {changed}"), flush=True)
-        ended = run_in(where, mpirun, [*words, *what.candidate.words()])
-        return now, RunFiles.read(must_have_verdict(ended, _label(what.candidate)).folder)
+        label = _label(prediction.candidate)
+        if (now := just_before(prediction)) is not None:
+            first, then = (one.figures["tokens_per_second"] for one in (prediction, now))
+            print(indented("  ", f"{label}: {first:,.4g} tokens/s predicted, now {then:,.4g}"), flush=True)
+        ended = run_in(where, mpirun, [*args, *prediction.candidate.args()])
+        return now, RunFiles.read(must_have_verdict(ended, label).folder)
 
-    found: list[list[dict[str, Any]]] = [[] for _ in tried]
+    rows: list[list[dict[str, Any]]] = [[] for _ in tried]
     for turn in range(1, repeats + 1):
         for i, one in enumerate(tried):
             (now, run), others = least_disturbed(partial(measure, one, f"verify-{i + 1:02d}-{turn}"))
-            shown = figures(run)
+            measured = figures(run)
             predictions = {"": one, "_just_before": now, "_from_own_steps": from_steps_of(one, run)}
-            said = {}
-            for name, what in predictions.items():
-                tokens = what and what.figures["tokens_per_second"]
-                said[f"predicted{name}"] = tokens
-                said[f"error{name}"] = tokens and tokens / shown["tokens_per_second"] - 1
-            last = said["error"] if now is None else said["error_just_before"]
+            row = {}
+            for name, prediction in predictions.items():
+                tokens = prediction and prediction.figures["tokens_per_second"]
+                row[f"predicted{name}"] = tokens
+                row[f"error{name}"] = tokens and tokens / measured["tokens_per_second"] - 1
+            last = row["error"] if now is None else row["error_just_before"]
             label = f"{i + 1}  {_label(one.candidate)}"
-            verdict = f"{shown['status']}, prediction {last:+.1%}{others.said()}"
+            verdict = f"{measured['status']}, prediction {last:+.1%}{others.said()}"
             print(indented("  ", f"{label}: {verdict}"), flush=True)
-            said |= {"other_processes_cores": others.processes, "stolen_cores": others.stolen}
-            found[i].append({"run": str(run.path), **said, **shown})
-    return [sorted(runs, key=lambda run: float(run["tokens_per_second"]))[repeats // 2] for runs in found]
+            row |= {"other_processes_cores": others.processes, "stolen_cores": others.stolen}
+            rows[i].append({"run": str(run.path), **row, **measured})
+    return [sorted(runs, key=lambda run: float(run["tokens_per_second"]))[repeats // 2] for runs in rows]
 
 
 def _errors(chosen: Sequence[Prediction], verified: Sequence[dict[str, Any]]) -> str:
-    """Return a table of the predictions' errors: from the calibration, from just before, from own steps."""
+    """Return a table of the errors of predictions from the calibration, just before, and from own steps."""
     names = ["tokens/s predicted", "just before", "measured"]
     names += ["error", "error just before", "error from own steps"]
     rows = [["", *names, "per user predicted", "per user measured"]]
-    for i, (one, found) in enumerate(zip(chosen, verified, strict=True), 1):
-        per_user = one.figures["tokens_per_second_per_user"], found["tokens_per_second_per_user"]
-        speeds = found["predicted"], found["predicted_just_before"], found["tokens_per_second"]
-        errors = [found[f"error{name}"] for name in ("", "_just_before", "_from_own_steps")]
+    for i, (one, run) in enumerate(zip(chosen, verified, strict=True), 1):
+        per_user = one.figures["tokens_per_second_per_user"], run["tokens_per_second_per_user"]
+        speeds = run["predicted"], run["predicted_just_before"], run["tokens_per_second"]
+        errors = [run[f"error{name}"] for name in ("", "_just_before", "_from_own_steps")]
         rows.append(
             [
                 f"{i}.",
@@ -339,6 +339,6 @@ def _errors(chosen: Sequence[Prediction], verified: Sequence[dict[str, Any]]) ->
     return table(rows)
 
 
-def _said(one: Prediction, words: Sequence[str]) -> dict[str, Any]:
-    options = shlex.join([*words, *one.candidate.words()])
+def _to_json(one: Prediction, args: Sequence[str]) -> dict[str, Any]:
+    options = shlex.join([*args, *one.candidate.args()])
     return {"options": options, **one.figures, "good_requests_per_second": one.good_per_second}

@@ -1,4 +1,4 @@
-"""``python -m mpillm bench NAME``"""
+"""``python -m mpillm bench NAME``: run a benchmark."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def module_of(name: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark that is named, with the options after its name."""
+    """Run the named benchmark with the remaining arguments."""
     from mpillm.options.values import collect
 
     named = find("mpillm bench", BENCHES, module_of, argv, figures=True)
     if named is None:
         return ExitCode.DONE
-    bench, parser, words = named
-    if hasattr(bench, "normalize_args"):  # words of a script that stand among the options
-        words = bench.normalize_args(words)
-    return int(bench.main(collect(words, bench.Options, parser)))
+    bench, parser, args = named
+    if hasattr(bench, "normalize_args"):  # accepts a script's arguments
+        args = bench.normalize_args(args)
+    return int(bench.main(collect(args, bench.Options, parser)))
 
 
 def find(
@@ -41,10 +41,13 @@ def find(
     argv: Sequence[str],
     figures: bool = False,
 ) -> tuple[ModuleType, Parser, list[str]] | None:
-    """Return the module of the benchmark that `argv` names, its parser, and the words after its name.
+    """Return the module of the benchmark that `argv` names, its parser, and the remaining arguments.
 
-    `module_of`: its module's name. Returns None where help was asked for, which is printed. `figures`: they
-    tell figures for --json. Raises ConfigError for a name that is not in `benches`.
+    Prints the list of benchmarks and returns None for --help. Raises ConfigError for an unknown name.
+
+    Args:
+        module_of: Returns the module name of a benchmark.
+        figures: The benchmarks report figures for --json.
     """
     if not argv or argv[0] in ("-h", "--help"):
         print(f"usage: python -m {prog} NAME [options]\n")
@@ -56,9 +59,9 @@ def find(
         raise ConfigError(
             f"no benchmark '{argv[0]}'{nearest(argv[0], benches)}; there are: {', '.join(benches)}"
         )
-    name, *words = argv
+    name, *args = argv
     bench = importlib.import_module(module_of(name))
     parser = Parser(
         prog=f"{prog} {name}", description=bench.DESCRIPTION, epilog=bench.EPILOG, figures=figures
     )
-    return bench, parser, words
+    return bench, parser, args

@@ -1,4 +1,4 @@
-"""``python -m mpillm compare A B …``: runs side by side."""
+"""``python -m mpillm compare A B …``: compare runs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from mpillm.report.run_list import run_path
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the comparison. Raises ConfigError for a directory that can't be compared."""
+    """Print the comparison. Raises ConfigError for a directory that cannot be compared."""
     parser = Parser(
         prog="mpillm compare",
         figures=True,
         usage="python -m mpillm compare DIR DIR … [options]",
         description="Compare runs: first the options that differ, then each figure with its 95 % confidence"
-        f" interval, from {BLOCKS} blocks of each run's requests. Changes are relative to the first run. One"
-        " run can't tell how much two runs with the same options differ: `ab` measures that.",
+        f" interval, from {BLOCKS} blocks of each run's requests. Changes are relative to the first run."
+        " Single runs cannot show how much runs with equal options differ; `ab` measures that.",
         epilog=f"example:\n  python -m mpillm compare {RUNS}/first {RUNS}/second",
     )
     parser.add_argument("directories", nargs="*", metavar="DIR", help="run directories, two or more")

@@ -12,9 +12,9 @@ from disagg.errors import ConfigError
 from mpillm.errors import ExitCode
 from mpillm.experiments.grouped_doubts import kind_of
 from mpillm.experiments.pages import search_page
-from mpillm.experiments.rate_search import SearchRecord, Tried, find_max_rate, forecast
+from mpillm.experiments.rate_search import RateTrial, SearchRecord, find_max_rate, forecast
 from mpillm.experiments.rate_tests import RateTests
-from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, parse_series
+from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_args, parse_series
 from mpillm.experiments.table import figure
 from mpillm.files import write_text
 from mpillm.options.columns import indented
@@ -41,7 +41,7 @@ class Options(RankedOptions, group=GROUP):
 
 
 def parse(argv: Sequence[str]) -> tuple[Options, list[str], RunConfig]:
-    """Return the command's options, those of its tests as typed, and their configuration."""
+    """Return the command's options, the tests' arguments, and their configuration."""
     parser = Parser(
         prog="mpillm find-max-qps",
         figures=True,
@@ -52,10 +52,10 @@ def parse(argv: Sequence[str]) -> tuple[Options, list[str], RunConfig]:
         "  python -m mpillm find-max-qps -n 2 --core_type dummy --core_options ttft_ms:20,tpot_ms:5"
         " --min_duration 30 --goodput ttft:500 tpot:50",
     )
-    options, words = parse_series(argv, Options, parser)
+    options, args = parse_series(argv, Options, parser)
     typed = [
-        *words,
-        *([] if any(word.startswith("--scenarios") for word in words) else ["--scenarios=Server"]),
+        *args,
+        *([] if any(word.startswith("--scenarios") for word in args) else ["--scenarios=Server"]),
     ]
     config = parse_run(typed, parser)
     if config.harness:
@@ -64,11 +64,11 @@ def parse(argv: Sequence[str]) -> tuple[Options, list[str], RunConfig]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Search, print each test and the answer; return 0, or raise if there is none."""
+    """Search; print each test and the result. Raises StageError if there is none."""
     options, typed, config = parse(argv)
     tests = RateTests(
         series_folder(options.log_dir, "find-max-qps").absolute(),
-        mpirun_words(options, config),
+        mpirun_args(options, config),
         typed,
         config,
         options.probe_duration,
@@ -78,18 +78,16 @@ def main(argv: Sequence[str]) -> int:
         tests.folder, {"options": typed, "mpirun": tests.mpirun, "goodput": config.goodput or {}}
     )
     if config.server:
-        said = (
-            f"each test starts {config.server.partition(':')[0]} again: what takes minutes to start is better"
-        )
-        print(indented("", f"{said} started once, and named (docs/howto/operating_point.md)"), flush=True)
+        note = f"each test starts {config.server.partition(':')[0]} again; start a server that loads slowly"
+        print(indented("", f"{note} once, and name its address (docs/howto/operating_point.md)"), flush=True)
     try:
         return _search(options, tests, record, config.server_target_qps if _has_rate(typed) else None)
     except SystemExit:  # Ctrl-C, or another signal
         best = record.best()
         if best is not None:
             length = "" if best.full else ", by a short test only"
-            said = f"{figure(best.rate, 5)} per second{length}: {display_path(Path(best.folder))}"
-            print(f"\n{indented('best so far                ', said)}")
+            text = f"{figure(best.rate, 5)} per second{length}: {display_path(Path(best.folder))}"
+            print(f"\n{indented('best so far                ', text)}")
         else:
             print("\nno rate has been VALID so far")
         _leave_page(tests, record, None)
@@ -103,17 +101,20 @@ def main(argv: Sequence[str]) -> int:
 def _search(options: Options, tests: RateTests, record: SearchRecord, start: float | None) -> int:
     start = start or record.start
     if start is None:
-        print(f"measuring the capacity: all queries at once, for {tests.short_s:g} s", flush=True)
+        print(f"measuring the capacity with all queries issued at the start, {tests.short_s:g} s", flush=True)
         start = tests.capacity()
         print(f"  {figure(start, 4)} answers per second", flush=True)
     record.begin(start)
     lengths = f"short tests of {tests.short_s:g} s, then full ones of {tests.full_s:g} s"
     print(indented("", f"{lengths}, in {display_path(tests.folder)}"))
 
-    printed: set[str] = set()  # kinds of doubts: each is printed once
-    lasted: dict[bool, list[float]] = {False: [], True: []}  # the tests of now, by whether they were full
+    printed: set[str] = set()  # kinds of doubts: each is printed only once
+    lasted: dict[bool, list[float]] = {
+        False: [],
+        True: [],
+    }  # seconds of this command's tests; True: full ones
 
-    def test(rate: float, full: bool) -> Tried:
+    def test(rate: float, full: bool) -> RateTrial:
         one = record.known(rate, full)
         if one is None:
             began = time.monotonic()
@@ -130,29 +131,29 @@ def _search(options: Options, tests: RateTests, record: SearchRecord, start: flo
                 print(indented(" " * 13, f"doubtful: {doubt}"), flush=True)
         return one
 
-    found = find_max_rate(test, start, options.tolerance)
-    best = found.best
+    result = find_max_rate(test, start, options.tolerance)
+    best = result.best
     print(f"\nhighest VALID rate         {figure(best.rate, 5)} per second")
-    print(f"not VALID at               {figure(found.too_high, 5)} per second")
+    print(f"not VALID at               {figure(result.too_high, 5)} per second")
     for name, value in best.figures.items():
         print(f"{name.replace('_', ' '):<26} {figure(value, 5)}")
     print(f"confirming run             {display_path(Path(best.folder))}")
-    _leave_page(tests, record, found.too_high)
+    _leave_page(tests, record, result.too_high)
     figures = {
         "rate": best.rate,
-        "too_high": found.too_high,
+        "too_high": result.too_high,
         "run": best.folder,
         "tests": [asdict(t) for t in record.tests],
     }
-    options.tell(figures)
+    options.report(figures)
     return ExitCode.DONE
 
 
 def _left(left: tuple[int, int] | None, lasted: Mapping[bool, Sequence[float]], tests: RateTests) -> str:
-    """Return about how long the search still takes, by its tests so far, for the end of a line."""
+    """Return the estimated remaining time, from the tests so far, as the end of a line."""
     if left is None or left == (0, 0):
         return ""
-    # A test's start and end take about as long whatever its length.
+    # Start and end of a test take about the same time for any length.
     around = max(0.0, mean(lasted[False]) - tests.short_s) if lasted[False] else 0.0
     full_s = mean(lasted[True]) if lasted[True] else tests.full_s + around
     short_s = mean(lasted[False]) if lasted[False] else tests.short_s
@@ -161,24 +162,24 @@ def _left(left: tuple[int, int] | None, lasted: Mapping[bool, Sequence[float]], 
 
 def _leave_page(tests: RateTests, record: SearchRecord, too_high: float | None) -> None:
     page = tests.folder / "find-max-qps.html"
-    # A test that was stopped early has no result that says its limits.
+    # A test that was stopped early has no result with its limits.
     limits = next((limits_ms(RunFiles.read(Path(one.folder))) for one in record.tests if one.figures), {})
     write_text(page, search_page(tests.folder, record.tests, too_high, limits))
     print(f"page                       {display_path(page)}", flush=True)
 
 
-def _has_rate(words: Sequence[str]) -> bool:
-    return any(word.partition("=")[0] == "--server_target_qps" for word in words)
+def _has_rate(args: Sequence[str]) -> bool:
+    return any(word.partition("=")[0] == "--server_target_qps" for word in args)
 
 
-def _line(tried: Tried, when: str = "") -> str:
-    length = "full " if tried.full else "short"
+def _line(trial: RateTrial, when: str = "") -> str:
+    length = "full " if trial.full else "short"
     latencies = "  ".join(
-        f"{name.upper()} p99 {figure(tried.figures[f'{name}_p99_ms'], 4)} ms"
+        f"{name.upper()} p99 {figure(trial.figures[f'{name}_p99_ms'], 4)} ms"
         for name in ("ttft", "tpot")
-        if f"{name}_p99_ms" in tried.figures
+        if f"{name}_p99_ms" in trial.figures
     )
-    verdict = "VALID  " if tried.valid else "INVALID"
-    head = f"  {figure(tried.rate, 4):>9}/s  {length}  {verdict}  "
-    text = f"{latencies or 'stopped'}{'  doubtful' if tried.doubts else ''}{when}"
-    return "\n".join([indented(head, text), *([indented(" " * 13, tried.why)] if tried.why else [])])
+    verdict = "VALID  " if trial.valid else "INVALID"
+    head = f"  {figure(trial.rate, 4):>9}/s  {length}  {verdict}  "
+    text = f"{latencies or 'stopped'}{'  doubtful' if trial.doubts else ''}{when}"
+    return "\n".join([indented(head, text), *([indented(" " * 13, trial.why)] if trial.why else [])])

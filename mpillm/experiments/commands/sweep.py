@@ -16,12 +16,12 @@ from mpillm.experiments.option_grid import (
     curve,
     figures,
     finished,
-    grid_of_words,
+    grid_of_args,
     grid_of_yaml,
+    grid_points,
     pareto,
-    points,
 )
-from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_words, parse_series
+from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_args, parse_series
 from mpillm.experiments.sweep_page import COLUMNS, doubtful_points, per, sweep_page
 from mpillm.experiments.table import cell, values_text
 from mpillm.files import write_text
@@ -39,12 +39,12 @@ class Options(RankedOptions, group=GROUP):
     """Options of ``sweep``."""
 
     grid = option(
-        "a YAML of options, each with a value or a list of values; options that are typed override it"
+        "a YAML of options, each with a value or a list of values; command-line options override it"
     )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the points that have no result yet; print all; 4 if one failed."""
+    """Run the points that have no result yet; print all. Return TEST_FAILED if one fails."""
     parser = Parser(
         prog="mpillm sweep",
         figures=True,
@@ -55,68 +55,68 @@ def main(argv: Sequence[str]) -> int:
         f"  python -m mpillm sweep -n 3 --core_type dummy --max_batch_size 4 8 16 --log_dir {RUNS}/sweep\n"
         "  python -m mpillm sweep --grid grid.yaml --output sweep.json",
     )
-    options, words = parse_series(argv, Options, parser)
-    grid = (grid_of_yaml(Path(options.grid)) if options.grid else {}) | grid_of_words(words)
-    todo = list(points(grid))
+    options, args = parse_series(argv, Options, parser)
+    grid = (grid_of_yaml(Path(options.grid)) if options.grid else {}) | grid_of_args(args)
+    todo = list(grid_points(grid))
     if len(todo) < 2:
-        raise ConfigError("sweep: no option has several values: --max_batch_size 4 8 16, say")
-    mpirun = [mpirun_words(options, parse_run(point.words, parser)) for point in todo]
+        raise ConfigError("sweep: no option has several values; example: --max_batch_size 4 8 16")
+    mpirun = [mpirun_args(options, parse_run(point.args, parser)) for point in todo]
     folder = series_folder(options.log_dir, "sweep").absolute()
     print(f"{len(todo)} points, in {display_path(folder)}", flush=True)
-    lasted: list[float] = []  # the runs of now
-    found = [
+    lasted: list[float] = []  # seconds of this command's runs
+    points = [
         _point(folder, point, start, i, todo, lasted)
         for i, (point, start) in enumerate(zip(todo, mpirun, strict=True), 1)
     ]
-    front = pareto(found)
+    front = pareto(points)
     fixed = {name: values[0] if values else "" for name, values in grid.items() if len(values) < 2}
-    print("\n" + _table(todo, found, front))
-    for line in doubtful_points(found):
+    print("\n" + _table(todo, points, front))
+    for line in doubtful_points(points):
         print(indented("doubtful: ", line))
-    options.tell({"points": found, "pareto": front})
-    write_text(folder / "sweep.html", sweep_page(folder, found, front, fixed))
+    options.report({"points": points, "pareto": front})
+    write_text(folder / "sweep.html", sweep_page(folder, points, front, fixed))
     print(f"\npage  {display_path(folder / 'sweep.html')}")
-    return ExitCode.TEST_FAILED if any(one["status"] == "FAILED" for one in found) else ExitCode.DONE
+    return ExitCode.TEST_FAILED if any(one["status"] == "FAILED" for one in points) else ExitCode.DONE
 
 
 def _point(
     folder: Path, point: Point, mpirun: Sequence[str], i: int, todo: Sequence[Point], lasted: list[float]
 ) -> dict[str, Any]:
-    """Return a point's figures, of the run that is there or of a new one, the `i`-th of `todo`.
+    """Return the figures of the `i`-th point of `todo`, from an existing or a new run.
 
-    How long a new one took goes to `lasted`.
+    `lasted`: gets the duration of a new run.
     """
     head = f"  {i} of {len(todo)}  "
     where = folder / point.folder
-    said = {"options": dict(point.values), "run": str(where)}
+    row = {"options": dict(point.values), "run": str(where)}
     label = " ".join(f"{name}={value}" for name, value in point.values.items())
     if (run := finished(where)) is not None:
         print(indented(head, f"{label}: was there"), flush=True)
-        return said | figures(run)
-    if where.exists():  # keep what a failed or cut run left, for its owner to look at
+        return row | figures(run)
+    if where.exists():  # keep the files of a failed or incomplete run
         where.rename(unused(where.with_name(f"{where.name}.incomplete")))
     began = time.monotonic()
-    ended = run_in(where, mpirun, point.words)
+    ended = run_in(where, mpirun, point.args)
     lasted.append(time.monotonic() - began)
     if ended.failure:
         print(indented(head, f"{label}: failed: {ended.failure.splitlines()[0]}"), flush=True)
-        return said | {"status": "FAILED", "why": ended.failure}
+        return row | {"status": "FAILED", "why": ended.failure}
     verdict = f"{ended.result['status']}{_left(folder, todo[i:], lasted)}"
     print(indented(head, f"{label}: {verdict}"), flush=True)
-    return said | figures(RunFiles.read(where))
+    return row | figures(RunFiles.read(where))
 
 
 def _left(folder: Path, others: Sequence[Point], lasted: Sequence[float]) -> str:
-    """Return about how long the other points take, for the end of a line: as long as those so far."""
+    """Return the estimated remaining time, from the runs so far, as the end of a line."""
     n = sum(finished(folder / point.folder) is None for point in others)
     return f"  about {duration(n * mean(lasted))} left" if n else ""
 
 
-def _table(todo: Sequence[Point], found: Sequence[dict[str, Any]], front: Sequence[int]) -> str:
-    of = per(found)
+def _table(todo: Sequence[Point], points: Sequence[dict[str, Any]], front: Sequence[int]) -> str:
+    of = per(points)
     names = list(todo[0].values)
     rows = [[*names, *(text.format(of=of) for text in COLUMNS.values()), "Pareto"]]
-    for i, (point, one) in enumerate(zip(todo, found, strict=True)):
+    for i, (point, one) in enumerate(zip(todo, points, strict=True)):
         cells = [cell(one.get(key)) for key in COLUMNS]
         rows.append([*point.values.values(), *cells, "*" if i in front else ""])
     lines = [table(rows, len(names) + 1, len(names))]
@@ -124,9 +124,9 @@ def _table(todo: Sequence[Point], found: Sequence[dict[str, Any]], front: Sequen
         lines += [
             "",
             *curve(
-                found,
+                points,
                 front,
-                [f"{values_text(one)}{'  INVALID' * (one['status'] == 'INVALID')}" for one in found],
+                [f"{values_text(one)}{'  INVALID' * (one['status'] == 'INVALID')}" for one in points],
                 of,
             ),
         ]

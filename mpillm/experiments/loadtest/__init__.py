@@ -1,1 +1,1 @@
-"""Load on an endpoint over HTTP, and its figures: rates, latencies, a report, a page."""
+"""Load tests of an endpoint over HTTP: load, figures, console and HTML reports."""

@@ -1,4 +1,4 @@
-"""A client of one OpenAI-compatible server, for load tests in turn."""
+"""Client of one OpenAI-compatible server, for sequential load tests."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mpillm.data.tokenizer import FileTokenizer, Tokenizer
 from mpillm.experiments.loadtest.load_test import LoadTest
 from mpillm.report.console import Console
 
-_ASK_S = 60.0  # for the model's name, and for the first token
+_ANSWER_S = 60.0  # for the model's name, and for the first token
 _DAY_S = 86400.0
 
 
 class EndpointClient:
-    """Waits until a server is ready, and finds out how it wants to be asked; ends with its context."""
+    """Context with a client: waits until the server is ready, and detects its dialect."""
 
     def __init__(
         self,
@@ -31,8 +31,11 @@ class EndpointClient:
         ready_deadline: float,
         stall_timeout: float,
     ) -> None:
-        """`model`: its name at the server; None: the only one. Raises ConfigError for a wrong URL,
-        EndpointError if the server is not ready in time or does not answer."""
+        """`model`: its name at the server; None: the server's only model.
+
+        Raises ConfigError for a wrong URL, EndpointError if the server is not ready in time or does not
+        answer.
+        """
         try:
             self.endpoint = Endpoint(url)
         except ValueError as error:
@@ -44,23 +47,23 @@ class EndpointClient:
         self._console = Console(sys.stdout, sys.stderr)
         began = time.monotonic()
 
-        def tell(waiting: str) -> None:
+        def report_wait(waiting: str) -> None:
             self._console.wait("ready", time.monotonic() - began, waiting)
 
         try:
-            ready = until_ready(self.endpoint, ready_deadline, tell, longer="--ready_deadline")
-            self._thread.run(ready, ready_deadline + _ASK_S)
-            found = find_model(self.endpoint, model, model_path, _ASK_S)
-            self.endpoint.model = self._thread.run(found, 2 * _ASK_S)
+            ready = until_ready(self.endpoint, ready_deadline, report_wait, longer="--ready_deadline")
+            self._thread.run(ready, ready_deadline + _ANSWER_S)
+            name = find_model(self.endpoint, model, model_path, _ANSWER_S)
+            self.endpoint.model = self._thread.run(name, 2 * _ANSWER_S)
             has_tokenizer = isinstance(tokenizer, FileTokenizer)
-            self._thread.run(choose_dialect(self.endpoint, has_tokenizer, _ASK_S), 2 * _ASK_S)
+            self._thread.run(choose_dialect(self.endpoint, has_tokenizer, _ANSWER_S), 2 * _ANSWER_S)
         except BaseException:
             self._thread.stop()
             raise
         self._console.line(f"{self.endpoint.url}, model {self.endpoint.model}: {self.endpoint.dialect.name}")
 
     def run(self, test: LoadTest) -> float:
-        """Put a test's load on the server, and show how far it is; return how many seconds it took."""
+        """Run a test and print its progress; return its duration in seconds."""
         if self._client is None:
             self._client = Client(
                 [self.endpoint],

@@ -1,4 +1,4 @@
-"""The page of `bench endpoint`: distributions, latencies over time, the figures."""
+"""HTML report of `bench endpoint`: distributions, latencies over time, figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpillm.experiments.loadtest.load_test import Record
 from mpillm.report.page.charts import Chart, distribution
 from mpillm.report.page.document import CDF, chart_section, document, escape, section
 
-_MOST_BINS = 120
+_MAX_BINS = 120
 _OF: dict[str, tuple[str, Callable[[Record], float]]] = {
     "ttft": ("Time to first token", lambda one: one.ttft),
     "tpot": ("Time per output token", lambda one: one.tpot),
@@ -26,19 +26,19 @@ def endpoint_page(
     lines: Sequence[str],
     verdict: Sequence[str],
 ) -> str:
-    """Return the page. `lines`, `verdict`: as on the console."""
+    """Return the HTML. `lines`, `verdict`: those of the console."""
     limits = result.get("limits_ms", {})
     good = [one for one in records if not one.error]
     cdfs = []
-    for name, (said, of) in _OF.items():
+    for name, (label, of) in _OF.items():
         ms = [1e3 * of(one) for one in good if of(one) > 0]
         if ms:
-            chart = distribution(f"cdf-{name}", said, ms)
+            chart = distribution(f"cdf-{name}", label, ms)
             chart.limit = ("limit", limits[name]) if name in limits else None
             cdfs.append(chart)
     times = _over_time(good)
     rate = result["request_rate"]
-    load = "all at once" if rate == "inf" else f"{rate:g} requests/s"
+    load = "all simultaneously" if rate == "inf" else f"{rate:g} requests/s"
     failed = f", <strong>{result['failed']:,} failed</strong>" if result["failed"] else ""
     head = (
         f"<header><h1>{escape(title)}</h1><p>{escape(result['model_id'])} ·"
@@ -55,7 +55,7 @@ def endpoint_page(
 
 
 def _judged(result: Mapping[str, Any], verdict: Sequence[str]) -> str:
-    """Return the verdict on the limits, as the console has it; "" without limits."""
+    """Return the verdict on the limits; "" without limits."""
     if not verdict:
         return ""
     kind = "better" if result["limits_met"] else "worse"
@@ -64,13 +64,13 @@ def _judged(result: Mapping[str, Any], verdict: Sequence[str]) -> str:
 
 
 def _over_time(good: Sequence[Record]) -> list[Chart]:
-    """Return requests in flight, answers a second, and first tokens, over the test."""
+    """Return charts of requests in flight, answers per second, and first tokens, over time."""
     if len(good) < 2:
         return []
     first = min(one.start for one in good)
     starts = np.array([one.start - first for one in good])
     ends = starts + np.array([one.latency for one in good])
-    step = max(float(ends.max()) / _MOST_BINS, 0.1)
+    step = max(float(ends.max()) / _MAX_BINS, 0.1)
     grid = np.arange(0, float(ends.max()) + step, step)
     open_ = np.searchsorted(np.sort(starts), grid, "right") - np.searchsorted(np.sort(ends), grid, "right")
     answered = np.diff(np.searchsorted(np.sort(ends), grid, "right"), prepend=0) / step

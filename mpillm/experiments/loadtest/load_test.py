@@ -1,4 +1,4 @@
-"""Requests to a server, at a rate or as fast as they are answered, and what became of each."""
+"""Send requests to a server, at a rate or as fast as it answers, and record each."""
 
 from __future__ import annotations
 
@@ -40,9 +40,11 @@ class Record:
 def arrivals(
     n: int, rate: float | None, burstiness: float, random: np.random.Generator
 ) -> NDArray[np.float64]:
-    """Return when each of `n` requests arrives, in seconds after the first could; all at once if `rate` is
-    None. Intervals are gamma distributed with shape `burstiness` (1: a Poisson process; less is more bursty),
-    and scaled so that all of them last n / rate, as `vllm bench serve` does."""
+    """Return the arrival time of each of `n` requests, in seconds from the start; all 0 if `rate` is None.
+
+    Intervals are gamma distributed with shape `burstiness` (1: a Poisson process; less is more bursty), and
+    scaled so that their sum is n / rate, like `vllm bench serve`.
+    """
     if rate is None:
         return np.zeros(n)
     due: NDArray[np.float64] = np.cumsum(random.gamma(burstiness, 1 / (rate * burstiness), n))
@@ -51,27 +53,27 @@ def arrivals(
 
 
 class LoadTest:
-    """The listener of a client, for some requests. It belongs to the client's event loop."""
+    """Sends requests with a client and receives its events, on the client's event loop."""
 
     def __init__(
         self,
         prompts: Sequence[NDArray[np.int32]],
         due: NDArray[np.float64],
         sampling: Sampling,
-        most_at_once: int | None,
+        max_concurrency: int | None,
     ) -> None:
         self.records = [Record(len(prompt)) for prompt in prompts]
         self.client: Client | None = None
         self._prompts = prompts
         self._due = due
         self._sampling = sampling
-        self._most = most_at_once or len(prompts)
+        self._max_concurrency = max_concurrency or len(prompts)
         self._waiting: deque[tuple[int, float]] = deque()  # index, arrival
-        self._started: float | None = None  # time.perf_counter(), as all times here
+        self._started: float | None = None  # time.perf_counter()
         self._issued = self._ended_requests = self._tokens = 0
 
     async def run(self, client: Client) -> float:
-        """Send all requests, wait for all answers; the seconds it took."""
+        """Send all requests and wait for all answers; return the duration in seconds."""
         self.client = client
         client.listener = self
         self._ended = asyncio.get_running_loop().create_future()
@@ -85,7 +87,7 @@ class LoadTest:
         return time.perf_counter() - start
 
     def progress(self) -> LoadProgress | None:
-        """Return how far the test is; None: it has not begun. Any thread may ask."""
+        """Return the test's progress; None before its start. Called from any thread."""
         return None if self._started is None else self._so_far(time.perf_counter() - self._started)
 
     def _so_far(self, elapsed_s: float) -> LoadProgress:
@@ -94,14 +96,14 @@ class LoadTest:
 
     def _send(self) -> None:
         assert self.client is not None
-        while self._waiting and len(self.client.calls) < self._most:
+        while self._waiting and len(self.client.calls) < self._max_concurrency:
             index, arrival = self._waiting.popleft()
             self.records[index].queue_time = time.perf_counter() - arrival
             self._issued += 1
             self.client.submit(index, self._prompts[index].tolist(), self._sampling)
 
     def _end(self) -> None:
-        """A request has ended; the client forgets it after this."""
+        """Count an ended request. The client removes it after this call."""
         self._ended_requests += 1
         if self._ended_requests == len(self.records):
             self._ended.set_result(None)
@@ -111,7 +113,7 @@ class LoadTest:
     # --- Listener ---
 
     def on_first(self, call: Call) -> None:
-        """All times are in the answer."""
+        """Do nothing: the answer records all times."""
 
     def on_done(self, call: Call) -> None:
         record, times = self.records[call.id], call.answer.times
@@ -130,4 +132,4 @@ class LoadTest:
         self._end()
 
     def on_cancelled(self, call: Call) -> None:
-        """Nobody cancels here."""
+        """Do nothing: no request is cancelled."""

@@ -1,4 +1,4 @@
-"""The result of a load test: numbers, JSON and table of `vllm bench serve` (vllm/benchmarks/serve.py)."""
+"""Result of a load test: numbers, JSON and table of `vllm bench serve` (vllm/benchmarks/serve.py)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _TITLES = {
 }
 _WIDTH = 50
 DETAILS = ("input_lens", "output_lens", "ttfts", "itls", "start_times", "generated_texts", "errors")
-"""What is left out of the JSON unless it is asked for."""
+"""Keys of the JSON that are only written on request."""
 
 
 def numbers(
     records: Sequence[Record], duration: float, percentiles: Sequence[float], limits_ms: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Return the result's keys as `vllm bench serve` writes them; `limits_ms`: of goodput, by name."""
+    """Return the result with the keys of `vllm bench serve`. `limits_ms`: of goodput, by name."""
     good = [record for record in records if not record.error]
     times = {
         "ttft": [record.ttft for record in good],
@@ -71,9 +71,9 @@ def numbers(
 
 
 def judged(records: Sequence[Record], limits_ms: Mapping[str, float]) -> dict[str, Any]:
-    """Return for the result whether the latencies met the limits, by LoadGen's rule for Server tests.
+    """Return keys of the result: were the limits met, by LoadGen's rule for Server tests.
 
-    Of each limit as many requests may be late as LoadGen's early stopping allows; a failed one is late.
+    For each limit, LoadGen's early stopping allows a number of late requests. A failed request is late.
     """
     if not limits_ms:
         return {}
@@ -92,23 +92,23 @@ def judged(records: Sequence[Record], limits_ms: Mapping[str, float]) -> dict[st
 
 
 def verdict_lines(result: Mapping[str, Any]) -> list[str]:
-    """Return what `judged` found: the verdict, and a line for each limit; [] without limits."""
+    """Return the lines of `judged`: the verdict, and a line for each limit; [] without limits."""
     if "limits_met" not in result:
         return []
     allowed, n = result["late_allowed"], result["completed"] + result["failed"]
     enough = queries_needed(SERVER_PERCENTILE) or 0
-    few = f"; LoadGen asks for {enough:,} requests at least" if n < enough else ""
+    few = f"; LoadGen requires at least {enough:,} requests" if n < enough else ""
     verdict = "met" if result["limits_met"] else "MISSED"
     lines = [f"Limits: {verdict} (late requests: at most {allowed:,} of {n:,}{few})"]
     for name, limit in result["limits_ms"].items():
         late = result["late"][name]
-        said = "met" if late <= allowed else "missed"
-        lines.append(f"  {_TITLES[name][0]} {limit:g} ms: {said}, {late:,} late")
+        outcome = "met" if late <= allowed else "missed"
+        lines.append(f"  {_TITLES[name][0]} {limit:g} ms: {outcome}, {late:,} late")
     return lines
 
 
 def _peaks(records: Sequence[Record]) -> tuple[float, int]:
-    """Return the most tokens of a second, and the most requests at one time."""
+    """Return the peak tokens per second, and the peak number of concurrent requests."""
     if not records:
         return 0.0, 0
     first = min(record.start for record in records)
@@ -119,9 +119,9 @@ def _peaks(records: Sequence[Record]) -> tuple[float, int]:
 
 
 def table(
-    result: Mapping[str, Any], percentiles: Sequence[float], rate: float | None, most_at_once: int | None
+    result: Mapping[str, Any], percentiles: Sequence[float], rate: float | None, max_concurrency: int | None
 ) -> Iterator[str]:
-    """Yield the lines that the user sees."""
+    """Yield the lines of the table."""
 
     def line(name: str, value: float) -> str:
         return f"{name:<40} {value:<10.2f}" if isinstance(value, float) else f"{name:<40} {value:<10}"
@@ -129,8 +129,8 @@ def table(
     yield f"{' Serving Benchmark Result ':=^{_WIDTH}}"
     yield line("Successful requests:", result["completed"])
     yield line("Failed requests:", result["failed"])
-    if most_at_once is not None:
-        yield line("Maximum request concurrency:", most_at_once)
+    if max_concurrency is not None:
+        yield line("Maximum request concurrency:", max_concurrency)
     if rate is not None:
         yield line("Request rate configured (RPS):", float(rate))
     yield line("Benchmark duration (s):", result["duration"])

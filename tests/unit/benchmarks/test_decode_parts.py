@@ -19,7 +19,7 @@ from benchmarks.decode_steps import Decoded
 from benchmarks.power_readings import PowerReader, Reading
 from mpillm.engine.model.model_part import ModelPart
 from mpillm.engine.shape.read_config import load_model_config
-from mpillm.experiments.bench.roofline import Energy, Part, Roofline, Work, sample_work
+from mpillm.experiments.bench.roofline import Energy, LayerOp, Roofline, Work, sample_work
 from tests.helpers import plain_kernels
 from tests.helpers.torch_cores import make_core
 
@@ -72,9 +72,9 @@ def _nothing() -> None:
 
 def test_the_roofline_names_the_limit() -> None:
     roofline = Roofline(bandwidth=100.0, peak=1000.0, peak_in_floats=500.0)
-    reads = Part("reads", _nothing, Work(200.0, 10.0, in_floats=False))
-    computes = Part("computes", _nothing, Work(1.0, 5000.0, in_floats=False))
-    head = Part("head", _nothing, Work(1.0, 5000.0, in_floats=True))
+    reads = LayerOp("reads", _nothing, Work(200.0, 10.0, in_floats=False))
+    computes = LayerOp("computes", _nothing, Work(1.0, 5000.0, in_floats=False))
+    head = LayerOp("head", _nothing, Work(1.0, 5000.0, in_floats=True))
     energy = Energy(idle_watts=20.0, per_byte=2.0, per_flop=0.1, per_flop_in_floats=0.2)
     assert (roofline.seconds(reads.work), roofline.limit(reads.work)) == (2.0, "memory")
     assert (roofline.seconds(head.work), roofline.limit(head.work)) == (10.0, "arithmetic")

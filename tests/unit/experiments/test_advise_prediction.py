@@ -12,7 +12,7 @@ from mpillm.experiments.advise.candidates import ONE_RANK, Candidate
 from mpillm.experiments.advise.planning import plan_of
 from mpillm.experiments.advise.prediction import Load, predict, with_steps_of
 from mpillm.experiments.advise.simulated_slots import SlotTimes
-from mpillm.experiments.advise.step_times import ALONE, Line, Sharing, StepTimes
+from mpillm.experiments.advise.step_times import ALONE, CoreSharing, LinearTime, StepTimes
 from mpillm.loadgen.issue_order import Issued
 from mpillm.report.request_log import RECORD
 from mpillm.report.run_directory import REQUESTS
@@ -48,10 +48,10 @@ def ran(folder: Path, candidate: Candidate, times: StepTimes) -> RunFiles:
 
 @pytest.mark.parametrize("candidate", [Candidate(ONE_RANK, 2, 4), Candidate(ONE_RANK, 1, 4, ONE_RANK, 1)])
 def test_a_slower_machine_is_told_from_a_wrong_simulation(candidate: Candidate, tmp_path: Path) -> None:
-    planned = plan_of(["--model_path=tiny-llama", f"--max_output_len={TOKENS}", *candidate.words()], 2)
+    planned = plan_of(["--model_path=tiny-llama", f"--max_output_len={TOKENS}", *candidate.args()], 2)
     half = dict.fromkeys(range(N), TOKENS // 2)
-    before = Calibration({ONE_RANK: TIMES}, {}, Sharing(2, 1.1), Line(1e-3), {})
-    then = Calibration({ONE_RANK: SLOWER}, {}, ALONE, Line(1e-3), half)
+    before = Calibration({ONE_RANK: TIMES}, {}, CoreSharing(2, 1.1), LinearTime(1e-3), {})
+    then = Calibration({ONE_RANK: SLOWER}, {}, ALONE, LinearTime(1e-3), half)
     own = with_steps_of(before, candidate, ran(tmp_path, candidate, SLOWER))
     assert own is not None
     found = predict(candidate, planned, own, LOAD, {}).figures["tokens_per_second"]
@@ -64,7 +64,7 @@ def test_a_slower_machine_is_told_from_a_wrong_simulation(candidate: Candidate, 
 def test_a_run_of_some_samples_says_what_the_others_will_take(tmp_path: Path) -> None:
     """Answers that it did not see are those of the calibration."""
     candidate = Candidate(ONE_RANK, 2, 4)
-    calibration = Calibration({ONE_RANK: TIMES}, {}, ALONE, Line(0.0), {N - 1: TOKENS, 0: 1})
+    calibration = Calibration({ONE_RANK: TIMES}, {}, ALONE, LinearTime(0.0), {N - 1: TOKENS, 0: 1})
     run = ran(tmp_path, candidate, SLOWER)
     (run.path / REQUESTS).write_bytes((run.path / REQUESTS).read_bytes()[: (N - 1) * RECORD.itemsize])
     then = with_steps_of(calibration, candidate, run)
@@ -76,6 +76,6 @@ def test_a_run_of_some_samples_says_what_the_others_will_take(tmp_path: Path) ->
 
 def test_a_core_without_steps_has_none(tmp_path: Path) -> None:
     candidate = Candidate(ONE_RANK, 2, 4)
-    slots = Calibration({}, {ONE_RANK: SlotTimes(Line(0.1), 0.01)}, ALONE, Line(0.0), {})
+    slots = Calibration({}, {ONE_RANK: SlotTimes(LinearTime(0.1), 0.01)}, ALONE, LinearTime(0.0), {})
     run = RunFiles(tmp_path, plan={"ranks": [{"rank": 1, "roles": ["executor"], "instance": 0}]})
     assert with_steps_of(slots, candidate, run) is None

@@ -11,12 +11,12 @@ import pytest
 from mpillm.engine.shape.engine_config import SchedulerConfig
 from mpillm.errors import StageError
 from mpillm.experiments.advise.simulated_instances import (
-    Request,
+    SimulatedRequest,
     StepInstance,
 )
 from mpillm.experiments.advise.simulated_slots import SlotInstance, SlotTimes
 from mpillm.experiments.advise.simulator import Make, Simulation, System, latencies
-from mpillm.experiments.advise.step_times import Line, Sharing, StepTimes
+from mpillm.experiments.advise.step_times import CoreSharing, LinearTime, StepTimes
 
 SCHEDULER = SchedulerConfig(max_batch_size=8, max_num_tokens=1024, tokens_per_block=32)
 CONTEXT_S, STEP_S = 0.5, 0.01
@@ -43,19 +43,19 @@ def engines(
 
 
 def slots(n: int, first_s: float, per_token_s: float, *, split: bool = False) -> Make:
-    times = SlotTimes(Line(first_s), per_token_s)
+    times = SlotTimes(LinearTime(first_s), per_token_s)
     return lambda generates, listener, at: SlotInstance(n, times, 1, split and not generates, listener, at)
 
 
-def run(system: System, make: Make, requests: Sequence[Request]) -> float:
+def run(system: System, make: Make, requests: Sequence[SimulatedRequest]) -> float:
     """Return when the last answer was there."""
     Simulation(system, make).run(requests)
     assert all(0 <= request.first <= request.ended for request in requests)
     return max(request.ended for request in requests)
 
 
-def same(n: int, n_prompt: int = 32, n_output: int = 4) -> list[Request]:
-    return [Request(n_prompt, n_output, n_output) for _ in range(n)]
+def same(n: int, n_prompt: int = 32, n_output: int = 4) -> list[SimulatedRequest]:
+    return [SimulatedRequest(n_prompt, n_output, n_output) for _ in range(n)]
 
 
 def test_one_server_waits_as_m_d_1() -> None:
@@ -63,7 +63,7 @@ def test_one_server_waits_as_m_d_1() -> None:
     service_s, load = 0.1, 0.7
     gaps = np.random.default_rng(0).exponential(service_s / load, 6000)
     at = np.cumsum(gaps)
-    requests = [Request(8, 1, 1, float(t)) for t in at]
+    requests = [SimulatedRequest(8, 1, 1, float(t)) for t in at]
     run(system(), slots(1, service_s, 0.0), requests)
     free, expected = 0.0, []
     for t in at:
@@ -108,7 +108,7 @@ def test_a_small_cache_preempts_under_max_util_and_all_is_answered() -> None:
 
 
 def test_a_handed_over_request_takes_its_context_its_handoff_and_its_steps() -> None:
-    handoff = Line(0.003, 0.0001)
+    handoff = LinearTime(0.003, 0.0001)
     one = same(1, n_prompt=50, n_output=6)
     lasted = run(system(1, 1, handoff=handoff), engines(TIMES, split=True), one)
     assert one[0].first == pytest.approx(CONTEXT_S)
@@ -126,7 +126,7 @@ def test_contexts_that_take_longer_decide_a_disaggregated_run() -> None:
 
 def test_answers_of_one_token_end_at_the_context_instance() -> None:
     for make in (engines(BY_STEP, split=True), slots(8, 0.1, 0.1, split=True)):
-        by_end_token = [Request(32, 1, 9) for _ in range(5)]
+        by_end_token = [SimulatedRequest(32, 1, 9) for _ in range(5)]
         requests = [*same(5, n_output=1), *by_end_token]
         run(system(1, 1), make, requests)
         assert all(request.first == request.ended for request in requests)
@@ -139,10 +139,10 @@ def test_a_generation_instance_without_room_holds_contexts_back() -> None:
 
 
 def test_instances_on_the_same_cores_slow_each_other_while_both_compute() -> None:
-    shared = Sharing(2, 2.0)
+    shared = CoreSharing(2, 2.0)
     both = run(system(entries=2, sharing=shared), engines(BY_STEP), same(16, n_output=5))
     assert both == pytest.approx(2 * 5 * STEP_S)
-    requests = [Request(32, 10, 10), Request(32, 4, 4)]
+    requests = [SimulatedRequest(32, 10, 10), SimulatedRequest(32, 4, 4)]
     run(system(entries=2, sharing=shared), engines(BY_STEP), requests)
     assert requests[1].ended == pytest.approx(2 * 4 * STEP_S)
     assert requests[0].ended == pytest.approx((2 * 4 + 6) * STEP_S)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpillm.experiments.advise.step_times import FEATURES, Line, Sharing, StepTimes, fit, shared, slowdown
+from mpillm.experiments.advise.step_times import (
+    FEATURES,
+    CoreSharing,
+    LinearTime,
+    StepTimes,
+    fit,
+    shared,
+    slowdown,
+)
 from mpillm.telemetry.recorder import StepSums
 
 TRUE = StepTimes((0, 1, 64), (5e-3, 5e-3, 25e-3), (1e-3, 2e-4, 1e-8, 1e-6))
@@ -92,16 +100,16 @@ def test_ranks_that_seem_faster_beside_others_were_slower_alone() -> None:
 
 
 def test_sharing_grows_with_each_rank_that_computes() -> None:
-    sharing = Sharing(4, 2.5)
+    sharing = CoreSharing(4, 2.5)
     assert [sharing.slowdown(busy, 1) for busy in (1, 2, 4)] == [1.0, 1.5, 2.5]
     assert sharing.slowdown(4, 4) == 1.0  # an instance of all ranks was measured so
-    assert Sharing().slowdown(3, 1) == 1.0
+    assert CoreSharing().slowdown(3, 1) == 1.0
 
 
 def test_a_line_ignores_a_disturbed_point() -> None:
     tokens = [10.0, 20.0, 40.0, 80.0, 100.0]
     seconds = [0.1 + 0.002 * n for n in tokens]
     seconds[1] = 9.0
-    assert Line.through(tokens, seconds) == Line(pytest.approx(0.1), pytest.approx(0.002))  # type: ignore[arg-type]
-    assert Line.through([5.0, 5.0], [0.3, 0.3]) == Line(0.3)
-    assert Line.through([1.0, 2.0], [-0.1, -0.2]) == Line(0.0)
+    assert LinearTime.through(tokens, seconds) == LinearTime(pytest.approx(0.1), pytest.approx(0.002))  # type: ignore[arg-type]
+    assert LinearTime.through([5.0, 5.0], [0.3, 0.3]) == LinearTime(0.3)
+    assert LinearTime.through([1.0, 2.0], [-0.1, -0.2]) == LinearTime(0.0)

@@ -44,9 +44,9 @@ DUMMY = ("-n", "2", "--core_type", "dummy")
         (("advise", *DUMMY[2:], "--total_gpus", "0"), "--total_gpus"),
         (("advise", *DUMMY[2:], "--tensor_parallelism", "2"), "advise proposes it; leave it out"),
         (("advise", *DUMMY[2:], "--goodput", "itl:5"), "no latency 'itl'"),
-        (("advise", "--core_type", "trtllm_endpoint"), "its servers are started elsewhere"),
+        (("advise", "--core_type", "trtllm_endpoint"), "its servers have their own layout"),
         (("advise", "--model_path", "tiny-llama", "--scenarios", "Server"), "needs --server_target_qps"),
-        (("advise", *DUMMY[2:], "--test_mode", "AccuracyOnly"), "advise is about performance"),
+        (("advise", *DUMMY[2:], "--test_mode", "AccuracyOnly"), "advise only supports performance tests"),
         (("advise", *DUMMY[2:], "--scenarios", "SingleStream"), "only Offline and Server"),
     ],
 )
@@ -67,7 +67,7 @@ def test_it_is_said(
 def test_a_core_that_does_not_tell_its_steps_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     core = "tests.helpers.plugin_torch_cores:Silent"
     assert main(["advise", "--model_path", "tiny-llama", "--core_type", core]) == 2
-    assert f"{core}: it does not tell what its steps hold" in capsys.readouterr().err
+    assert f"{core}: it does not report the contents and times of its steps" in capsys.readouterr().err
 
 
 def test_that_each_test_starts_its_server(

@@ -69,7 +69,7 @@ def test_numbers() -> None:
     [
         (1000, 2, "Limits: met (late requests: at most 2 of 1,000)"),
         (1000, 3, "Limits: MISSED (late requests: at most 2 of 1,000)"),
-        (10, 0, "Limits: met (late requests: at most 0 of 10; LoadGen asks for 459 requests at least)"),
+        (10, 0, "Limits: met (late requests: at most 0 of 10; LoadGen requires at least 459 requests)"),
     ],
 )
 def test_the_verdict_on_limits(n: int, n_late: int, verdict: str) -> None:

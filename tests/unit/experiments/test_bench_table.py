@@ -138,4 +138,4 @@ def test_prints_both_figures_and_what_the_gpus_drew_in_the_test(
     # Their figure for this one is of a card that may take more power than most.
     assert main(["bench", "table", "--models", "llama2-70b", "--pairs", "222/292"]) == 0
     line, note = capsys.readouterr().out.splitlines()[-2:]
-    assert " 4,415 " in line and "one of eight" in note
+    assert " 4,415 " in line and "an eighth of" in note

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from mpillm.experiments.commands.ab import words_of
+from mpillm.experiments.commands.ab import verdict_text
 from mpillm.experiments.intervals import (
     MAX_PAIRS,
     Estimate,
@@ -112,7 +112,7 @@ def test_values_that_are_alike_to_the_last_digit() -> None:
 
 def test_pairs_that_tell_nothing_are_no_sameness() -> None:
     """`ab` said "no difference" of runs of which one had 9.6 times the rate, of three pairs."""
-    said = words_of(paired_test([20.284, 36.234, 19.594], [194.71, 81.286, 59.894], 0.01), 3)
+    said = verdict_text(paired_test([20.284, 36.234, 19.594], [194.71, 81.286, 59.894], 0.01), 3)
     assert said.startswith("no difference shown (99 % interval of the change: -94.98 to +32,393.74 %)")
     assert "\nratio B/A 4.0377 (99 % interval: 0.0502 to " in said
 
@@ -126,7 +126,7 @@ def test_the_pairs_that_are_suggested_decide(n: int) -> None:
     seen = paired_test([1.0] * n, np.exp(logs).tolist(), 0.01)
     needed = pairs_needed(seen, n)
     assert not seen.real and needed is not None and needed > n
-    assert f"\nundecided: if further pairs are like these, --pairs {needed} decides" in words_of(seen, n)
+    assert f"\nundecided: if further pairs are like these, --pairs {needed} decides" in verdict_text(seen, n)
     scores = rng.normal(0, 1, MAX_PAIRS)
 
     def real(more: int) -> bool:
@@ -140,4 +140,4 @@ def test_the_pairs_that_are_suggested_decide(n: int) -> None:
 def test_pairs_without_a_difference_are_never_enough() -> None:
     seen = paired_test([1.0, 1.0, 1.0, 1.0], [1.01, 0.99, 1.02, 0.98], 0.01)
     assert pairs_needed(seen, 4) is None
-    assert f"even --pairs {MAX_PAIRS} does not decide" in words_of(seen, 4)
+    assert f"even --pairs {MAX_PAIRS} does not decide" in verdict_text(seen, 4)

@@ -9,23 +9,23 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm.cli import main
-from mpillm.experiments.option_grid import finished, grid_of_words, grid_of_yaml, pareto, points
+from mpillm.experiments.option_grid import finished, grid_of_args, grid_of_yaml, grid_points, pareto
 from tests.helpers.run_directories import make_run
 
 
 def test_an_option_with_several_words_is_varied() -> None:
-    grid = grid_of_words(
+    grid = grid_of_args(
         ["--max-batch-size", "4", "8", "--save_outputs", "--core_type=dummy", "--seed", "1", "2"]
     )
-    found = [point.words for point in points(grid)]
+    found = [point.args for point in grid_points(grid)]
     assert len(found) == 4
     assert found[1] == ("--max_batch_size=4", "--save_outputs", "--core_type=dummy", "--seed=2")
-    assert [dict(point.values) for point in points(grid)][2] == {"max_batch_size": "8", "seed": "1"}
-    assert len({point.folder for point in points(grid)}) == 4
+    assert [dict(point.values) for point in grid_points(grid)][2] == {"max_batch_size": "8", "seed": "1"}
+    assert len({point.folder for point in grid_points(grid)}) == 4
 
 
 @pytest.mark.parametrize(
-    ("words", "values"),
+    ("args", "values"),
     [
         (["ttft:500", "tpot:50"], ["ttft:500 tpot:50"]),
         (["ttft:500", "ttft:900"], ["ttft:500", "ttft:900"]),
@@ -33,9 +33,9 @@ def test_an_option_with_several_words_is_varied() -> None:
         (["ttft:500", "tpot:fast"], ["ttft:500", "tpot:fast"]),
     ],
 )
-def test_words_that_are_one_value_are_not_varied(words: list[str], values: list[str]) -> None:
+def test_words_that_are_one_value_are_not_varied(args: list[str], values: list[str]) -> None:
     """As `run` takes them: each limit was a point of its own."""
-    assert grid_of_words(["--goodput", *words]) == {"goodput": values}
+    assert grid_of_args(["--goodput", *args]) == {"goodput": values}
 
 
 def test_a_yaml_and_its_mistakes(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_yaml_and_its_mistakes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         (["--core_type", "dummy"], "no option has several values"),
         (["4", "8"], "expected options of run"),
@@ -68,9 +68,9 @@ def test_a_yaml_and_its_mistakes(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_grid_starts_nothing(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["sweep", "-n", "2", *words]) == 2
+    assert main(["sweep", "-n", "2", *args]) == 2
     said = capsys.readouterr()
     assert message in said.err and said.out == ""
 

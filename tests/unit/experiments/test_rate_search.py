@@ -12,7 +12,7 @@ import pytest
 
 from mpillm.errors import StageError
 from mpillm.experiments import rate_tests
-from mpillm.experiments.rate_search import Tried, find_max_rate, forecast
+from mpillm.experiments.rate_search import RateTrial, find_max_rate, forecast
 from mpillm.experiments.rate_tests import RateTests, hopeless
 from mpillm.loadgen.forecast import arrivals
 from mpillm.options.options import parse_run
@@ -42,12 +42,12 @@ class Queue:
             rows[i] = (time, ended - time, ended - time, 0, 1, 0)
         return rows
 
-    def test(self, rate: float, full: bool) -> Tried:
+    def test(self, rate: float, full: bool) -> RateTrial:
         self.tests += 1
         rows = self.records(rate, 120 if full else 12)
         late = int((rows["ttft"] > self.limit_s).sum())
         ended = float((rows["issued"] + rows["latency"]).max())
-        return Tried(rate, full, late <= most_late(len(rows), 0.99), f"{late} late", len(rows) / ended)
+        return RateTrial(rate, full, late <= most_late(len(rows), 0.99), f"{late} late", len(rows) / ended)
 
 
 @pytest.mark.parametrize(
@@ -68,11 +68,11 @@ def test_the_rate_found_is_the_highest(servers: int, service_s: float, limit_s: 
 @pytest.mark.parametrize("limit", [11.0, 16.0, 97.0, 100.5])
 def test_the_tests_that_are_left_are_told(limit: float) -> None:
     """Of a system with a sharp limit all that was told comes true; nothing is told without a bracket."""
-    tried: list[Tried] = []
+    tried: list[RateTrial] = []
     told = []
 
-    def test(rate: float, full: bool) -> Tried:
-        tried.append(Tried(rate, full, valid=rate <= limit, completed=min(rate, limit)))
+    def test(rate: float, full: bool) -> RateTrial:
+        tried.append(RateTrial(rate, full, valid=rate <= limit, completed=min(rate, limit)))
         told.append(forecast(tried, 0.01))
         return tried[-1]
 
@@ -91,17 +91,17 @@ def test_a_system_that_is_always_late_is_said_to_be() -> None:
 
 def test_a_system_without_a_limit() -> None:
     with pytest.raises(StageError, match="no limit was found"):
-        find_max_rate(lambda rate, full: Tried(rate, full, True), 8.0, 0.02)
+        find_max_rate(lambda rate, full: RateTrial(rate, full, True), 8.0, 0.02)
 
 
 def test_a_run_that_fails_ends_the_search() -> None:
     calls = []
 
-    def test(rate: float, full: bool) -> Tried:
+    def test(rate: float, full: bool) -> RateTrial:
         calls.append(rate)
         if len(calls) == 3:
             raise StageError("a rank was lost")
-        return Tried(rate, full, False, completed=1.0)
+        return RateTrial(rate, full, False, completed=1.0)
 
     with pytest.raises(StageError, match="a rank was lost"):
         find_max_rate(test, 8.0, 0.02)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mpillm.experiments.selftest import Tried, cases
+from mpillm.experiments.selftest import CaseBuilder, cases
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_a_tensor_parallel_size_that_the_model_can_be_cut_into(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     words = ["--model_path", str(tmp_path), *(["--server", server] if server else ["--core_type", "dummy"])]
-    found = {step.name: step for step in cases(Tried(words, (), tmp_path / "runs", 60.0))}
+    found = {step.name: step for step in cases(CaseBuilder(words, (), tmp_path / "runs", 60.0))}
     (name,) = (name for name in found if name.startswith("TP"))
     argv = found[name].argv
     assert name == f"TP {size}" and argv[argv.index("--tensor_parallelism") + 1] == str(size)

@@ -23,7 +23,7 @@ from launch.mpirun import slots
 from launch.mpirun_args import spans_hosts
 from launch.rank_registry import RankRegistry
 from mpillm.doctor import cluster_report, gpus
-from mpillm.experiments.option_grid import grid_of_yaml, points
+from mpillm.experiments.option_grid import grid_of_yaml, grid_points
 from mpillm.loadgen.settings import LoadGenConfig, load_settings
 from mpillm.options.command_line import Parser
 from mpillm.options.fields import BY_NAME, FIELDS
@@ -113,7 +113,7 @@ GRID = {"max_batch_size": [1, 2], "trtllm_runtime_flags": [{"max_num_tokens": 64
 )
 def test_grid_of_a_sweep(folder: Path, text: bytes) -> None:
     (file := folder / "grid.yaml").write_bytes(text)
-    for point in itertools.islice(points(grid_of_yaml(file)), 20):
+    for point in itertools.islice(grid_points(grid_of_yaml(file)), 20):
         assert len(point.folder) < 200
 
 

@@ -160,7 +160,7 @@ def test_advise_says_what_it_does_not_simulate(
     with contextlib.suppress(Began):
         assert main(["advise", "--model_path=tiny-llama", word]) == 2 == code
     said = capsys.readouterr()
-    expected = "can't simulate it" if code else "not simulated; predictions are of runs without it"
+    expected = "cannot simulate it" if code else "not simulated; predictions are of runs without it"
     assert expected in " ".join(f"{said.out} {said.err}".split()), said
 
 
