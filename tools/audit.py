@@ -1,7 +1,7 @@
-"""``python -m tools.audit FOLDER``: known holes in the packages that are installed, as pip-audit knows them.
+"""``python -m tools.audit FOLDER``: list known vulnerabilities of the installed packages, with pip-audit.
 
-It gets an environment of its own, in FOLDER. Exit code 0 where there are none, 1 where there are, 77 where
-its data can't be reached, which is said as SKIPPED.
+pip-audit runs in a separate environment in FOLDER. Exit code 0: none, 1: some, 77: its data cannot be reached
+(prints SKIPPED).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 SKIPPED = 77
 _PIP_AUDIT = "pip-audit==2.10.1"
 _DEADLINE_S = 600.0
-_FOUND, _CLEAN = 1, 0
+_VULNERABLE, _CLEAN = 1, 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,13 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input"]
         ended = subprocess.run([*pip, "install", "-q", _PIP_AUDIT], check=False, timeout=_DEADLINE_S)
         if ended.returncode:
-            return _skipped("it can't be installed; why is above")
+            return _skipped("it cannot be installed; see the output above")
     return audit([str(folder / "bin" / "pip-audit")], Path(sysconfig.get_path("purelib")))
 
 
 def audit(program: Sequence[str], packages: Path) -> int:
-    """Run pip-audit on the packages in a folder; print what it found, or why it found nothing."""
-    words = [
+    """Run pip-audit on the packages in a folder; print the vulnerabilities, or why it cannot check."""
+    command = [
         *program,
         "--path",
         str(packages),
@@ -49,14 +49,14 @@ def audit(program: Sequence[str], packages: Path) -> int:
         "json",
     ]
     try:
-        ended = subprocess.run(words, capture_output=True, text=True, check=False, timeout=_DEADLINE_S)
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_DEADLINE_S)
     except subprocess.TimeoutExpired:
         return _skipped(f"it has not ended within {_DEADLINE_S:g} s")
     try:
         looked_at = json.loads(ended.stdout)["dependencies"]
     except (ValueError, KeyError, TypeError):
         return _skipped(ended.stderr.strip().rpartition("\n")[2] or f"exit code {ended.returncode}")
-    # Where an index has no data it skips each package, and finds nothing
+    # Without data of the index, pip-audit skips each package.
     missing = [one["name"] for one in looked_at if "skip_reason" in one]
     if len(missing) == len(looked_at):
         return _skipped(f"its data has none of the {len(missing)} packages")
@@ -66,7 +66,7 @@ def audit(program: Sequence[str], packages: Path) -> int:
     print(f"{len(holes)} known holes in {len(looked_at) - len(missing)} packages")
     if missing:
         print(f"not looked up: {', '.join(missing)}")
-    return _FOUND if holes else _CLEAN
+    return _VULNERABLE if holes else _CLEAN
 
 
 def _skipped(why: str) -> int:

@@ -1,11 +1,12 @@
 """Several hosts on this machine, made of namespaces.
 
-Each has addresses, a name, process ids, a boot id, /dev/shm and TMPDIR of its own, this machine's files, and
-Docker's bridge, whose address is the same on every host; /sys is this machine's, and has the bridge, too.
+Each host has its own addresses, name, process ids, boot id, /dev/shm and TMPDIR, and shares this machine's
+files. It has Docker's bridge, with the same address on every host. /sys is this machine's, with the bridge
+added.
 
-Nothing outlives the process that made them: a host is a process (`setpriv`, `unshare`) that dies with its
-parent, whatever ends that; the kernel ends the processes of its pid namespace with it, and then its network
-is gone. No file, link or mount is made outside of them.
+Nothing outlives the process that starts the hosts. A host is a process (`setpriv`, `unshare`) that dies with
+its parent. The kernel then ends the processes of its pid namespace, and removes its network. No file, link or
+mount is created outside of the hosts.
 """
 
 from __future__ import annotations
@@ -21,10 +22,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 HEAD = "head"
-"""The host at which a person logs in. It has the bridge."""
+"""The login host, which has the network's bridge."""
 
-# Open MPI's daemons name their folders in TMPDIR after their process ids only, which are much alike on all
-# hosts.
+# Open MPI's daemons name their folders in TMPDIR by process ids, which are similar on all hosts.
 _TMPDIR = "/dev/shm/tmp"
 _NETWORK = "10.77.0."
 _START_S = 60.0
@@ -49,11 +49,11 @@ while :; do sleep 1000; done
 
 
 class NotHere(Exception):
-    """This machine, or this user, can't have such hosts; the text says why."""
+    """This machine or user cannot run such hosts; the message has the reason."""
 
 
 class Hosts:
-    """`head`, and inside it `h1`, `h2`, …: its processes can enter them, and they end with it."""
+    """`head`, and inside it `h1`, `h2`, …, which its processes can enter and which end with it."""
 
     def __init__(self, pids: dict[str, int]) -> None:
         """`pids`: of the first process of each host."""
@@ -61,45 +61,45 @@ class Hosts:
 
     @property
     def names(self) -> list[str]:
-        """All but `head`."""
+        """Names of all hosts except `head`."""
         return [name for name in self._pids if name != HEAD]
 
     def on(self, host: str, command: Sequence[str]) -> list[str]:
-        """The command line that runs `command` on a host, in the caller's working directory."""
+        """Return the command line that runs `command` on a host, in the current directory."""
         return [*_enter(self._pids[host]), "env", f"TMPDIR={_TMPDIR}", *command]
 
     def run(self, host: str, *command: str) -> str:
-        """Run a short command on a host; what it printed. NotHere: it failed."""
+        """Run a short command on a host; return its output. Raises NotHere if it fails."""
         return _run(self.on(host, command))
 
     def processes(self, host: str) -> list[int]:
-        """The process ids, here, of what runs on a host, its first process not among them."""
-        there = Path(f"/proc/{self._pids[host]}/ns/pid").readlink()
-        found = []
+        """Return the process ids, in this namespace, of a host's processes except its first."""
+        namespace = Path(f"/proc/{self._pids[host]}/ns/pid").readlink()
+        pids = []
         for path in Path("/proc").iterdir():
             if path.name.isdecimal() and int(path.name) != self._pids[host]:
                 with contextlib.suppress(OSError):
-                    if (path / "ns/pid").readlink() == there:
-                        found.append(int(path.name))
-        return found
+                    if (path / "ns/pid").readlink() == namespace:
+                        pids.append(int(path.name))
+        return pids
 
     def cut_power(self, host: str) -> None:
-        """End a host with all its processes at once. Its network goes first, so nobody is told."""
+        """Kill a host with all its processes. Its network goes down first, so no peer is notified."""
         self.plug(host, in_=False)
         os.kill(self._pids[host], signal.SIGKILL)
 
     def plug(self, host: str, *, in_: bool) -> None:
-        """Pull the cable of a host, or plug it in again: what was sent meanwhile, TCP sends again."""
+        """Unplug or plug in a host's network cable. TCP resends the data that was lost."""
         self.run(HEAD, "ip", "link", "set", f"to-{host}", "up" if in_ else "down")
 
     def keep_apart(self, *hosts: str) -> None:
-        """Drop what these hosts send to each other, as a firewall between them does."""
+        """Drop all traffic between these hosts, like a firewall."""
         for host in hosts:
             self.run(HEAD, "bridge", "link", "set", "dev", f"to-{host}", "isolated", "on")
 
     @contextmanager
     def slow_link(self, host: str, rate: str) -> Iterator[None]:
-        """Let no more than `rate` (``20mbit``) come to a host for a while. NotHere: not with this kernel."""
+        """Limit a host's incoming traffic to `rate` (``20mbit``). Raises NotHere if the kernel cannot."""
         on = ("dev", f"to-{host}", "root")
         self.run(HEAD, "tc", "qdisc", "add", *on, "tbf", "rate", rate, "burst", "32kb", "latency", "400ms")
         try:
@@ -108,7 +108,7 @@ class Hosts:
             self.run(HEAD, "tc", "qdisc", "del", *on)
 
     def write_remote_shell(self, path: Path) -> Path:
-        """Write a program that starts commands as `ssh HOST COMMAND` does, from `head`."""
+        """Write a program that runs commands like `ssh HOST COMMAND`, from `head`."""
         cases = "".join(f"  {name}) pid={_pid_in_head(self._pids[name])} ;;\n" for name in self.names)
         path.write_text(
             "#!/bin/sh\n"
@@ -133,13 +133,13 @@ def _pid_in_head(pid: int) -> int:
 
 
 def address(name: str) -> str:
-    """The address of a host."""
+    """Return the address of a host."""
     return f"{_NETWORK}{254 if name == HEAD else int(name.removeprefix('h'))}"
 
 
 @contextmanager
 def hosts(n: int) -> Iterator[Hosts]:
-    """Start `n` hosts and `head`. NotHere: that is not possible."""
+    """Start `n` hosts and `head`. Raises NotHere if that is not possible."""
     if sys.platform != "linux" or os.geteuid() != 0:
         raise NotHere("hosts of namespaces need Linux and root")
     if missing := [name for name in _PROGRAMS if shutil.which(name) is None]:
@@ -180,11 +180,11 @@ def _start(inside: Sequence[str], name: str, table: str) -> subprocess.Popen[str
 
 
 def _wait_for(name: str, process: subprocess.Popen[str]) -> int:
-    """The process id, here, of the host's first process, once it is ready."""
+    """Wait until the host is ready; return the process id, in this namespace, of its first process."""
     assert process.stdout is not None
-    said = process.stdout.readline().strip()
-    if said != "ready":
-        raise NotHere(f"host {name} does not start: {said or 'unshare failed'}")
+    line = process.stdout.readline().strip()
+    if line != "ready":
+        raise NotHere(f"host {name} does not start: {line or 'unshare failed'}")
     pid = process.pid
     while _name_of(pid) != "sh":  # nsenter and unshare each start the next
         pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()[0])
@@ -207,14 +207,14 @@ def _connect(pids: dict[str, int]) -> None:
             [*in_head, "link", "add", f"to-{name}", "type", "veth", "peer", "name", "eth0", "netns", str(pid)]
         )
         _run([*in_head, "link", "set", f"to-{name}", "master", "br0", "up"])
-        there = ["nsenter", f"--target={pid}", "--net", "ip"]
-        _run([*there, "addr", "add", f"{address(name)}/24", "dev", "eth0"])
-        _run([*there, "link", "set", "eth0", "up"])
-        _add_docker_bridge(there)
+        in_host = ["nsenter", f"--target={pid}", "--net", "ip"]
+        _run([*in_host, "addr", "add", f"{address(name)}/24", "dev", "eth0"])
+        _run([*in_host, "link", "set", "eth0", "up"])
+        _add_docker_bridge(in_host)
 
 
 def _add_docker_bridge(ip: Sequence[str]) -> None:
-    """Make the bridge that Docker makes on every host, before it has a container."""
+    """Add the bridge that Docker creates on every host, also without containers."""
     _run([*ip, "link", "add", "docker0", "type", "bridge"])
     _run([*ip, "addr", "add", "172.17.0.1/16", "dev", "docker0"])
     _run([*ip, "link", "set", "docker0", "up"])

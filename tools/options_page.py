@@ -1,4 +1,4 @@
-"""``make docs``: docs/reference/options.md, made from the fields."""
+"""``make docs``: write docs/reference/options.md from the fields."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from mpillm.options.fields import FIELDS
 
 
 def options_page() -> str:
-    """Return docs/reference/options.md: every option, from the fields."""
+    """Return the text of docs/reference/options.md."""
     lines = [
         "# Options",
         "",

@@ -1,7 +1,8 @@
-"""``python -m tools.pip_install OPTIONS``: pip install, with its progress.
+"""``python -m tools.pip_install OPTIONS``: run pip install, with progress.
 
-On a terminal pip draws its own. Elsewhere the large files that it downloads are printed, and its whole output
-if it fails. pip unpacks packages silently: a line gives the size of the environment whenever that has grown.
+On a terminal, pip draws its own progress. Otherwise this prints the large files that pip downloads, and all
+of pip's output if it fails. pip unpacks packages silently, so a line reports the size of the environment as
+it grows.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ _UNPACKS = "Installing collected packages: "
 
 def main(argv: Sequence[str]) -> int:
     """Return pip's exit code."""
-    words = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", *argv]
+    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", *argv]
     if sys.stdout.isatty():
-        return follow(subprocess.Popen(words), None)
+        return follow(subprocess.Popen(command), None)
     log = Path(sys.prefix) / "pip.log"
     with log.open("wb") as output, log.open(encoding="utf-8", errors="replace") as lines:
-        code = follow(subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT), lines)
+        code = follow(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT), lines)
     if code:
         sys.stderr.write(log.read_text(encoding="utf-8", errors="replace"))
     return code
 
 
 def follow(process: subprocess.Popen[bytes], output: IO[str] | None) -> int:
-    """Print the progress until the process has ended; return its exit code. `output`: where it is logged."""
-    began, due, printed_mb, rest = time.monotonic(), _SIZE_S, megabytes(), ""
+    """Print the progress until the process ends; return its exit code. `output`: pip's log."""
+    began, due, printed_mb, partial_line = time.monotonic(), _SIZE_S, megabytes(), ""
     while process.poll() is None:
         time.sleep(_LOOK_S)
         if output is not None:
-            *lines, rest = (rest + output.read()).split("\n")
+            *lines, partial_line = (partial_line + output.read()).split("\n")
             for line in lines:
                 if match := _LARGE_FILE.match(line):
                     print(f"  downloads {match[1]}, {match[2]}", flush=True)
@@ -55,7 +56,7 @@ def follow(process: subprocess.Popen[bytes], output: IO[str] | None) -> int:
 
 
 def megabytes() -> int:
-    """Return the size of this environment."""
+    """Return the size of this environment in MB."""
     done = subprocess.run(["du", "-sm", sys.prefix], stdout=subprocess.PIPE, check=True, text=True)
     return int(done.stdout.split()[0])
 

@@ -1,9 +1,9 @@
-"""``python tools/record_trtllm.py --version V FOLDER``: TensorRT-LLM's interface, from the sources in FOLDER.
+"""``python tools/record_trtllm.py --version V FOLDER``: record TensorRT-LLM's interface.
 
-Prints JSON: names, parameters, enum members and command-line options, facts to test against where the library
-can't be installed. Nothing of it is imported, and nothing but names is kept. A parameter is ``name``, or
-``name=`` if it has a default; those after ``*`` are given by name, and ``**`` takes any. What is not in
-FOLDER is not in the record: extracts of the files will do. tests/data/trtllm/README.md says what they were.
+Reads its sources in FOLDER. Prints JSON with names, parameters, enum members and command-line options, for
+tests without the library. It imports nothing from FOLDER, and only records names. A parameter is ``name``, or
+``name=`` with a default. Parameters after ``*`` are keyword-only; ``**`` accepts any. FOLDER may contain a
+part of the sources (tests/data/trtllm/README.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import yaml
 Parameters = list[str]
 
 _BINDINGS = ("cpp/tensorrt_llm/nanobind", "cpp/tensorrt_llm/pybind")
-# What of the bindings is called, or filled in, by what runs here.
+# Classes of the bindings that mpillm uses.
 _CALLED = (
     "BatchingType", "CapacitySchedulerPolicy", "CommunicationMode", "CommunicationType",
     "ContextChunkingPolicy", "DynamicBatchConfig", "Executor", "ExecutorConfig",
@@ -30,7 +30,7 @@ _CALLED = (
     "ParallelConfig", "Request", "RequestType", "Response", "Result", "SamplingConfig",
     "SchedulerConfig", "StaticBatchingStats",
 )  # fmt: skip
-# What of the Python sources is called, or filled in, by what runs here.
+# Classes and functions of the Python sources that mpillm uses.
 _PYTHON = {
     "tensorrt_llm/llmapi/llm.py": ("BaseLLM",),
     "tensorrt_llm/llmapi/llm_args.py": (
@@ -67,7 +67,7 @@ _CLOSING = {"(": ")", "[": "]", "{": "}", "<": ">"}
 
 
 def _balanced(text: str, start: int) -> int:
-    """Return the index behind the bracket that closes the one at `start`; ``->`` closes no angle."""
+    """Return the index after the bracket that closes the bracket at `start`; ``->`` does not close ``<``."""
     opening, closing, depth = text[start], _CLOSING[text[start]], 0
     for index in range(start, len(text)):
         if text[index] == opening:
@@ -80,7 +80,7 @@ def _balanced(text: str, start: int) -> int:
 
 
 def _chain(text: str, at: int) -> Iterator[tuple[str, str]]:
-    """Yield the calls ``.name(arguments)`` from `at` on."""
+    """Yield the calls ``.name(arguments)`` that start at `at`."""
     while match := _CALL.match(text, at):
         at = match.end()
         if text[at] == "<":
@@ -91,19 +91,20 @@ def _chain(text: str, at: int) -> Iterator[tuple[str, str]]:
 
 
 def _parameters(arguments: str) -> Parameters:
-    found = [
+    parameters = [
         f"{name}{'=' if default or default_v else ''}" if name else "*"
         for name, default_v, default, _ in _ARGUMENT.findall(arguments)
     ]
-    if not found and (lambda_ := re.search(r"\[\]\s*\(([^()]+)\)", arguments)):  # without names: by position
-        found = [f"_{index}" for index, part in enumerate(lambda_[1].split(",")) if "& self" not in part]
-    return found
+    if not parameters and (lambda_ := re.search(r"\[\]\s*\(([^()]+)\)", arguments)):  # positional, unnamed
+        parts = lambda_[1].split(",")
+        parameters = [f"_{index}" for index, part in enumerate(parts) if "& self" not in part]
+    return parameters
 
 
 def bindings(text: str) -> dict[str, dict[str, Any]]:
-    """Classes and enums that a C++ file declares, by their Python name."""
+    """Return the classes and enums that a C++ file declares, by Python name."""
     text = _COMMENT.sub("", text)
-    found: dict[str, dict[str, Any]] = {}
+    declared: dict[str, dict[str, Any]] = {}
     for match in _DECLARED.finditer(text):
         at = _balanced(text, match.end() - 1)
         variable = re.compile(r"\s*(\w*)\s*").match(text, at)
@@ -116,27 +117,27 @@ def bindings(text: str) -> dict[str, dict[str, Any]]:
             for later in re.finditer(rf"(?<![\w.]){variable[1]}(?=\s*\.\s*def)", text):
                 calls += _chain(text, later.end())
         if match[1] == "enum_":
-            values = [re.search(r'"(\w+)"', rest) for call, rest in calls if call == "value"]
-            found[name[1]] = {"members": [value[1] for value in values if value]}
+            values = [re.search(r'"(\w+)"', arguments) for call, arguments in calls if call == "value"]
+            declared[name[1]] = {"members": [value[1] for value in values if value]}
         else:
-            found[name[1]] = _class(calls)
-    return found
+            declared[name[1]] = _class(calls)
+    return declared
 
 
 def _class(calls: list[tuple[str, str]]) -> dict[str, Any]:
-    made: dict[str, Any] = {"init": [], "methods": {}, "attributes": []}
+    record: dict[str, Any] = {"init": [], "methods": {}, "attributes": []}
     for call, arguments in calls:
         named = re.match(r'\s*"(\w+)"', arguments)
         name = named[1] if named else ""
         if call in ("def", "def_static") and (
             name == "__init__" or re.match(r"\s*(py|pybind11|nb|nanobind)::init\b", arguments)
         ):
-            made["init"].append(_parameters(arguments))
+            record["init"].append(_parameters(arguments))
         elif call in ("def", "def_static") and name and not name.startswith("__"):
-            made["methods"].setdefault(name, []).append(_parameters(arguments))
+            record["methods"].setdefault(name, []).append(_parameters(arguments))
         elif name and call.startswith(("def_r", "def_prop")):
-            made["attributes"].append(name)
-    return made
+            record["attributes"].append(name)
+    return record
 
 
 # --- Python ---
@@ -146,27 +147,27 @@ def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Parameters:
     arguments = function.args
     ordered = [*arguments.posonlyargs, *arguments.args]
     first_default = len(ordered) - len(arguments.defaults)
-    found = [
+    parameters = [
         f"{one.arg}{'=' if index >= first_default else ''}"
         for index, one in enumerate(ordered)
         if one.arg not in ("self", "cls")
     ]
     if arguments.kwonlyargs:
-        found.append("*")
-        found += [
+        parameters.append("*")
+        parameters += [
             f"{one.arg}{'=' if default else ''}"
             for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
         ]
-    return [*found, *(["**"] if arguments.kwarg else [])]
+    return [*parameters, *(["**"] if arguments.kwarg else [])]
 
 
-def python(text: str, wanted: tuple[str, ...]) -> dict[str, Any]:
-    """Functions and classes of a file: parameters, and a class's annotated names, the fields of a model."""
-    found: dict[str, Any] = {}
+def python(text: str, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return functions and classes of a file: parameters, and the annotated names (fields) of a class."""
+    declared: dict[str, Any] = {}
     for node in ast.parse(text).body:
-        if isinstance(node, ast.FunctionDef) and node.name in wanted:
-            found[node.name] = {"parameters": _signature(node)}
-        elif isinstance(node, ast.ClassDef) and node.name in wanted:
+        if isinstance(node, ast.FunctionDef) and node.name in names:
+            declared[node.name] = {"parameters": _signature(node)}
+        elif isinstance(node, ast.ClassDef) and node.name in names:
             methods = [
                 part for part in node.body if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef))
             ]
@@ -181,7 +182,7 @@ def python(text: str, wanted: tuple[str, ...]) -> dict[str, Any]:
                 for method in methods
                 if any(ast.unparse(mark) == "property" for mark in method.decorator_list)
             ]
-            found[node.name] = {
+            declared[node.name] = {
                 "bases": [ast.unparse(base) for base in node.bases],
                 "fields": [field for part in node.body for field in _field(part)],
                 "methods": {
@@ -194,7 +195,7 @@ def python(text: str, wanted: tuple[str, ...]) -> dict[str, Any]:
                     if method.name in ("__aiter__", "__anext__", "__await__")
                 ],
             }
-    return found
+    return declared
 
 
 def _field(part: ast.stmt) -> Iterator[str]:
@@ -207,31 +208,31 @@ def _field(part: ast.stmt) -> Iterator[str]:
 
 
 def options(text: str) -> list[str]:
-    """Return the options that a program adds to its argparse parser, and those it lists for its plugins."""
-    found: list[str] = []
+    """Return the options of a program's argparse parser and of its plugins."""
+    flags: list[str] = []
     for node in ast.walk(ast.parse(text)):
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)
             and node.func.attr == "add_argument"
         ):
-            found += [
+            flags += [
                 str(one.value)
                 for one in node.args
                 if isinstance(one, ast.Constant) and str(one.value).startswith("--")
             ]
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "cli_plugin_args":
-            found += [f"--{name}" for name in ast.literal_eval(node.value)]
-    return sorted(dict.fromkeys(found))
+            flags += [f"--{name}" for name in ast.literal_eval(node.value)]
+    return sorted(dict.fromkeys(flags))
 
 
 def commands(text: str) -> dict[str, list[str]]:
-    """Return the options of each command of a program that is written with click."""
-    found: dict[str, list[str]] = {}
+    """Return the options of each command of a click program."""
+    flags: dict[str, list[str]] = {}
     for node in ast.walk(ast.parse(text)):
         marks = node.decorator_list if isinstance(node, ast.FunctionDef) else []
         calls = [(ast.unparse(mark.func), mark.args) for mark in marks if isinstance(mark, ast.Call)]
-        said = {
+        names = {
             kind: [
                 str(one.value)
                 for name, args in calls
@@ -241,40 +242,40 @@ def commands(text: str) -> dict[str, list[str]]:
             ]
             for kind in ("command", "option")
         }
-        if said["command"]:
-            found[said["command"][0]] = sorted(word for word in said["option"] if word.startswith("-"))
-    return found
+        if names["command"]:
+            flags[names["command"][0]] = sorted(name for name in names["option"] if name.startswith("-"))
+    return flags
 
 
-def record(folder: Path, version: str) -> dict[str, Any]:
-    """Everything of one version."""
-    made: dict[str, Any] = {"version": version, "files": [], "bindings": {}, "python": {}, "tools": {}}
+def make_record(folder: Path, version: str) -> dict[str, Any]:
+    """Return the record of one version."""
+    record: dict[str, Any] = {"version": version, "files": [], "bindings": {}, "python": {}, "tools": {}}
 
     def read(name: str) -> str:
-        made["files"].append(name)
+        record["files"].append(name)
         return (folder / name).read_text(encoding="utf-8")
 
     for root in _BINDINGS:
         for path in sorted((folder / root).rglob("*.cpp")):
             if path.parent.name == "executor" or path.name == "bindings.cpp":
-                found = bindings(read(path.relative_to(folder).as_posix()))
-                made["bindings"] |= {name: spec for name, spec in found.items() if name in _CALLED}
-    for name, wanted in _PYTHON.items():
+                declared = bindings(read(path.relative_to(folder).as_posix()))
+                record["bindings"] |= {name: spec for name, spec in declared.items() if name in _CALLED}
+    for name, used in _PYTHON.items():
         if (folder / name).is_file():
-            made["python"] |= python(read(name), wanted)
+            record["python"] |= python(read(name), used)
     for tool, names in _TOOLS.items():
-        if there := [name for name in names if (folder / name).is_file()]:
-            made["tools"][tool] = sorted(option for name in there for option in options(read(name)))
+        if files := [name for name in names if (folder / name).is_file()]:
+            record["tools"][tool] = sorted(option for name in files for option in options(read(name)))
     if (folder / _SERVE).is_file():
         for command, about in yaml.safe_load(read(_SERVE))["commands"].items():
-            made["tools"][f"trtllm-serve {command}"] = sorted(
+            record["tools"][f"trtllm-serve {command}"] = sorted(
                 flag for option in about["options"].values() for flag in option["flags"]
             )
     elif (folder / _SERVE_COMMANDS).is_file():
-        made["tools"] |= {
+        record["tools"] |= {
             f"trtllm-serve {name}": flags for name, flags in commands(read(_SERVE_COMMANDS)).items()
         }
-    return made
+    return record
 
 
 if __name__ == "__main__":
@@ -283,8 +284,8 @@ if __name__ == "__main__":
     )
     parser.add_argument("--version", required=True)
     parser.add_argument("folder", type=Path)
-    given = parser.parse_args()
-    text = json.dumps(record(given.folder, given.version), indent=1, sort_keys=True)
+    args = parser.parse_args()
+    text = json.dumps(make_record(args.folder, args.version), indent=1, sort_keys=True)
     print(
-        re.sub(r"\[\s+([^][{}]*?)\s+\]", lambda found: "[" + re.sub(r"\s*\n\s*", " ", found[1]) + "]", text)
+        re.sub(r"\[\s+([^][{}]*?)\s+\]", lambda match: "[" + re.sub(r"\s*\n\s*", " ", match[1]) + "]", text)
     )

@@ -1,8 +1,8 @@
-"""``make size``: the size of the code in each room (folder), beside the last release.
+"""``make size``: print the size of the code in each package, compared with the last release.
 
-It counts Python's tokens and the lines that they are on: no comments, docstrings or blank lines. `TABLE` has
-the numbers of the last release; ``python -m tools.size --write 0.2.0`` rewrites it for a release. The sizes
-are for people: nothing fails on them.
+It counts Python's tokens and their lines, without comments, docstrings and blank lines. `TABLE` has the
+numbers of the last release; ``python -m tools.size --write 0.2.0`` rewrites it for a release. No test uses
+the sizes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PACKAGES = ("disagg", "launch", "mpillm")
 PLUGIN_PACKAGES = tuple(
     f"mpillm/{name}"
     for name in ("experiments", "llmlib", "nvidia", "stages", "submission", "triton", "trtllm")
-)  # what the rest does not import: see `mpillm.core_names`
+)  # no other package imports them: see `mpillm.core_names`
 
 _NO_CODE = {
     tokenize.COMMENT,
@@ -33,12 +33,12 @@ _NO_CODE = {
     tokenize.ENCODING,
     tokenize.ENDMARKER,
 }
-# Python 3.12 splits f-strings into tokens; earlier versions don't, and the count should be the same.
+# Python 3.12 splits f-strings into tokens, unlike earlier versions; the count should be equal.
 _BEGINS, _ENDS = getattr(tokenize, "FSTRING_START", None), getattr(tokenize, "FSTRING_END", None)
 
 
 class Size(NamedTuple):
-    """The size of a file, or of all files in a folder."""
+    """Size of a file, or of all files in a package."""
 
     lines: int = 0
     tokens: int = 0
@@ -50,7 +50,7 @@ class Size(NamedTuple):
 
 
 def size(source: str) -> Size:
-    """Code lines and tokens of a file. Raises SyntaxError if it is not Python."""
+    """Return the code lines and tokens of a file. Raises SyntaxError if it is not Python."""
     docstrings = {
         (node.body[0].lineno, node.body[0].col_offset)
         for node in ast.walk(ast.parse(source))
@@ -68,46 +68,46 @@ def size(source: str) -> Size:
     return Size(len(lines), tokens)
 
 
-def rooms(root: Path) -> dict[str, Size]:
-    """Return the size of the files in each folder, subfolders excluded."""
-    found: defaultdict[str, Size] = defaultdict(Size)
+def package_sizes(root: Path) -> dict[str, Size]:
+    """Return the size of each package, without its subpackages."""
+    sizes: defaultdict[str, Size] = defaultdict(Size)
     for package in PACKAGES:
         for file in sorted((root / package).rglob("*.py")):
-            found[file.parent.relative_to(root).as_posix()] += size(file.read_text(encoding="utf-8"))
-    return dict(sorted(found.items()))
+            sizes[file.parent.relative_to(root).as_posix()] += size(file.read_text(encoding="utf-8"))
+    return dict(sorted(sizes.items()))
 
 
 def read_table(file: Path) -> tuple[str, dict[str, Size]]:
-    """Return the release, and the sizes of its rooms."""
+    """Return the release, and the sizes of its packages."""
     release, *rows = file.read_text(encoding="utf-8").splitlines()
     return release, {
-        room: Size(int(lines), int(tokens)) for room, lines, tokens in (row.split() for row in rows)
+        name: Size(int(lines), int(tokens)) for name, lines, tokens in (row.split() for row in rows)
     }
 
 
 def write_table(file: Path, release: str, now: dict[str, Size]) -> None:
     """Write the file that `read_table` reads."""
     file.write_text(
-        "\n".join([release, *(f"{room} {one.lines} {one.tokens}" for room, one in now.items())]) + "\n",
+        "\n".join([release, *(f"{name} {one.lines} {one.tokens}" for name, one in now.items())]) + "\n",
         encoding="utf-8",
     )
 
 
 def table(release: str, before: dict[str, Size], now: dict[str, Size]) -> str:
-    """Return a line for each room of either time, one for the core, and one for all with the wings."""
-    both = {room: (before.get(room, Size()), now.get(room, Size())) for room in sorted({*before, *now})}
-    for title, rooms_of in (
+    """Return a line for each package, one for all except plugin packages, and one for all."""
+    both = {name: (before.get(name, Size()), now.get(name, Size())) for name in sorted({*before, *now})}
+    for title, names in (
         ("core", [name for name in both if not name.startswith(PLUGIN_PACKAGES)]),
         ("all", [*both]),
     ):
         both[title] = (
-            sum((before.get(name, Size()) for name in rooms_of), Size()),
-            sum((now.get(name, Size()) for name in rooms_of), Size()),
+            sum((before.get(name, Size()) for name in names), Size()),
+            sum((now.get(name, Size()) for name in names), Size()),
         )
     width = max(map(len, both))
     columns = f"{'lines':>7}  {'before':>7}  {'tokens':>8}  {'before':>8}"
     rows = [f"{'':<{width}}  {columns}         before: {release}"]
-    for room, (then, one) in both.items():
+    for name, (then, one) in both.items():
         change = (
             f"{one.tokens / then.tokens - 1:+7.1%}"
             if then.tokens and one.tokens
@@ -116,19 +116,19 @@ def table(release: str, before: dict[str, Size], now: dict[str, Size]) -> str:
             else "   gone"
         )
         sizes = f"{one.lines:>7,}  {then.lines:>7,}  {one.tokens:>8,}  {then.tokens:>8,}"
-        rows.append(f"{room:<{width}}  {sizes}  {change}")
+        rows.append(f"{name:<{width}}  {sizes}  {change}")
     return "\n".join(rows)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the table, or write the one of a release."""
+    """Print the table, or write a release's sizes."""
     parser = argparse.ArgumentParser(
-        description="Print lines and tokens of code in each folder, beside the last release."
+        description="Print lines and tokens of code in each package, compared with the last release."
     )
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
     parser.add_argument("--write", metavar="RELEASE", help=f"write {TABLE} for this release instead")
     options = parser.parse_args(argv)
-    now = rooms(options.root)
+    now = package_sizes(options.root)
     if options.write:
         write_table(options.root / TABLE, options.write, now)
     else:

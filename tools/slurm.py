@@ -1,10 +1,10 @@
-"""A real Slurm on this machine: ``python -m tools.slurm [--nodes N] [--install] [COMMAND …]``.
+"""``python -m tools.slurm [--nodes N] [--install] [COMMAND …]``: run a real Slurm cluster on this machine.
 
-Each node is a host of namespaces (`tools.hosts`) with a slurmd; `head` has slurmctld, and there COMMAND runs
-(a shell unless given), which may use srun, salloc, sbatch, scancel. When it ends, so does the cluster. All
-files are in a folder of its own, all ports in networks of its own, so it meets no other Slurm.
+Each node is a host of namespaces (`tools.hosts`) with a slurmd. `head` runs slurmctld and COMMAND (default: a
+shell), which may use srun, salloc, sbatch and scancel. The cluster ends with COMMAND. It has a separate
+folder and separate networks, so it does not interfere with another Slurm.
 
-Exit code 77: it can't be had here; the message says why.
+Exit code 77: Slurm cannot run here; the message has the reason.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pathlib import Path
 from tools.hosts import HEAD, Hosts, NotHere, hosts
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge", "libpmix-dev")
-"""Debian's; srun loads PMIx by the name that only libpmix-dev brings."""
+"""Debian's packages. srun loads PMIx by a file name that only libpmix-dev has."""
 
 NOT_HERE = 77
 _PROGRAMS = ("slurmctld", "slurmd", "srun", "munged")
 _START_S = 60.0
 _INSTALL_S = 300.0
 
-# CPUs are more than there are: ranks share them. KillWait: how long a job that is cancelled, or has reached
-# its time limit, has after SIGTERM.
+# CPUs: may exceed the machine's, because ranks share them. KillWait: seconds between SIGTERM and SIGKILL for
+# a job that is cancelled or has reached its time limit.
 _CONF = """\
 ClusterName=mpillm
 SlurmctldHost=head
@@ -61,12 +61,12 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 class Slurm:
-    """A cluster that runs."""
+    """A running cluster."""
 
-    def __init__(self, made: Hosts, folder: Path) -> None:
-        self.hosts = made
+    def __init__(self, hosts: Hosts, folder: Path) -> None:
+        self.hosts = hosts
         self.folder = folder
-        # Debian's srun brings PMIx 4, Open MPI's wheel PMIx 5: they agree on these.
+        # Debian's srun has PMIx 4, Open MPI's wheel PMIx 5. Both support these modules.
         self.env = {
             "SLURM_CONF": str(folder / "slurm.conf"),
             "PMIX_MCA_gds": "hash",
@@ -74,28 +74,28 @@ class Slurm:
         }
 
     def on_head(self, command: Sequence[str]) -> list[str]:
-        """The command line that runs `command` where a person logs in."""
+        """Return the command line that runs `command` on the login host."""
         return self.hosts.on(
             HEAD, ["env", *(f"{name}={value}" for name, value in self.env.items()), *command]
         )
 
-    def ask(self, *command: str) -> str:
-        """What a short command of Slurm's prints."""
+    def run(self, *command: str) -> str:
+        """Run a short command of Slurm; return its output."""
         done = subprocess.run(self.on_head(command), capture_output=True, text=True, timeout=_START_S)
         return done.stdout.strip()
 
 
 def install() -> None:
-    """Install Debian's packages where there are none. NotHere: that is not possible."""
+    """Install Debian's packages if programs are missing. Raises NotHere if that is not possible."""
     if not _missing():
         return
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         raise NotHere(f"Slurm is not installed ({', '.join(_missing())}), and only root can, with apt")
     env = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    for words in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", *PACKAGES]):
+    for args in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", *PACKAGES]):
         try:
             done = subprocess.run(
-                ["apt-get", *words],
+                ["apt-get", *args],
                 env=env,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -103,10 +103,10 @@ def install() -> None:
                 timeout=_INSTALL_S,
             )
         except subprocess.TimeoutExpired:
-            raise NotHere(f"apt-get {words[0]}: not done within {_INSTALL_S:g} s") from None
+            raise NotHere(f"apt-get {args[0]}: not done within {_INSTALL_S:g} s") from None
         if done.returncode != 0:
             last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-            raise NotHere(f"apt-get {words[0]}: {' '.join(last) or f'exit code {done.returncode}'}")
+            raise NotHere(f"apt-get {args[0]}: {' '.join(last) or f'exit code {done.returncode}'}")
 
 
 def _missing() -> list[str]:
@@ -119,17 +119,17 @@ def _path() -> str:
 
 @contextmanager
 def slurm(nodes: int = 2, cpus: int = 4) -> Iterator[Slurm]:
-    """Start a cluster of `nodes` nodes. NotHere: this machine, or this user, can't have one."""
+    """Start a cluster of `nodes` nodes. Raises NotHere if this machine or user cannot run one."""
     if missing := _missing():
         raise NotHere(f"Slurm is not installed ({', '.join(missing)}): make slurm installs it, as root")
     with (
         tempfile.TemporaryDirectory(prefix="mpillm-slurm-", ignore_cleanup_errors=True) as name,
         _Daemons(Path(name)) as daemons,
-        hosts(nodes) as made,  # whose end ends the daemons
+        hosts(nodes) as started,  # the daemons end with the hosts
     ):
         folder = Path(name)
-        _write_files(folder, made, cpus)
-        cluster = daemons.cluster = Slurm(made, folder)
+        _write_files(folder, started, cpus)
+        cluster = daemons.cluster = Slurm(started, folder)
         socket = folder / "munge.socket"
         daemons.start(
             HEAD,
@@ -141,28 +141,28 @@ def slurm(nodes: int = 2, cpus: int = 4) -> Iterator[Slurm]:
         )
         daemons.wait(socket.exists, "munged")
         daemons.start(HEAD, "slurmctld", ["slurmctld", "-D", "-i"])
-        for host in made.names:
+        for host in started.names:
             daemons.start(host, f"slurmd.{host}", ["slurmd", "-D"])
-        daemons.wait(lambda: cluster.ask("sinfo", "-h", "-t", "idle", "-o", "%D") == f"{nodes}", "Slurm")
+        daemons.wait(lambda: cluster.run("sinfo", "-h", "-t", "idle", "-o", "%D") == f"{nodes}", "Slurm")
         yield cluster
 
 
-def _write_files(folder: Path, made: Hosts, cpus: int) -> None:
+def _write_files(folder: Path, started: Hosts, cpus: int) -> None:
     folder.chmod(0o755)
     (folder / "munge.key").write_bytes(os.urandom(1024))
     (folder / "munge.key").chmod(0o600)
     (folder / "state").mkdir()
-    for host in made.names:
+    for host in started.names:
         (folder / f"spool.{host}").mkdir()
         (folder / f"tmp.{host}").mkdir()
-    conf = _CONF.format(folder=folder, nodes=",".join(made.names), cpus=cpus)
+    conf = _CONF.format(folder=folder, nodes=",".join(started.names), cpus=cpus)
     (folder / "slurm.conf").write_text(conf, encoding="ascii")
-    # Nothing here uses control groups; the other plugin, chosen by what the machine has, wants systemd.
+    # Control groups are unused. The other plugin, which a machine may select, requires systemd.
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n", encoding="ascii")
 
 
 class _Daemons:
-    """The daemons, in the foreground of their hosts, each with a log."""
+    """Daemons in the foreground of their hosts, each with a log."""
 
     cluster: Slurm
 
@@ -192,7 +192,7 @@ class _Daemons:
     def _log(self, name: str) -> Path:
         return self._folder / f"{name}.log.txt"
 
-    def wait(self, ready: Callable[[], bool], what: str) -> None:
+    def wait(self, ready: Callable[[], bool], service: str) -> None:
         end = time.monotonic() + _START_S
         while not ready():
             for name, process in self._running.items():
@@ -200,7 +200,7 @@ class _Daemons:
                     raise NotHere(f"{name} ended with exit code {process.returncode}: {self._tail(name)}")
             if time.monotonic() > end:
                 tails = "\n".join(f"{name}: {self._tail(name)}" for name in self._running)
-                raise NotHere(f"{what} was not ready within {_START_S:g} s\n{tails}")
+                raise NotHere(f"{service} was not ready within {_START_S:g} s\n{tails}")
             time.sleep(0.1)
 
     def _tail(self, name: str) -> str:
@@ -208,19 +208,19 @@ class _Daemons:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Start the cluster, run the command on its head, end the cluster."""
+    """Start the cluster, run the command on its login host, stop the cluster."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.slurm", description="A real Slurm on this machine."
     )
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--install", action="store_true", help="install Debian's packages first")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="runs on the head [default: a shell]")
-    given = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     try:
-        if given.install:
+        if options.install:
             install()
-        with slurm(given.nodes) as cluster:
-            command = given.command or [os.environ.get("SHELL", "sh")]
+        with slurm(options.nodes) as cluster:
+            command = options.command or [os.environ.get("SHELL", "sh")]
             print(f"Slurm runs: {', '.join(cluster.hosts.names)}; logs in {cluster.folder}", file=sys.stderr)
             return subprocess.run(cluster.on_head(command)).returncode
     except NotHere as error:

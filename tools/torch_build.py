@@ -1,7 +1,7 @@
-"""``python -m tools.torch_build``: print which build of PyTorch `make install` takes, for pip.
+"""``python -m tools.torch_build``: print the requirement of PyTorch's build for `make install`.
 
-The build for CPUs, where one of pip's sources has it and this machine has no NVIDIA driver. stderr gets the
-size of the installation, which depends on the build: the one for CUDA needs a dozen NVIDIA packages.
+This is the CPU build, if one of pip's sources has it and this machine has no NVIDIA driver. stderr gets the
+size of the installation, which depends on the build: the CUDA build needs a dozen NVIDIA packages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 _CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia")
-# The whole of .venv, measured with `du` at the version in constraints.txt.
+# Size of .venv, measured with `du` at the version in constraints.txt.
 _SIZES = {
     "cpu": "1.5 GB, one to three minutes, longer on a busy machine …",
     "cuda": "5.3 GB, five minutes or more, for the CUDA build of PyTorch …\n"
@@ -23,7 +23,7 @@ _SIZES = {
 }
 
 Resolve = Callable[[str], "Mapping[str, Any] | None"]
-"""From a requirement to the metadata of the file that pip finds; None: no file."""
+"""Returns the metadata of the file that pip finds for a requirement; None if there is none."""
 
 
 def main() -> int:
@@ -41,7 +41,7 @@ def pinned() -> str:
 
 
 def choose(pin: str, resolve: Resolve, has_driver: bool) -> tuple[str, str]:
-    """Return what pip is to install, and its build: cpu or cuda."""
+    """Return the requirement for pip, and its build: cpu or cuda."""
     for requirement in [pin] if has_driver else [f"{pin}+cpu", pin]:
         if (metadata := resolve(requirement)) is not None:
             needs = metadata.get("requires_dist", ())
@@ -50,10 +50,10 @@ def choose(pin: str, resolve: Resolve, has_driver: bool) -> tuple[str, str]:
 
 
 def resolve(requirement: str) -> Mapping[str, Any] | None:
-    """Ask pip, which downloads no more than metadata where its source has them apart."""
-    words = ["--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--quiet", "--report", "-"]
+    """Resolve a requirement with pip, which downloads only metadata if its source has them separately."""
+    options = ["--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--quiet", "--report", "-"]
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
-    done = subprocess.run([*pip, *words, requirement], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    done = subprocess.run([*pip, *options, requirement], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     if done.returncode:
         return None
     metadata: Mapping[str, Any] = json.loads(done.stdout)["install"][0]["metadata"]

@@ -1,8 +1,9 @@
-"""Train a small EAGLE-3 head, to measure guesses with: `python -m tools.train_eagle_head MODEL HEAD`.
+"""`python -m tools.train_eagle_head MODEL HEAD`: train a small EAGLE-3 draft head, for measurements.
 
-The model answers pieces of texts that come with Python's packages; the head learns to say the answers' tokens
-before the model does, from what it reads of the model and, two guesses further, from what it made itself (Li
-et al., EAGLE-3, 2025: training-time test). It is for two cores and a small model, and no head to serve with.
+The model answers pieces of texts from Python's packages. The head learns to predict the tokens of the
+answers: the next draft token from hidden states of the model, and two further draft tokens from its own
+output (Li et al., EAGLE-3, 2025: training-time test). It is for two CPU cores and a small model, not for
+serving.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from mpillm.cores.torch_core import TorchCore
 from mpillm.data.tokenizer import Tokenizer, load_tokenizer
 from mpillm.engine.shape.engine_config import EngineConfig, SchedulerConfig
 
-_STEPS = 3  # guesses in a row that it is trained for
-_HELD_OUT = 40  # prompts that it never sees: in held_out.jsonl beside it
-_LATER = 0.8  # weight of a later guess's loss, of the one before it
+_STEPS = 3  # successive draft tokens in training
+_N_EVALUATION = 40  # prompts that are not used for training: held_out.jsonl in the head's folder
+_LATER = 0.8  # weight of a draft token's loss, relative to the previous draft token
 
 
 def main() -> None:
@@ -49,17 +50,17 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
     tokenizer = load_tokenizer(options.model)
-    pieces = list(itertools.islice(_pieces(tokenizer, options.prompt_len), options.samples + _HELD_OUT))
+    pieces = list(itertools.islice(_pieces(tokenizer, options.prompt_len), options.samples + _N_EVALUATION))
     options.head.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"prompt": text}) for text, _ in pieces[options.samples :]]
     (options.head / "held_out.jsonl").write_text("\n".join(lines) + "\n")
     prompts = [tokens for _, tokens in pieces[: options.samples]]
     texts = _answered(options.model, prompts, options)
     counts = Counter(texts.flatten().tolist())
-    kept = torch.tensor(sorted(token for token, _ in counts.most_common(options.draft_vocab_size)))
-    _log(f"{texts.numel()} tokens, of which the draft vocabulary has {len(kept)}")
-    head = _train(options, texts, kept)
-    _save(options, head, kept)
+    draft_tokens = torch.tensor(sorted(token for token, _ in counts.most_common(options.draft_vocab_size)))
+    _log(f"{texts.numel()} tokens, of which the draft vocabulary has {len(draft_tokens)}")
+    head = _train(options, texts, draft_tokens)
+    _save(options, head, draft_tokens)
 
 
 def _log(text: str) -> None:
@@ -67,7 +68,7 @@ def _log(text: str) -> None:
 
 
 def _pieces(tokenizer: Tokenizer, length: int) -> Iterator[tuple[str, list[int]]]:
-    """Yield pieces of texts, each from another place, that are prompts of `length` tokens."""
+    """Yield random pieces of texts that are prompts of `length` tokens."""
     folder = Path(sysconfig.get_path("purelib"))
     files = sorted(file for kind in ("*.md", "*.rst", "*.txt", "*/METADATA") for file in folder.rglob(kind))
     random = np.random.default_rng(1)
@@ -104,12 +105,12 @@ def _answered(model: Path, prompts: list[list[int]], options: argparse.Namespace
     texts[:, : options.prompt_len] = torch.tensor(prompts)
     n_done = 0
     while n_done < len(prompts):
-        if (found := core.poll_responses()) is None:
+        if (responses := core.poll_responses()) is None:
             continue
-        offsets = found.offsets()
-        for i, row in enumerate(found.rows):
+        offsets = responses.offsets()
+        for i, row in enumerate(responses.rows):
             if row["flags"] & ResponseFlag.FINAL:
-                answer = found.tokens[offsets[i] : offsets[i + 1]].astype(np.int64)
+                answer = responses.tokens[offsets[i] : offsets[i + 1]].astype(np.int64)
                 texts[int(row["id"]), options.prompt_len :] = torch.from_numpy(answer)
                 n_done += 1
                 if n_done % 250 == 0:
@@ -118,7 +119,7 @@ def _answered(model: Path, prompts: list[list[int]], options: argparse.Namespace
 
 
 class _Head(nn.Module):
-    """The head, in Hugging Face's names."""
+    """The draft head, with Hugging Face's parameter names."""
 
     def __init__(self, config: dict[str, int], n_features: int, n_drafted: int) -> None:
         super().__init__()
@@ -146,7 +147,7 @@ class _Head(nn.Module):
     def forward(
         self, embedded: Tensor, hidden: Tensor, turns: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Return the layer's output and the logits: embedded, hidden [texts, rows, width]."""
+        """Return the layer's output and the logits. `embedded`, `hidden`: [texts, rows, width]."""
         normed = self._norm("midlayer.input_layernorm", embedded), self._norm("midlayer.hidden_norm", hidden)
         x = hidden + self._attention(torch.cat(normed, dim=-1), *turns)
         inner = self._norm("midlayer.post_attention_layernorm", x)
@@ -171,7 +172,7 @@ class _Head(nn.Module):
         return F.rms_norm(x, x.shape[-1:], self.named[name], self._eps)
 
 
-def _train(options: argparse.Namespace, texts: Tensor, kept: Tensor) -> _Head:
+def _train(options: argparse.Namespace, texts: Tensor, draft_tokens: Tensor) -> _Head:
     import transformers
 
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
@@ -180,16 +181,16 @@ def _train(options: argparse.Namespace, texts: Tensor, kept: Tensor) -> _Head:
     config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     n = config["num_hidden_layers"]
     read = 2, n // 2, n - 3
-    head = _Head(config, len(read), len(kept))
+    head = _Head(config, len(read), len(draft_tokens))
     number = torch.full((config["vocab_size"],), -1)
-    number[kept] = torch.arange(len(kept))
+    number[draft_tokens] = torch.arange(len(draft_tokens))
     with torch.no_grad():
-        head.named["lm_head"].copy_(model.get_output_embeddings().weight[kept])
+        head.named["lm_head"].copy_(model.get_output_embeddings().weight[draft_tokens])
     batches = torch.split(texts, 8)
     optimizer = torch.optim.AdamW(head.parameters(), lr=5e-4, weight_decay=0.01, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=options.epochs * len(batches))
     for epoch in range(options.epochs):
-        right, asked = np.zeros(_STEPS), np.zeros(_STEPS)
+        right, total = np.zeros(_STEPS), np.zeros(_STEPS)
         for i in torch.randperm(len(batches)).tolist():
             tokens = batches[i]
             with torch.inference_mode():
@@ -198,8 +199,8 @@ def _train(options: argparse.Namespace, texts: Tensor, kept: Tensor) -> _Head:
                 embedded = model.get_input_embeddings()(tokens)
                 turns = model.model.rotary_emb(features, torch.arange(tokens.shape[1])[None])
             features, embedded, *turns = (x.clone() for x in (features, embedded, *turns))
-            # Row r is token r + 1 with the hidden state of token r, and guesses token r + 2. A step later the
-            # hidden state is what the head made of the row before.
+            # Row r contains token r + 1 and the hidden state of token r, and predicts token r + 2. In the
+            # next step, the hidden state is the head's output of the previous row.
             hidden = head.by("fc", features)[:, :-1]
             loss = torch.zeros(())
             for step in range(_STEPS):
@@ -210,32 +211,32 @@ def _train(options: argparse.Namespace, texts: Tensor, kept: Tensor) -> _Head:
                     hidden[:, : tokens.shape[1] - 2 - step],
                     (cos, sin),
                 )
-                wanted = number[tokens[:, 2:][:, rows]]
-                answers = wanted[:, options.prompt_len :]
-                asked[step] += answers.numel()
+                targets = number[tokens[:, 2:][:, rows]]
+                answers = targets[:, options.prompt_len :]
+                total[step] += answers.numel()
                 right[step] += int((logits.argmax(-1)[:, options.prompt_len :] == answers).sum())
-                of_step = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=-1)
+                of_step = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
                 loss = loss + _LATER**step * of_step
             optimizer.zero_grad()
             torch.autograd.backward(loss)
             nn.utils.clip_grad_norm_(head.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-        _log(f"epoch {epoch + 1}: right at first, second, third guess: {(right / asked).round(3).tolist()}")
+        _log(f"epoch {epoch + 1}: accuracy of 1st, 2nd, 3rd draft token: {(right / total).round(3).tolist()}")
     return head
 
 
-def _save(options: argparse.Namespace, head: _Head, kept: Tensor) -> None:
+def _save(options: argparse.Namespace, head: _Head, draft_tokens: Tensor) -> None:
     config = json.loads((options.model / "config.json").read_text())
     config |= {
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_hidden_layers": 1,
-        "draft_vocab_size": len(kept),
+        "draft_vocab_size": len(draft_tokens),
         "tie_word_embeddings": False,
     }
     tensors = {f"{name}.weight": parameter.detach().contiguous() for name, parameter in head.named.items()}
-    tensors["d2t"] = kept - torch.arange(len(kept))
-    tensors["t2d"] = torch.isin(torch.arange(config["vocab_size"]), kept)
+    tensors["d2t"] = draft_tokens - torch.arange(len(draft_tokens))
+    tensors["t2d"] = torch.isin(torch.arange(config["vocab_size"]), draft_tokens)
     (options.head / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(tensors, options.head / "model.safetensors", metadata={"format": "pt"})
 

@@ -127,7 +127,7 @@ def test_a_signal_to_a_job_ends_it_as_ctrl_c_does(both_under: UnderSlurm, number
     command = both_under.start(["-n", 4, "-N", 2], *DUMMY, *ENDLESS, *log_dir)
     command.wait_phase("test")
     which = [] if number == signal.SIGTERM else ["--signal", number.name.removeprefix("SIG")]
-    both_under.slurm.ask("scancel", *which, both_under.slurm.ask("squeue", "-h", "-o", "%i"))
+    both_under.slurm.run("scancel", *which, both_under.slurm.run("squeue", "-h", "-o", "%i"))
     ended = command.end(WITHIN_S).must(128 + number)
     assert ended.message.startswith(f"mpillm: interrupted ({number.name}) in phase 'test'")
     assert (ended.result["status"], ended.result["exit_code"]) == ("FAILED", 128 + number)
@@ -231,7 +231,7 @@ def test_who_stops_following_a_job_is_told_that_it_goes_on(under: UnderSlurm) ->
     os.kill(pid, signal.SIGINT)
     command.process.wait(WITHIN_S)
     assert under.state(job) == "RUNNING"
-    under.slurm.ask("scancel", job)
+    under.slurm.run("scancel", job)
     under.wait_for_jobs()
     ended = command.end(WITHIN_S).must(128 + signal.SIGINT)
     assert f"job {job} goes on; end it with: scancel {job}\n" in ended.err
@@ -242,7 +242,7 @@ def test_a_requeued_job_has_a_folder_of_its_own_and_the_first_says_why_it_ended(
     job = job_of(command)
     folder = under.starter.folder
     first = in_test(command, folder / f"slurm-{job}-0")
-    under.slurm.ask("scontrol", "requeue", job)
+    under.slurm.run("scontrol", "requeue", job)
     wait_until(
         lambda: "interrupted" in (first / "result.json").read_text(), "the first run's result", WITHIN_S
     )
@@ -250,12 +250,12 @@ def test_a_requeued_job_has_a_folder_of_its_own_and_the_first_says_why_it_ended(
 
     def has_begun_again() -> bool:
         # In two minutes, says Slurm when the first run has ended on all nodes, even if told before that.
-        under.slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+        under.slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
         return second.exists()
 
     wait_until(has_begun_again, "the requeued job", WITHIN_S, every_s=1)
     second = in_test(command, second)
-    under.slurm.ask("scancel", job)
+    under.slurm.run("scancel", job)
     ended = command.end(WITHIN_S)
     assert ended.code != DONE and f"job {job}: CANCELLED" in ended.err
     for run in (first, second):
@@ -319,7 +319,7 @@ def test_a_harness_as_a_job(both_under: UnderSlurm) -> None:
     command = sbatch(both_under, command=["run-harness", *DUMMY[1:], *ENDLESS, "--world_size", 4])
     folder = both_under.starter.folder / f"slurm-{job_of(command)}-0"
     run = in_test(command, folder)
-    both_under.slurm.ask("scancel", job_of(command))
+    both_under.slurm.run("scancel", job_of(command))
     ended = command.end(WITHIN_S)
     assert "CANCELLED" in ended.err, ended
     both_under.wait_for_jobs()
@@ -375,7 +375,7 @@ def test_disaggregated_servers_on_two_nodes(both_under: UnderSlurm) -> None:
     words = ["run-harness", "--core_type=trtllm_disagg", *where, *few, "--log_dir", folder / "run"]
     test = under.start(["-n", 1, "-w", "h2"], *words).end(WITHIN_S).must(DONE)
     assert (test.result["samples"], test.result["errors"]) == (4, 0)
-    under.slurm.ask("scancel", "--user=root")
+    under.slurm.run("scancel", "--user=root")
     for command in (leader, workers):
         command.end(WITHIN_S).must(128 + signal.SIGTERM)
     under.wait_for_jobs()
@@ -389,6 +389,6 @@ def test_all_servers_of_a_node_in_one_step(both_under: UnderSlurm) -> None:
     wait_until(lambda: "ready after" in servers.out or servers.process.poll(), "servers", WITHIN_S)
     assert servers.process.poll() is None, servers.end()
     check_answer(under)
-    under.slurm.ask("scancel", "--user=root")
+    under.slurm.run("scancel", "--user=root")
     servers.end(WITHIN_S).must(128 + signal.SIGTERM)
     under.wait_for_jobs()

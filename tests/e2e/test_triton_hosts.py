@@ -104,7 +104,7 @@ def check(under: UnderSlurm, command: Command, expected: list[int]) -> None:
     words += ["--request-output-len", N_OUTPUT, "--exclude-input-in-output", "--check-output"]
     client = [under.starter.python, "-m", "mpillm", *words, "--output-tokens-csv", "answer.csv"]
     assert "PASS!" in under.on_head(client, folder).end(WITHIN_S).must(DONE).out
-    under.slurm.ask("scancel", under.slurm.ask("squeue", "-h", "-o", "%i"))
+    under.slurm.run("scancel", under.slurm.run("squeue", "-h", "-o", "%i"))
     assert command.end(lingers=WITHIN_S).code != DONE  # what does not end by SIGTERM has 10 s more
     under.wait_for_jobs()
 

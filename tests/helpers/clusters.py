@@ -102,12 +102,12 @@ class UnderSlurm:
 
     def state(self, job: str) -> str:
         """Return the state of a job, in Slurm's words."""
-        lines = self.slurm.ask("scontrol", "show", "job", job).split()
+        lines = self.slurm.run("scontrol", "show", "job", job).split()
         return next(word.partition("=")[2] for word in lines if word.startswith("JobState="))
 
     def wait_for_jobs(self) -> None:
         """Wait until no job is left in the queue."""
-        wait_until(lambda: not self.slurm.ask("squeue", "-h"), "the end of all jobs")
+        wait_until(lambda: not self.slurm.run("squeue", "-h"), "the end of all jobs")
 
 
 def python_on(hosts: Hosts, host: str, word: str) -> list[int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.size import Size, main, read_table, rooms, size, table
+from tools.size import Size, main, package_sizes, read_table, size, table
 
 CODE = '''"""A docstring
 of two lines."""
@@ -49,14 +49,14 @@ def test_package_layers_beside_those_of_a_release(tmp_path: Path, capsys: pytest
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "docs").mkdir()
-    assert rooms(tmp_path) == {
+    assert package_sizes(tmp_path) == {
         "disagg": Size(1, 3),
         "mpillm": Size(2, 6),
         "mpillm/nvidia": Size(1, 3),
         "mpillm/room": Size(0, 0),
     }
     main(["--root", str(tmp_path), "--write", "0.1.0"])
-    assert read_table(tmp_path / "docs" / "size.txt") == ("0.1.0", rooms(tmp_path))
+    assert read_table(tmp_path / "docs" / "size.txt") == ("0.1.0", package_sizes(tmp_path))
     (tmp_path / "mpillm" / "b.py").rename(tmp_path / "mpillm" / "room" / "b.py")
     (tmp_path / "disagg" / "a.py").write_text("a = 1\nb = 1\n")
     main(["--root", str(tmp_path)])
