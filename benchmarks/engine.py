@@ -1,4 +1,4 @@
-"""``benchmarks engine``: the embedded engine against transformers, vLLM or itself with draft tokens, on a CPU."""
+"""``benchmarks engine``: the engine against transformers, vLLM or itself with draft tokens, on a CPU."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def _take_turns(
     contenders: dict[str, Answer] = {_ENGINE: lambda: engine.answer(prompts, config.output_len)}
     if drafting is not None:
         drafting.answer(prompts, 2)
-        contenders["engine, with guesses"] = partial(drafting.answer, prompts, config.output_len)
+        contenders["engine, with draft tokens"] = partial(drafting.answer, prompts, config.output_len)
     answering: contextlib.AbstractContextManager[dict[str, Answer]] = (
         _others(config, info, prompts) if drafting is None else contextlib.nullcontext({})
     )

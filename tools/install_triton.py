@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     libraries = str(packages / "nvidia_pytriton.libs")
     if _missing(backend, libraries):
         # Python's library may be outside the loader's path. Only then add its folder: a distribution's folder
-        # has other libraries, such as an MPI's, which would take precedence over those of the packages.
+        # has other libraries, such as an MPI's, which would take precedence over the packages' libraries.
         libraries += f":{sysconfig.get_config_var('LIBDIR') or ''}"
     if missing := [name for path in (program, backend) for name in _missing(path, libraries)]:
         print(

@@ -25,7 +25,7 @@ from mpillm.doctor.gpus import GpuFacts
 from mpillm.doctor.installed import PackageFacts
 from mpillm.doctor.launch_checks import LaunchFacts
 from mpillm.doctor.limits import LimitFacts
-from mpillm.doctor.links import LinkProbe, NoAnswer
+from mpillm.doctor.links import LinkProbe, LinkTimeout
 from mpillm.doctor.network import HostFacts
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def run_probe(request: ProbeRequest, links: MPI.Intracomm, facts: RankFacts) -> 
         return link.lead()
     try:
         link.follow()
-    except NoAnswer:  # the partner that measures reports it
+    except LinkTimeout:  # the partner that measures reports it
         return None
     return None
 

@@ -22,7 +22,7 @@ _TURNS = 3
 _abandoned: list[MPI.Request] = []  # MPI may still write to their buffers
 
 
-class NoAnswer(Exception):
+class LinkTimeout(Exception):
     """The partner did not answer in time."""
 
 
@@ -38,11 +38,11 @@ class LinkProbe:
         """Measure; the result contains a failure."""
         try:
             return self._lead()
-        except NoAnswer:
+        except LinkTimeout:
             return LinkMeasurement(0, 0, 0, f"rank {self._partner} did not answer in time")
 
     def follow(self) -> None:
-        """Answer the partner's measurement. Raises NoAnswer."""
+        """Answer the partner's measurement. Raises LinkTimeout."""
         token = np.zeros(1)
         for _ in range(_WARM + _TRIPS):
             self._receive(token)
@@ -85,10 +85,10 @@ class LinkProbe:
             try:
                 requests = [request for request in requests if not request.Test()]
             except MPI.Exception as error:  # the partner's process has exited
-                raise NoAnswer from error
+                raise LinkTimeout from error
             n_polls += 1
             if n_polls % 256 == 0:  # the partner may need this CPU core
                 time.sleep(0)
             if requests and time.monotonic() > self._end:
                 _abandoned.extend(requests)
-                raise NoAnswer
+                raise LinkTimeout

@@ -129,7 +129,7 @@ def paired_test(a: Sequence[float], b: Sequence[float], alpha: float) -> PairedT
 
 
 def pairs_needed(seen: PairedTest, n: int) -> int | None:
-    """Return the pairs needed for a decision, if mean and deviation stay those of the `n` pairs seen.
+    """Return the pairs needed for a decision, if mean and deviation stay as in the `n` pairs seen.
 
     None: more than `MAX_PAIRS`.
     """

@@ -61,7 +61,7 @@ def _mpirun(config: RunConfig, repo: Repository) -> list[str] | None:
 
 
 def _repositories(config: RunConfig) -> list[Repository]:
-    """Return the existing repositories; without any, a dry run assumes those of generate-triton-config."""
+    """Return the existing repositories; without any, a dry run assumes generated ones."""
     repos = read_repositories(config.triton_model_repo)
     if not repos:
         folder = f"{config.triton_model_repo}_0"

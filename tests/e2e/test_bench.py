@@ -50,7 +50,7 @@ def test_the_engine_beside_itself_with_guesses(one: Starter, tmp_path: Path) -> 
     words = ("bench", "engine", "--model_path", tmp_path / "model", "--speculative_config")
     few = ("--num_prompts", 4, "--output_len", 32, "--repeats", 1)
     ended = one.mpillm(*words, "decoding_type:NGram,max_draft_len:2", *few).must(0)
-    assert "answers equal to engine, with guesses: 4 of 4" in ended.out
+    assert "answers equal to engine, with draft tokens: 4 of 4" in ended.out
     assert re.search(r"a decode step, ms, by sequences: 1 \d+\.\d$", ended.out, re.MULTILINE), ended.out
     found = re.search(r"draft tokens of a round: (\d+), of which (\d+) were accepted", ended.out)
     assert found is not None and int(found[1]) >= int(found[2]) > 0, ended.out

@@ -47,7 +47,7 @@ _PROPOSED_OPTIONS = (  # options of `run` that a proposal sets
     *("disagg_config", "num_ctx_servers", "ctx_tp_size", "ctx_pp_size", "num_gen_servers", "gen_tp_size"),
     *("gen_pp_size", "tensor_parallelism", "pipeline_parallelism", "world_size"),
 )
-# Options that are not simulated: those that change a test's figures a lot, and those that hardly matter.
+# Options that are not simulated: they change a test's figures a lot, or hardly at all.
 _UNSUPPORTED = ("harness", "speculative_config", "beam_width")
 _LEFT_OUT = ("enable_kv_cache_reuse", "enable_max_num_tokens_tuning")
 

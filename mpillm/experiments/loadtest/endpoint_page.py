@@ -26,7 +26,7 @@ def endpoint_page(
     lines: Sequence[str],
     verdict: Sequence[str],
 ) -> str:
-    """Return the HTML. `lines`, `verdict`: those of the console."""
+    """Return the HTML. `lines`, `verdict`: as on the console."""
     limits = result.get("limits_ms", {})
     good = [one for one in records if not one.error]
     cdfs = []

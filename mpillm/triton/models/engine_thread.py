@@ -148,7 +148,7 @@ class EngineThread:
             response.send(True, self.error)
 
     def cancel(self, responses: Iterable[EngineResponse]) -> None:
-        """End responses with the tokens so far; ignore those that have ended."""
+        """End responses with the tokens so far; ignore ended ones."""
         self._cancelled.extend(responses)
         self._wake.set()
 

@@ -53,7 +53,7 @@ def test_a_baseline_that_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
     monkeypatch.setattr(bench_routing, "_child", child)
     monkeypatch.setattr(bench_routing, "run_once", run_once)
-    monkeypatch.setattr(json_output, "tell", lambda figures: print(json.dumps(figures)))
+    monkeypatch.setattr(json_output, "set_figures", lambda figures: print(json.dumps(figures)))
     config: Any = SimpleNamespace(n=3, repeats=2, qps=(20, 40), **LENGTHS)
     assert main(config) == 0
     figures, *lines = capsys.readouterr().out.splitlines()
