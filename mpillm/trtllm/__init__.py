@@ -1,6 +1,6 @@
 """TensorRT-LLM: cores in the ranks, clients of `trtllm-serve`, its tools and servers.
 
-A plugin package: `core_names.PLUGIN_PACKAGES` names it. So this file imports nothing.
+A plugin package in `core_names.PLUGIN_PACKAGES`, so this file imports nothing.
 """
 
 CORES = {
@@ -11,7 +11,7 @@ CORES = {
 }
 
 EXTRAS = {"trtllm_executor": "trtllm", "trtllm_hlapi": "trtllm"}
-"""The extra of this package that a core's class needs, if any."""
+"""Extra of this package that a core's class needs, if any."""
 
 SERVERS = {"trtllm-serve": "mpillm.trtllm.server_kind:TRTLLM_SERVE"}
 """Kinds of servers that a run may start (--server)."""

@@ -1,4 +1,4 @@
-"""Which of TensorRT-LLM's `convert_checkpoint.py` is for which family of models: each has its own options."""
+"""TensorRT-LLM's `convert_checkpoint.py` scripts by model family; each has its own options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpillm.trtllm.tool_options import CONVERT, GEMMA_CONVERT, GPT_CONVERT, QWEN
 
 
 class Converter(NamedTuple):
-    """The script of a folder of TensorRT-LLM's examples."""
+    """The script in a folder of TensorRT-LLM's examples."""
 
     folder: str
     tool: Tool
@@ -21,27 +21,30 @@ class Converter(NamedTuple):
 
     @property
     def scripts(self) -> tuple[str, str]:
-        """Where it is in 1.x, and where it was before."""
+        """Paths of the script in 1.x and in older releases."""
         script = f"{self.folder}/convert_checkpoint.py"
         return f"examples/models/core/{script}", f"examples/{script}"
 
     @about("pipeline_parallelism", "moe_expert_parallelism")
     def sizes(self, layout: EngineParallelism) -> list[str]:
-        """Return the options for a layout. Raises ConfigError if it has none for it."""
-        for size, option, is_there in (
+        """Return the options for a layout. Raises ConfigError if the script does not support it."""
+        for size, option, has_option in (
             (layout.pp_size, "pipeline_parallelism", self.has_stages),
             (layout.ep_size, "moe_expert_parallelism", self.has_experts),
         ):
-            if size > 1 and not is_there:
+            if size > 1 and not has_option:
                 raise ConfigError(
                     f"--{option} {size}: {self.folder}'s convert_checkpoint.py has no option for it"
                 )
         if not self.has_stages:
             return ["--ckpt-type=hf", f"--world-size={layout.tp_size}"]
-        made = [f"--tp_size={layout.tp_size}", f"--pp_size={layout.pp_size}"]
+        options = [f"--tp_size={layout.tp_size}", f"--pp_size={layout.pp_size}"]
         if layout.ep_size > 1:
-            made += [f"--moe_tp_size={layout.tp_size // layout.ep_size}", f"--moe_ep_size={layout.ep_size}"]
-        return made
+            options += [
+                f"--moe_tp_size={layout.tp_size // layout.ep_size}",
+                f"--moe_ep_size={layout.ep_size}",
+            ]
+        return options
 
 
 LLAMA = Converter(

@@ -1,4 +1,4 @@
-"""The cores `trtllm_endpoint` and `trtllm_disagg`: clients of `trtllm-serve` and of servers like it."""
+"""The cores `trtllm_endpoint` and `trtllm_disagg`: clients of `trtllm-serve` and similar servers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TrtllmEndpointCore(EndpointCore):
-    """Servers of `--trtllm_server_urls`."""
+    """Client of the servers in `--trtllm_server_urls`."""
 
     engine_stages = "mpillm.trtllm.engines:checkpoint_stages"
     servers = "mpillm.trtllm.servers:endpoint_servers"
@@ -30,7 +30,7 @@ class TrtllmEndpointCore(EndpointCore):
 
 
 class TrtllmDisaggCore(EndpointCore):
-    """The leader of `trtllm-serve disaggregated`, which its YAML names."""
+    """Client of the leader of `trtllm-serve disaggregated`, whose address is in its YAML."""
 
     engine_stages = "mpillm.trtllm.engines:checkpoint_stages"
     servers = "mpillm.trtllm.servers:disaggregated_servers"

@@ -1,4 +1,4 @@
-"""Make checkpoints and engines with TensorRT-LLM's `quantize.py`, `convert_checkpoint.py`, `trtllm-build`."""
+"""Stages with TensorRT-LLM's `quantize.py`, `convert_checkpoint.py` and `trtllm-build`."""
 
 from __future__ import annotations
 
@@ -48,26 +48,26 @@ _SHRINK = {
 @bind(AllFields.quantizer_lib_path_override, "quantizer_lib_path")
 @dataclass
 class TRTLLMLibraryLoader(EngineLayout):
-    """The place of TensorRT-LLM's tools, and the engine's layout."""
+    """The paths of TensorRT-LLM's tools, and the engine's layout."""
 
     lib_path: str | None = None
     quantizer_lib_path: str | None = None
 
     @about("trtllm_lib_path", "quantizer_lib_path_override")
     def script(self, candidates: Sequence[str], must: bool, quantizer: bool = False) -> list[str]:
-        """Return the beginning of a command line for a script of the library; `must`: it must exist."""
+        """Return the beginning of a script's command line. `must`: raise ConfigError if it is missing."""
         if quantizer and self.quantizer_lib_path:
-            found = find_script(
+            path = find_script(
                 Path(self.quantizer_lib_path), candidates, "--quantizer_lib_path_override", must
             )
         else:
-            found = find_script(
+            path = find_script(
                 Path(self.lib_path) if self.lib_path else None, candidates, "--trtllm_lib_path", must
             )
-        return [python_with_trtllm(), str(found)]
+        return [python_with_trtllm(), str(path)]
 
     def build(self, must: bool) -> list[str]:
-        """Return the beginning of `trtllm-build`'s command line: the library's, if its path is given."""
+        """Return the beginning of `trtllm-build`'s command line, from --trtllm_lib_path if that is set."""
         if self.lib_path:
             return self.script(_BUILD_SCRIPT, must)
         try:
@@ -83,7 +83,7 @@ class TRTLLMLibraryLoader(EngineLayout):
 
 
 class TRTLLMQuantizerOp(Operation):
-    """From a Hugging Face folder to a checkpoint or, with `export_hf`, a quantised folder."""
+    """Stage that writes a checkpoint or, with `export_hf`, a quantized Hugging Face folder."""
 
     name = "quantize"
 
@@ -121,7 +121,7 @@ class TRTLLMQuantizerOp(Operation):
 
     @about("trtllm_checkpoint_flags")
     def _arguments(self) -> list[str]:
-        """Return the flags, checked, without folders."""
+        """Return the checked flags, without folders."""
         flags = dict(self.config.flags)
         layout = self.layout
         if self._quantizes:
@@ -137,7 +137,7 @@ class TRTLLMQuantizerOp(Operation):
         ]
 
     def _converter(self) -> Converter:
-        """Return the script for the model's family; Llama's where no model is there, which `check` says."""
+        """Return the script for the model's family; Llama's script without a model (see `check`)."""
         file = self.model / "config.json"
         return converter_for(read_object(file), str(self.model)) if file.is_file() else LLAMA
 
@@ -207,10 +207,10 @@ class TRTLLMBuilderOp(Operation):
         max_seq_len: int | None = None,
         deadline_s: float | None = None,
     ) -> None:
-        given = overlaid(AllFields.trtllm_build_flags, build_flags)
+        build_flags = overlaid(AllFields.trtllm_build_flags, build_flags)
         if checkpoint is None:
             config = QuantizerConfig()
-            loader = TRTLLMLibraryLoader(checkpoint_flags=config.sizes, build_flags=given)
+            loader = TRTLLMLibraryLoader(checkpoint_flags=config.sizes, build_flags=build_flags)
             checkpoint = TRTLLMQuantizerOp(config, loader, deadline_s=deadline_s)
         self.checkpoint = checkpoint
         self.loader = self.checkpoint.loader
@@ -224,7 +224,9 @@ class TRTLLMBuilderOp(Operation):
         }
         flags["workers"] = self.layout.ranks if self.layout.ranks > 1 else None
         self.build_flags = {
-            name: value for name, value in (flags | without_parallelism(given)).items() if value is not None
+            name: value
+            for name, value in (flags | without_parallelism(build_flags)).items()
+            if value is not None
         }
         self.output = Path(engine_dir) if engine_dir else Path("build/engines") / self.checkpoint.output.name
 
@@ -262,8 +264,8 @@ HelpInfo.add_configurator_dependencies(TRTLLMBuilderOp, (TRTLLMQuantizerOp,))
 
 
 def engine_stages(config: RunConfig) -> Operation:
-    """Return the stages for cores that run an engine of `trtllm-build`."""
-    _check_ours(config)
+    """Return the stages for cores that execute an engine of `trtllm-build`."""
+    _check_unsupported(config)
     return TRTLLMBuilderOp(deadline_s=config.build_deadline)
 
 
@@ -271,11 +273,11 @@ def checkpoint_stages(config: RunConfig) -> Operation:
     """Return the stages for cores that read a Hugging Face folder or, with trtllm_backend:cpp, an engine."""
     if configured(TrtllmHlApiConfig, config).backend_type != "pytorch":
         return engine_stages(config)
-    _check_ours(config)
+    _check_unsupported(config)
     return TRTLLMQuantizerOp(export_hf=True, deadline_s=config.build_deadline)
 
 
-def _check_ours(config: RunConfig) -> None:
+def _check_unsupported(config: RunConfig) -> None:
     for name, flag in (("dtype", "dtype"), ("quantization", "qformat")):
         if config.is_user_set(name) and getattr(config, name) != "auto":
             raise ConfigError(

@@ -1,9 +1,9 @@
 """Run TensorRT-LLM's `Executor`: an engine of `trtllm-build` in this process, or in processes it starts.
 
-The interface is tensorrt_llm.bindings.executor, as cpp/tensorrt_llm/nanobind/executor declares it (pybind in
-older versions). In leader mode every rank of the instance makes an `Executor`; the one on the communicator's
-rank 0 takes requests, the others follow it in C++ threads until it is shut down. In orchestrator mode the
-instance's first rank starts a worker process for each part of the engine.
+The interface is tensorrt_llm.bindings.executor, declared in cpp/tensorrt_llm/nanobind/executor (pybind in
+older versions). In leader mode, every rank of the instance creates an `Executor`. The one on the
+communicator's rank 0 accepts requests; the others follow it in C++ threads until it is shut down. In
+orchestrator mode, the root rank starts a worker process for each part of the engine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ExecutorOptions:
     """--core_options of this core."""
 
     orchestrator: bool = False
-    worker_path: str = ""  # of TensorRT-LLM's executorWorker, for orchestrator mode
+    worker_path: str = ""  # path of TensorRT-LLM's executorWorker, for orchestrator mode
 
     @staticmethod
     @about("core_options")
@@ -43,14 +43,14 @@ class ExecutorOptions:
             if name not in known:
                 hint = f"{nearest(name, known)}; it has: {', '.join(known)}"
                 raise ConfigError(f"--core_options {name}: the trtllm_executor core has no such option{hint}")
-        if (said := str(options.get("orchestrator", "false")).lower()) not in ("true", "false"):
-            raise ConfigError(f"--core_options orchestrator:{said}: expected true or false")
-        made = ExecutorOptions(said == "true", str(options.get("worker_path", "")))
-        if made.orchestrator != bool(made.worker_path):
+        if (value := str(options.get("orchestrator", "false")).lower()) not in ("true", "false"):
+            raise ConfigError(f"--core_options orchestrator:{value}: expected true or false")
+        parsed = ExecutorOptions(value == "true", str(options.get("worker_path", "")))
+        if parsed.orchestrator != bool(parsed.worker_path):
             raise ConfigError(
                 "--core_options orchestrator:true needs worker_path:PATH, of executorWorker, and vice versa"
             )
-        return made
+        return parsed
 
 
 class TrtllmExecutorCore(LLMCore):
@@ -68,10 +68,10 @@ class TrtllmExecutorCore(LLMCore):
         self.options = ExecutorOptions.from_options(config.options)
         self._harness: TrtllmExecutorConfig = config.settings
         self._executor: Any = None
-        self._ids: dict[int, int] = {}  # ours by the library's
-        self._answers = library.Answers(config.rank)
-        self._prompt_tokens = self._steps = 0  # of the test; each step of a request is one token
-        self._now = (0, 0, 0.0)  # requests running and waiting, share of the KV cache
+        self._ids: dict[int, int] = {}  # request id by the library's id
+        self._answers = library.LibraryRequests(config.rank)
+        self._prompt_tokens = self._steps = 0  # since the test's start; a step of a request is one token
+        self._now = (0, 0, 0.0)  # running and waiting requests, used share of the KV cache
 
     @classmethod
     def settings(cls, config: RunConfig) -> TrtllmExecutorConfig:
@@ -84,7 +84,7 @@ class TrtllmExecutorCore(LLMCore):
         harness: TrtllmExecutorConfig = config.settings
         if not harness.runtime_flags["exclude_input_from_output"]:
             raise ConfigError(
-                "trtllm_runtime_flags exclude_input_from_output false: LoadGen wants answers without prompts"
+                "trtllm_runtime_flags exclude_input_from_output false: LoadGen needs answers without prompts"
             )
         library.end_ids(config)
         assert harness.engine_config is not None
@@ -104,13 +104,15 @@ class TrtllmExecutorCore(LLMCore):
         gpu = self.config.engine.gpu
         devices = [gpu] if self.comms is None else self.comms.instance.allgather(gpu)
         if self.options.orchestrator and not self._leads:
-            return  # the first rank's workers do it all
+            return  # the root rank's worker processes hold the engine
         if self.comms is not None and not self.options.orchestrator:
-            # tensorrt_llm/llmapi/mpi_session.py: how C++ takes a communicator that is not the world.
+            # tensorrt_llm/llmapi/mpi_session.py passes a communicator other than the world to C++ this way.
             comm = importlib.import_module("tensorrt_llm.bindings").MpiComm
             comm.set_raw_mpi_session_by_fortran_handle(self.comms.instance.py2f())
-        made = self._executor_config([device for device in devices if device is not None] or None)
-        self._executor = self._tle.Executor(self._harness.engine_dir, self._tle.ModelType.DECODER_ONLY, made)
+        config = self._executor_config([device for device in devices if device is not None] or None)
+        self._executor = self._tle.Executor(
+            self._harness.engine_dir, self._tle.ModelType.DECODER_ONLY, config
+        )
 
     def _executor_config(self, devices: list[int] | None) -> Any:
         """Return an ExecutorConfig. Raises ConfigError for a flag that TensorRT-LLM does not have."""
@@ -142,12 +144,12 @@ class TrtllmExecutorCore(LLMCore):
         parallel = tle.ParallelConfig(
             tle.CommunicationType.MPI, mode, device_ids=devices, orchestrator_config=orchestrator
         )
-        knobs, rest = tle.ExtendedRuntimePerfKnobConfig(), {}
+        knobs, arguments = tle.ExtendedRuntimePerfKnobConfig(), {}
         for name, value in library.others(flags).items():
             if hasattr(knobs, name):  # CUDA graphs, attention's accumulators
                 setattr(knobs, name, value)
             else:
-                rest[name] = value
+                arguments[name] = value
         try:
             return tle.ExecutorConfig(
                 engine.beam_width,
@@ -161,16 +163,16 @@ class TrtllmExecutorCore(LLMCore):
                 max_num_tokens=flags["max_num_tokens"],
                 parallel_config=parallel,
                 extended_runtime_perf_knob_config=knobs,
-                **rest,
+                **arguments,
             )
         except TypeError as error:
             raise ConfigError(
-                f"trtllm_runtime_flags {', '.join(rest)}: TensorRT-LLM's ExecutorConfig refuses: {error}"
+                f"trtllm_runtime_flags {', '.join(arguments)}: TensorRT-LLM's ExecutorConfig refuses: {error}"
             ) from error
 
     def run_health_check(self) -> None:
         if self._executor is not None and self._leads and not self._executor.can_enqueue_requests():
-            raise RuntimeError("TensorRT-LLM's Executor takes no requests on its leader's rank")
+            raise RuntimeError("TensorRT-LLM's Executor accepts no requests on its root rank")
 
     def start_test(self) -> None:
         self.metrics()
@@ -179,7 +181,7 @@ class TrtllmExecutorCore(LLMCore):
     def metrics(self) -> Metrics | None:
         """Return counts up to the newest iteration.
 
-        The first token of an answer belongs to no generation step.
+        The first token of an answer does not belong to a generation step.
         """
         if self._executor is None or not self._leads:
             return None
@@ -203,23 +205,21 @@ class TrtllmExecutorCore(LLMCore):
     def notify_stop(self) -> None:
         executor, self._executor = self._executor, None
         if executor is not None:
-            executor.shutdown()  # on a follower it returns once the leader has called it
+            executor.shutdown()  # on other ranks, it returns after the root rank's call
 
     # --- work ---
 
     def credits(self) -> Credits:
-        """Grant twice the batch, so that the next request is there when one ends."""
+        """Grant twice the batch size, so that a request waits whenever another ends."""
         return Credits(
             2 * self._harness.runtime_flags["max_batch_size"],
             self.config.engine.kv_cache_tokens or library.UNLIMITED_TOKENS,
         )
 
     def enqueue(self, requests: Batch) -> None:
-        made = [self._request(request) for request in requests.split()]
+        new = [self._request(request) for request in requests.split()]
         self._answers.begin(requests)
-        self._ids.update(
-            zip(self._executor.enqueue_requests(made), requests.rows["id"].tolist(), strict=True)
-        )
+        self._ids.update(zip(self._executor.enqueue_requests(new), requests.rows["id"].tolist(), strict=True))
 
     def _request(self, request: Batch) -> Any:
         (row,) = request.rows
@@ -248,7 +248,7 @@ class TrtllmExecutorCore(LLMCore):
         return self._answers.take()
 
     def cancel(self, ids: Any) -> None:
-        mine = set(self._answers.cancel(ids))
-        for theirs, id_ in self._ids.items():
-            if id_ in mine:
-                self._executor.cancel_request(theirs)
+        cancelled = set(self._answers.cancel(ids))
+        for library_id, id_ in self._ids.items():
+            if id_ in cancelled:
+                self._executor.cancel_request(library_id)

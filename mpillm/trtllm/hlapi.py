@@ -1,10 +1,10 @@
 """Run TensorRT-LLM's `LLM` class on an instance's ranks.
 
-Its PyTorch backend computes a Hugging Face folder, its TensorRT backend an engine. The instance's
-communicator is passed as in `trtllm-serve disaggregated_mpi_worker` (tensorrt_llm/commands/serve.py):
-`set_mpi_comm` on every rank, a `MpiCommSession` over it for the `LLM` on rank 0, and on the others mpi4py's
-`MPICommExecutor`, which runs what that session submits. Here the others do so in a thread: their main threads
-belong to the event loop.
+Its PyTorch backend executes a Hugging Face folder, its TensorRT backend an engine. The core passes the
+instance's communicator as `trtllm-serve disaggregated_mpi_worker` does (tensorrt_llm/commands/serve.py):
+`set_mpi_comm` on every rank, a `MpiCommSession` for the `LLM` on rank 0, and on the others mpi4py's
+`MPICommExecutor`, which executes the session's tasks. The other ranks do this in a thread, because the main
+thread runs mpillm's event loop.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _STOP_S = 60.0
 
 
 class HlApiSettings(NamedTuple):
-    """What such a core reads of the options."""
+    """Configurations for the core."""
 
     harness: TrtllmHlApiConfig
     engine: TrtllmExecutorConfig | None  # of the C++ backend
@@ -54,24 +54,24 @@ class TrtllmHlApiCore(LLMCore):
         super().__init__(config, comms)
         settings: HlApiSettings = config.settings
         self._harness = settings.harness
-        # Of an engine: what it is built for, or less if flags say so.
+        # The limits of an engine's build, unless flags lower them.
         scheduler = config.engine.scheduler
         flags = settings.engine.runtime_flags if settings.engine else {}
         self._max_batch_size = flags.get("max_batch_size", scheduler.max_batch_size)
         self._max_num_tokens = flags.get("max_num_tokens", scheduler.max_num_tokens)
         self._llm: Any = None
-        # Runs an event loop on the leader, a worker on the others.
+        # Runs an event loop on the root rank, a worker on the others.
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._done: asyncio.Event | None = None
-        self._results: dict[int, Any] = {}  # by request, of the event loop's thread
+        self._results: dict[int, Any] = {}  # by request, for the event loop's thread
         # From that thread: request, new tokens, whether they are the last.
-        self._came: deque[tuple[int, list[int], bool]] = deque()
-        self._errors: deque[tuple[int | None, BaseException]] = deque()  # of a request, or of the rest
-        self._answers = library.Answers(config.rank)
-        self._prompts: dict[int, int] = {}  # tokens of each prompt whose answer has not begun
+        self._received: deque[tuple[int, list[int], bool]] = deque()
+        self._errors: deque[tuple[int | None, BaseException]] = deque()  # with the request, if any
+        self._answers = library.LibraryRequests(config.rank)
+        self._prompts: dict[int, int] = {}  # tokens of each prompt without a first token
         self._prompt_tokens = self._generated = 0
-        self._now = (0, 0, 0.0)  # requests running and waiting, share of the KV cache
+        self._now = (0, 0, 0.0)  # running and waiting requests, used share of the KV cache
 
     @classmethod
     def settings(cls, config: RunConfig) -> HlApiSettings:
@@ -82,9 +82,9 @@ class TrtllmHlApiCore(LLMCore):
     @classmethod
     def check(cls, config: CoreConfig) -> StatedLimits:
         library.check_library(config)
-        if words := [word for word in config.engine.stop_words if len(word) > 1]:
+        if too_long := [word for word in config.engine.stop_words if len(word) > 1]:
             raise ConfigError(
-                f"--stop_words {list(words[0])}: TensorRT-LLM's LLM takes stop words of one token where it"
+                f"--stop_words {list(too_long[0])}: TensorRT-LLM's LLM takes stop words of one token where it"
                 " reads no text; use --core_type trtllm_executor",
                 about=["stop_words"],
             )
@@ -113,7 +113,7 @@ class TrtllmHlApiCore(LLMCore):
             )
         comm = MPI.COMM_SELF if self.comms is None else self.comms.instance
         if MPI.COMM_WORLD.size == 1:
-            # tensorrt_llm/executor/executor.py: it would start a process with MPI, and not use our session.
+            # Otherwise tensorrt_llm/executor/executor.py starts a process with MPI and ignores the session.
             os.environ.setdefault("TLLM_WORKER_USE_SINGLE_PROCESS", "1")
         importlib.import_module("tensorrt_llm._utils").set_mpi_comm(comm)
         if not self._leads:
@@ -136,7 +136,7 @@ class TrtllmHlApiCore(LLMCore):
             )
 
     def _arguments(self) -> dict[str, Any]:
-        """Return the arguments of `LLM`. TensorRT-LLM refuses, by name, a flag that it does not have."""
+        """Return the arguments of `LLM`. TensorRT-LLM's error for an unknown flag contains its name."""
         engine, scheduling = self.config.engine, self.config.engine.scheduler
         api = importlib.import_module("tensorrt_llm.llmapi")
         pytorch = self._harness.backend_type == "pytorch"
@@ -178,11 +178,11 @@ class TrtllmHlApiCore(LLMCore):
     def _guarded(self, work: Any) -> None:
         try:
             work()
-        except BaseException as error:  # noqa: BLE001 - told by the main thread, whatever it is
+        except BaseException as error:  # noqa: BLE001 - the main thread raises it
             self._errors.append((None, error))
 
     def _serve(self) -> None:
-        """Do a follower's part: run whatever rank 0's session submits, until it is shut down."""
+        """Execute the tasks of rank 0's session until it is shut down."""
         from mpi4py.futures import MPICommExecutor
 
         assert self.comms is not None
@@ -207,7 +207,7 @@ class TrtllmHlApiCore(LLMCore):
     def notify_stop(self) -> None:
         llm, self._llm = self._llm, None
         if llm is not None:
-            llm.shutdown()  # with the session, which ends the other ranks' part
+            llm.shutdown()  # also ends the session, and `_serve` on the other ranks
             self.loop.call_soon_threadsafe(self._end)
         if self._thread is not None:
             self._thread.join(_STOP_S)
@@ -221,7 +221,7 @@ class TrtllmHlApiCore(LLMCore):
         return self._loop
 
     async def _live(self, ready: threading.Event) -> None:
-        """Run until the core stops; drop the requests that are open then."""
+        """Run until the core stops; drop the open requests."""
         self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
         watch = asyncio.create_task(self._watch())
         ready.set()
@@ -232,11 +232,11 @@ class TrtllmHlApiCore(LLMCore):
         if self._done is not None:
             self._done.set()
 
-    def _soon(self, work: Coroutine[Any, Any, None]) -> None:
+    def _schedule(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self.loop)
 
-    async def _ask(self, request: Batch) -> None:
-        """Follow a request to its end, in this thread, because a result is awaited where it was requested."""
+    async def _generate(self, request: Batch) -> None:
+        """Generate a response. A result must be awaited in the thread of its request."""
         (row,) = request.rows
         id_, n, end_id = int(row["id"]), 0, library.ends_of(row, self._ends)[0]
         params = self._sampling(
@@ -253,8 +253,8 @@ class TrtllmHlApiCore(LLMCore):
                 request.tokens.tolist(), params, streaming=library.streams(row, self._harness.streaming)
             )
             async for part in result:
-                tokens = part.outputs[0].token_ids  # all so far
-                self._came.append((id_, tokens[n:], part.finished))
+                tokens = part.outputs[0].token_ids  # all tokens so far
+                self._received.append((id_, tokens[n:], part.finished))
                 n = len(tokens)
         except Exception as error:  # noqa: BLE001 - it ends the run, with the request's name
             self._errors.append((id_, error))
@@ -267,7 +267,7 @@ class TrtllmHlApiCore(LLMCore):
                 result.abort()
 
     async def _watch(self) -> None:
-        """Keep the newest statistics: TensorRT-LLM's JSON of an iteration, with its names."""
+        """Store the newest statistics, TensorRT-LLM's JSON of an iteration."""
         while True:
             try:
                 async for step in self._llm.get_stats_async(_STATISTICS_S):
@@ -276,7 +276,7 @@ class TrtllmHlApiCore(LLMCore):
                         cache["usedNumBlocks"] / cache["maxNumBlocks"] if cache.get("maxNumBlocks") else 0.0
                     )
                     self._now = step.get("numActiveRequests", 0), step.get("numQueuedRequests", 0), share
-            except Exception as error:  # noqa: BLE001 - no run without the statistics that it shows
+            except Exception as error:  # noqa: BLE001 - a run needs its statistics
                 self._errors.append((None, error))
                 return
             await asyncio.sleep(_STATISTICS_S)
@@ -294,15 +294,15 @@ class TrtllmHlApiCore(LLMCore):
             zip(requests.rows["id"].tolist(), requests.rows["n_tokens"].tolist(), strict=True)
         )
         for request in requests.split():
-            self._soon(self._ask(Batch(request.rows.copy(), request.tokens.copy())))
+            self._schedule(self._generate(Batch(request.rows.copy(), request.tokens.copy())))
 
     def has_work(self) -> bool:
-        return bool(self._came or self._errors)
+        return bool(self._received or self._errors)
 
     def poll_responses(self) -> Batch | None:
         self._check()
-        for _ in range(len(self._came)):
-            id_, tokens, is_final = self._came.popleft()
+        for _ in range(len(self._received)):
+            id_, tokens, is_final = self._received.popleft()
             self._prompt_tokens += self._prompts.pop(id_, 0)
             self._generated += len(tokens)
             self._answers.add(id_, tokens, is_final)
@@ -316,4 +316,4 @@ class TrtllmHlApiCore(LLMCore):
             raise self._answers.failed(id_, error) from error
 
     def cancel(self, ids: Iterable[int]) -> None:
-        self._soon(self._abort(self._answers.cancel(ids)))
+        self._schedule(self._abort(self._answers.cancel(ids)))

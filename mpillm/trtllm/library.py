@@ -1,9 +1,9 @@
-"""What the cores of TensorRT-LLM's two interfaces share: the package, a model's limits, answers as rows.
+"""Common parts of the cores for TensorRT-LLM's two interfaces: the package, model limits, response rows.
 
-Statements about the library cite its repository by path. Importing it is collective over MPI.COMM_WORLD,
+Paths in comments are in TensorRT-LLM's repository. Importing the package is collective over MPI.COMM_WORLD,
 because tensorrt_llm/_utils.py splits that communicator by host (`Split_type`), and tensorrt_llm/_common.py
-does so again in C++ (`MpiComm.local_init`). So every rank of a run imports it, even without an instance: see
-`LLMCore.world_import`.
+splits it again in C++ (`MpiComm.local_init`). So every rank of a run imports it, also without an instance
+(`LLMCore.world_import`).
 """
 
 from __future__ import annotations
@@ -29,17 +29,14 @@ from mpillm.options.generation_config import GenerationConfig
 
 PACKAGE = "tensorrt_llm"
 EXTRA = "trtllm"
-NO_END = -1  # an end_id that no token has: only the length ends the answer
+NO_END = -1  # an end_id without a token: only the length ends the answer
 UNLIMITED_TOKENS = 1 << 40  # requests wait for the KV cache inside the library
 _ANY_TOKEN = 1 << 31
-_OURS = ("trtllm_backend", *RUNTIME_FLAGS, *RUNTIME_OPTIONS)
+_OWN_FLAGS = ("trtllm_backend", *RUNTIME_FLAGS, *RUNTIME_OPTIONS)
 
 
 def check_library(config: CoreConfig) -> None:
-    """Check that the package is installed, without importing it, and what neither core does.
-
-    Raises ConfigError.
-    """
+    """Raise ConfigError if the package is not installed, or an option is not supported. Imports nothing."""
     if importlib.util.find_spec(PACKAGE) is None:
         raise ConfigError(
             f"--core_type {config.core_type} needs the package '{PACKAGE}': pip install 'mpillm[{EXTRA}]',"
@@ -66,7 +63,7 @@ def check_library(config: CoreConfig) -> None:
 
 
 def no_engines(config: CoreConfig) -> ConfigError:
-    """Make the error of a release that has only the PyTorch backend."""
+    """Return the error for a release that has only the PyTorch backend."""
     version = getattr(sys.modules.get(PACKAGE), "__version__", "of this release")
     return ConfigError(
         f"--core_type {config.core_type}: TensorRT-LLM {version} runs no engines, of which 1.3.0rc20 was the"
@@ -76,21 +73,21 @@ def no_engines(config: CoreConfig) -> ConfigError:
 
 
 def engine_limits(config: CoreConfig, engine: EngineConfig) -> StatedLimits:
-    """Return the limits of an engine; without chunked context a prompt must fit into one step."""
+    """Return the limits of an engine. Without chunked context, a prompt must fit into one step."""
     build, scheduler = engine.build_config, config.engine.scheduler
-    longest = (
+    max_prompt_len = (
         None if scheduler.enable_chunked_context else min(scheduler.max_num_tokens, build.max_num_tokens)
     )
     return StatedLimits(
         engine.pretrained_config.vocab_size or _ANY_TOKEN,
         min(config.engine.max_seq_len or build.max_seq_len, build.max_seq_len),
-        longest,
+        max_prompt_len,
     )
 
 
 @dataclass(frozen=True)
-class _ModelLimits(Slice):
-    """Hugging Face's names of them."""
+class _ConfigJson(Slice):
+    """Limits in Hugging Face's config.json."""
 
     vocab_size: int = _ANY_TOKEN
     max_position_embeddings: int = _ANY_TOKEN
@@ -98,16 +95,13 @@ class _ModelLimits(Slice):
 
 @about("core_type", "model_path")
 def folder_limits(config: CoreConfig) -> StatedLimits:
-    """Return the limits of the model in a Hugging Face folder.
-
-    Raises ConfigError if `config` names no folder.
-    """
+    """Return the limits of the model in a Hugging Face folder. Raises ConfigError without a folder."""
     path = Path(config.engine.model_path or "")
     if not config.engine.model_path or not (path / "config.json").is_file():
         which = f", which {path} is not" if config.engine.model_path else ""
         raise ConfigError(f"--core_type {config.core_type} needs --model_path: a Hugging Face folder{which}")
     raw = read_object(path / "config.json")
-    text = _ModelLimits.from_json(raw.get("text_config", raw), str(path / "config.json"))
+    text = _ConfigJson.from_json(raw.get("text_config", raw), str(path / "config.json"))
     if min(text.vocab_size, text.max_position_embeddings) < 1:
         raise ConfigError(f"{path / 'config.json'}: vocab_size or max_position_embeddings is below 1")
     scheduler = config.engine.scheduler
@@ -119,9 +113,9 @@ def folder_limits(config: CoreConfig) -> StatedLimits:
 
 
 def end_ids(config: CoreConfig) -> tuple[int, ...]:
-    """Return the tokens that end an answer: those of the options, else those of the model's folder.
+    """Return the end tokens from the options, or else from the model's folder.
 
-    An engine has none of its own. Raises ConfigError if no option or file names them.
+    An engine does not contain end tokens. Raises ConfigError if no option or file has them.
     """
     if config.engine.end_ids is not None:
         return config.engine.end_ids
@@ -129,8 +123,8 @@ def end_ids(config: CoreConfig) -> tuple[int, ...]:
         path = Path(config.engine.model_path or "") / name
         if not config.engine.model_path or not path.is_file():
             continue
-        if found := GenerationConfig.from_file(path).eos_token_id:
-            return found
+        if ids := GenerationConfig.from_file(path).eos_token_id:
+            return ids
     raise ConfigError(
         f"--core_type {config.core_type}: nothing says which tokens end an answer; give --end_ids,"
         " --llm_gen_config_path, or a --model_path with a generation_config.json",
@@ -139,9 +133,9 @@ def end_ids(config: CoreConfig) -> tuple[int, ...]:
 
 
 def sampling(row: np.void) -> dict[str, Any]:
-    """Return how a REQUEST row is sampled, by names that both have.
+    """Return the sampling parameters of a REQUEST row, by names common to both interfaces.
 
-    Greedy is top_k 1; what is off is left out.
+    Greedy is top_k 1. Parameters without effect are omitted.
     """
     chosen: dict[str, Any] = {"top_k": 1}
     if row["temperature"] > 0:
@@ -156,51 +150,51 @@ def sampling(row: np.void) -> dict[str, Any]:
 
 
 def ends_of(row: np.void, ends: tuple[int, ...]) -> tuple[int, ...]:
-    """Return those of the model's end tokens that end this answer: at least one, NO_END if none does."""
+    """Return the end tokens of an answer; NO_END if it has none."""
     return (NO_END,) if row["flags"] & RequestFlag.IGNORE_END or not ends else ends
 
 
 def stops(config: CoreConfig, row: np.void, ends: tuple[int, ...]) -> list[list[int]]:
-    """Return what ends an answer, beside its first end token: other end tokens and stop words, as tokens."""
-    words = () if row["flags"] & RequestFlag.IGNORE_STOP else config.engine.stop_words
+    """Return the tokens of an answer's stop words, and its end tokens after the first."""
+    stop_words = () if row["flags"] & RequestFlag.IGNORE_STOP else config.engine.stop_words
     return [
         *([end] for end in ends_of(row, ends)[1:]),
-        *(list(word) for word in words if not isinstance(word, str)),
+        *(list(word) for word in stop_words if not isinstance(word, str)),
     ]
 
 
 def others(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the runtime flags that only TensorRT-LLM knows, which are passed on as given."""
-    return {name: value for name, value in flags.items() if name not in _OURS and value is not None}
+    """Return the runtime flags that mpillm forwards to TensorRT-LLM unchanged."""
+    return {name: value for name, value in flags.items() if name not in _OWN_FLAGS and value is not None}
 
 
 def streams(row: np.void, first_token_times: bool) -> bool:
-    """Return whether to ask for tokens as they come. Raises RuntimeError for a request to hand over."""
+    """Return whether a request streams its tokens. Raises RuntimeError for a request with a handoff."""
     if row["generation"] != NO_INSTANCE:
-        raise RuntimeError("TensorRT-LLM's cores hand over no KV cache")
+        raise RuntimeError("TensorRT-LLM's cores do not support a handoff")
     return first_token_times or bool(row["flags"] & RequestFlag.STREAM)
 
 
 @dataclass(slots=True)
 class _Open:
-    """A request that the library is working on."""
+    """A request in the library."""
 
-    stream: bool  # its tokens are wanted as they come
+    stream: bool
     cancelled: bool = False
-    passed_on: int = 0  # tokens
+    n_sent: int = 0  # tokens sent to the leader
     answer: list[int] = field(default_factory=list)
 
 
-class Answers:
-    """The open requests, and rows for what the library has answered. For one thread."""
+class LibraryRequests:
+    """Open requests, and rows for their responses. Not thread-safe."""
 
     def __init__(self, rank: int) -> None:
-        """`rank`: in the world, for messages."""
+        """`rank`: world rank, for messages."""
         self._rank = rank
         self._open: dict[int, _Open] = {}
         self._rows: list[tuple[int, int, int]] = []
         self._tokens: list[int] = []
-        self.ended = 0  # requests
+        self.ended = 0  # number of requests
 
     def __len__(self) -> int:
         """Return the number of open requests."""
@@ -211,35 +205,35 @@ class Answers:
             self._open[id_] = _Open(bool(flags & RequestFlag.STREAM))
 
     def cancel(self, ids: Iterable[int]) -> list[int]:
-        """Return those of `ids` that are open. The last answer to each becomes its CANCELLED row."""
-        mine = [id_ for id_ in ids if id_ in self._open]
-        for id_ in mine:
+        """Mark the open requests in `ids` and return them. Their last answer becomes a CANCELLED row."""
+        open_ids = [id_ for id_ in ids if id_ in self._open]
+        for id_ in open_ids:
             self._open[id_].cancelled = True
-        return mine
+        return open_ids
 
     def add(self, id_: int, new: list[int], is_final: bool) -> None:
-        """Take the next tokens of an answer. Raises RunError if the answer ends without any."""
+        """Add the next tokens of an answer. Raises RunError if the answer ends without tokens."""
         request = self._open[id_]
         request.answer += new
-        answer, passed_on = request.answer, request.passed_on
+        answer, n_sent = request.answer, request.n_sent
         if is_final:
             del self._open[id_]
             self.ended += 1
             if request.cancelled:
                 self._row(id_, ResponseFlag.FINAL | ResponseFlag.CANCELLED, [])
             elif answer:
-                self._row(id_, ResponseFlag.FINAL | (0 if passed_on else ResponseFlag.FIRST), answer)
+                self._row(id_, ResponseFlag.FINAL | (0 if n_sent else ResponseFlag.FIRST), answer)
             else:
                 raise self.failed(id_, "an answer without tokens")
-        elif not request.cancelled and answer and not passed_on:
-            request.passed_on = 1
+        elif not request.cancelled and answer and not n_sent:
+            request.n_sent = 1
             self._row(id_, ResponseFlag.FIRST, answer[:1])
-        elif not request.cancelled and request.stream and len(answer) > passed_on:
-            request.passed_on = len(answer)
-            self._row(id_, ResponseFlag.PARTIAL, answer[passed_on:])
+        elif not request.cancelled and request.stream and len(answer) > n_sent:
+            request.n_sent = len(answer)
+            self._row(id_, ResponseFlag.PARTIAL, answer[n_sent:])
 
     def failed(self, id_: int, cause: object) -> RunError:
-        """Make the error that ends the run: TensorRT-LLM could not answer a request."""
+        """Return the error that ends the run after TensorRT-LLM failed on a request."""
         return RunError(
             Failure(f"TensorRT-LLM, request {id_}: {cause}", self._rank, code=ExitCode.TEST_FAILED)
         )

@@ -1,4 +1,4 @@
-"""Describe what TensorRT-LLM's servers serve: the stages' model, their options from ours, and their YAML."""
+"""The model of TensorRT-LLM's servers, their options from mpillm's options, and their YAML."""
 
 from __future__ import annotations
 
@@ -19,29 +19,26 @@ from mpillm.stages.checkpoint import QuantizerConfig
 from mpillm.trtllm.engines import TRTLLMBuilderOp, TRTLLMQuantizerOp
 
 
-class Served(NamedTuple):
-    """What trtllm-serve reads: the folder that generate-engines makes, if any, or the published model."""
+class ModelToServe(NamedTuple):
+    """The folder that trtllm-serve reads: the output of generate-engines, or the published model."""
 
     model: str
-    tokenizer: str | None  # None: the model's
-    backend: str  # in trtllm-serve's words
-    is_made: bool  # by generate-engines
-    said: str  # the options that decided it
+    tokenizer: str | None  # None: the model's tokenizer
+    backend: str  # trtllm-serve's name
+    is_generated: bool  # by generate-engines
+    options: str  # the options that determine it
 
 
-def served(config: RunConfig) -> Served:
-    """Return what the options name to serve, whether it exists or not.
-
-    Raises ConfigError if they name no model.
-    """
+def served(config: RunConfig) -> ModelToServe:
+    """Return the model in the options, which may not exist yet. Raises ConfigError without a model."""
     backend = backend_of(config)
     path = config.model_path
     with applied(config):
         if backend == "tensorrt":
             if config.engine_dir:
-                return Served(str(config.engine_dir), path, backend, True, config.named("engine_dir"))
+                return ModelToServe(str(config.engine_dir), path, backend, True, config.named("engine_dir"))
             engine = str(TRTLLMBuilderOp().output)
-            return Served(
+            return ModelToServe(
                 engine,
                 path,
                 backend,
@@ -49,7 +46,7 @@ def served(config: RunConfig) -> Served:
                 f"{config.named('model_path')}, from which generate-engines makes {engine}",
             )
         if config.llm_quantizer_outdir:
-            return Served(
+            return ModelToServe(
                 str(config.llm_quantizer_outdir), None, backend, True, config.named("llm_quantizer_outdir")
             )
         if not path:
@@ -59,9 +56,9 @@ def served(config: RunConfig) -> Served:
                 about=["core_type"],
             )
         if QuantizerConfig().qformat == "full_prec":
-            return Served(str(path), None, backend, False, config.named("model_path"))
+            return ModelToServe(str(path), None, backend, False, config.named("model_path"))
         checkpoint = str(TRTLLMQuantizerOp(export_hf=True).output)
-        return Served(
+        return ModelToServe(
             checkpoint,
             None,
             backend,
@@ -75,12 +72,12 @@ def backend_of(config: RunConfig) -> str:
 
 
 def llm_api_options(config: RunConfig) -> dict[str, Any]:
-    """Return TensorRT-LLM's LLM arguments, as a YAML holds them, from the harness's flags."""
-    flags = config.trtllm_runtime_flags  # with the defaults of those that are options, and checked
+    """Return TensorRT-LLM's LLM arguments for a YAML, from the harness's flags."""
+    flags = config.trtllm_runtime_flags  # checked, and with the options' defaults
     cache: dict[str, Any] = {"free_gpu_memory_fraction": flags["kvcache_free_gpu_mem_frac"]}
     cache["enable_block_reuse"] = bool(flags.get("enable_kv_cache_reuse", config.enable_kv_cache_reuse))
     dtype = config.trtllm_checkpoint_flags.get("kv_cache_dtype")
-    # An engine has its own, which its backend refuses to override
+    # An engine has its own dtype, and its backend does not allow another.
     if dtype and backend_of(config) == "pytorch":
         cache["dtype"] = dtype
     return {
@@ -93,34 +90,33 @@ def llm_api_options(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def disagg_yaml(config: RunConfig, made: DisaggConfig) -> DisaggConfig:
-    """Return the YAML of the options with what TensorRT-LLM's workers need besides: the model, and flags."""
-    what = served(config)
-    if what.is_made and not Path(what.model).is_dir():
+def disagg_yaml(config: RunConfig, yaml: DisaggConfig) -> DisaggConfig:
+    """Add the model and the flags for TensorRT-LLM's workers to the YAML of the options."""
+    source = served(config)
+    if source.is_generated and not Path(source.model).is_dir():
         print(
-            f"# {what.said}: there is no folder {what.model} yet; generate-engines makes it", file=sys.stderr
+            f"# {source.options}: there is no folder {source.model} yet; generate-engines makes it",
+            file=sys.stderr,
         )
     options = llm_api_options(config)
     cache = options.pop("kv_cache_config")
-    if what.tokenizer:
-        options["tokenizer"] = what.tokenizer
+    if source.tokenizer:
+        options["tokenizer"] = source.tokenizer
 
     def section(_: str, server: ServerConfig) -> ServerConfig:
         extra = {**server.extra, **options}
-        if what.backend != "pytorch":
-            # an argument of the PyTorch backend, which the others refuse
+        if source.backend != "pytorch":
+            # Only the PyTorch backend has this argument.
             extra.pop("disable_overlap_scheduler", None)
         return dataclasses.replace(server, kv_cache_config={**server.kv_cache_config, **cache}, extra=extra)
 
-    made = dataclasses.replace(made.with_sections(section), model=what.model, backend=what.backend)
-    return disagg.parse(disagg.dump(made), "generated configuration")
+    yaml = dataclasses.replace(yaml.with_sections(section), model=source.model, backend=source.backend)
+    return disagg.parse(disagg.dump(yaml), "generated configuration")
 
 
 def check_agreement(config: RunConfig, path: str, yaml: DisaggConfig) -> None:
-    """Check the YAML, all that trtllm-serve reads.
-
-    Raises ConfigError if it lacks something or contradicts an option.
-    """
+    """Raise ConfigError if the YAML, which is all that trtllm-serve reads, is incomplete or contradicts an
+    option."""
     again = "run generate-disagg-config again with these options, or leave them out"
     if yaml.model is None:
         raise ConfigError(
@@ -132,10 +128,10 @@ def check_agreement(config: RunConfig, path: str, yaml: DisaggConfig) -> None:
             ("model_path", "llm_quantizer_outdir", "engine_dir", "trtllm_checkpoint_flags"),
         )
     ):
-        what = served(config)
-        if not same("model_path", what.model, yaml.model):
+        source = served(config)
+        if not same("model_path", source.model, yaml.model):
             raise ConfigError(
-                f"{what.said}, but {path}: model is {yaml.model}, which would be served; {again}"
+                f"{source.options}, but {path}: model is {yaml.model}, which would be served; {again}"
             )
     backend = {"trt": "tensorrt"}.get(yaml.backend or "pytorch", yaml.backend or "pytorch")
     if "trtllm_backend" in config.trtllm_runtime_flags and backend != backend_of(config):
@@ -147,9 +143,9 @@ def check_agreement(config: RunConfig, path: str, yaml: DisaggConfig) -> None:
     urls = [url for _, server in yaml.sections for url in server.urls]
     if urls:
         ports["worker_start_port"] = "the first port of urls", int(urls[0].rpartition(":")[2])
-    for name, (what_port, port) in ports.items():
+    for name, (port_key, port) in ports.items():
         if config.is_user_set(name) and getattr(config, name) != port:
-            raise ConfigError(f"{config.named(name)}, but {path}: {what_port} is {port}; {again}")
+            raise ConfigError(f"{config.named(name)}, but {path}: {port_key} is {port}; {again}")
     for section, server in yaml.sections:
         for place in (*CORE, ROUTER):
             if config.is_user_set(place.field.name) and place.value_in(server) is None:

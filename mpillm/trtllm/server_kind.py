@@ -1,4 +1,4 @@
-"""TensorRT-LLM's `trtllm-serve`. The arguments are from its sources; it has not been run here."""
+"""TensorRT-LLM's `trtllm-serve`. The arguments come from its sources and are not tested against it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def _arguments(spec: ServerSpec) -> Sequence[str]:
 
 
 def _file(spec: ServerSpec, values: Mapping[str, Any]) -> str:
-    """Return `LlmArgs` as YAML: those of its section, and those that have no option on the command line."""
+    """Return `LlmArgs` as YAML: the server's section, and arguments without a command-line option."""
     cache = {**spec.llm_args.get("kv_cache_config", {})}
     cache["enable_block_reuse"] = values["enable_kv_cache_reuse"]
     if "kv_cache_dtype" in values:
         cache["dtype"] = values["kv_cache_dtype"]
-    made = {**spec.llm_args, "kv_cache_config": cache, "enable_iter_perf_stats": True}
-    if spec.role:  # without it TensorRT-LLM hands no KV cache over
-        made.setdefault("cache_transceiver_config", {"backend": "DEFAULT"})
-    if spec.role == "context":  # which has no overlap scheduler there
-        made.setdefault("disable_overlap_scheduler", True)
-    return yaml.safe_dump(made, sort_keys=False)
+    args = {**spec.llm_args, "kv_cache_config": cache, "enable_iter_perf_stats": True}
+    if spec.role:  # TensorRT-LLM needs it for the handoff
+        args.setdefault("cache_transceiver_config", {"backend": "DEFAULT"})
+    if spec.role == "context":  # TensorRT-LLM has no overlap scheduler for this role
+        args.setdefault("disable_overlap_scheduler", True)
+    return yaml.safe_dump(args, sort_keys=False)
 
 
 TRTLLM_SERVE = ServerKind(
@@ -44,7 +44,7 @@ TRTLLM_SERVE = ServerKind(
         "max_seq_len": named("--max_seq_len"),
         "enable_chunked_context": switch("--enable_chunked_prefill"),
     },
-    always={"enable_kv_cache_reuse": False},  # which TensorRT-LLM does by default, and MLPerf forbids
+    always={"enable_kv_cache_reuse": False},  # TensorRT-LLM's default is True, which MLPerf forbids
     file=_file,
     in_file=("enable_kv_cache_reuse", "kv_cache_dtype"),
     binds_held_port=False,

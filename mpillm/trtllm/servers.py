@@ -1,4 +1,4 @@
-"""Describe TensorRT-LLM's servers for `run-llm-server`: one per URL, or those of a disaggregation YAML."""
+"""TensorRT-LLM's servers for `run-llm-server`: one per URL, or the servers of a disaggregation YAML."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _EXTRA_OPTIONS = SERVERS / "extra_llm_api_options.yaml"
 def endpoint_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
     """Return a `trtllm-serve` for each URL on this host, each with its share of the GPUs."""
     harness = configured(TrtllmEndpointConfig, config)
-    what = served(config)
-    if what.is_made and not Path(what.model).is_dir():
+    source = served(config)
+    if source.is_generated and not Path(source.model).is_dir():
         raise_or_note(
-            config, NotHere(f"{what.said}: there is no folder {what.model}; generate-engines makes it")
+            config, NotHere(f"{source.options}: there is no folder {source.model}; generate-engines makes it")
         )
-    cut = TRTLLMLibraryLoader(
+    layout = TRTLLMLibraryLoader(
         tp_size=config.tensor_parallelism,
         pp_size=config.pipeline_parallelism,
         ep_size=config.moe_expert_parallelism,
@@ -53,16 +53,16 @@ def endpoint_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
                 about=["trtllm_server_urls"],
             )
     else:
-        ports = [trtllm_serve.FIRST_PORT + index for index in range(max(1, len(gpus or ()) // cut.ranks))]
+        ports = [trtllm_serve.FIRST_PORT + index for index in range(max(1, len(gpus or ()) // layout.ranks))]
     try:
-        check_gpus(len(ports) * cut.ranks, f"{len(ports)} trtllm-serve of {cut.ranks} GPUs each")
+        check_gpus(len(ports) * layout.ranks, f"{len(ports)} trtllm-serve of {layout.ranks} GPUs each")
     except NotHere as error:
         raise_or_note(config, error)
     flags = {**harness.build_flags, **harness.runtime_flags}
     sizes = {
-        "tp_size": cut.tp_size,
-        "pp_size": cut.pp_size,
-        "ep_size": cut.ep_size if cut.ep_size > 1 else None,
+        "tp_size": layout.tp_size,
+        "pp_size": layout.pp_size,
+        "ep_size": layout.ep_size if layout.ep_size > 1 else None,
     }
     limits = {
         name: flags.get(name)
@@ -70,17 +70,17 @@ def endpoint_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
     }
     return trtllm_serve.endpoints(
         program_or_name(config, "trtllm-serve", trtllm_serve.INSTALL),
-        [what.model, *(["--tokenizer", str(what.tokenizer)] if what.tokenizer else [])],
+        [source.model, *(["--tokenizer", str(source.tokenizer)] if source.tokenizer else [])],
         config.server_host,
         ports,
         {
-            "backend": what.backend,
+            "backend": source.backend,
             **sizes,
             **limits,
             "max_seq_len": config.max_seq_len or flags.get("max_seq_len"),
         },
         (_EXTRA_OPTIONS, yaml.safe_dump(llm_api_options(config), sort_keys=False)),
-        cut.ranks,
+        layout.ranks,
         None if gpus is None else len(gpus),
     )
 
@@ -88,8 +88,7 @@ def endpoint_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
 def disaggregated_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
     """Return workers, leader or both.
 
-    A worker is a rank of the mpirun around this process if there is one; otherwise an mpirun of all workers
-    is started here.
+    Under mpirun, this process becomes a worker. Otherwise one server is an mpirun of all workers.
     """
     path = config.disagg_config
     if not path:
@@ -98,9 +97,9 @@ def disaggregated_servers(config: RunConfig, argv: Sequence[str]) -> list[Server
             " that file",
             about=["core_type"],
         )
-    made = yaml_of_servers(config, path)
+    yaml_config = yaml_of_servers(config, path)
     if Path(path).exists():
-        check_agreement(config.with_yaml(), path, made)
+        check_agreement(config.with_yaml(), path, yaml_config)
     serve = program_or_name(config, "trtllm-serve", trtllm_serve.INSTALL)
     programs = trtllm_serve.disaggregated(serve, path, config.load_deadline, config.stall_timeout)
-    return launched(programs, path, made, launch_type(), one_of_several())
+    return launched(programs, path, yaml_config, launch_type(), one_of_several())

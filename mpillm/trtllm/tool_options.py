@@ -1,8 +1,8 @@
-"""The options of TensorRT-LLM's tools, to find a misspelt flag before an hour of calibration, not after it.
+"""Options of TensorRT-LLM's tools, to find a misspelled flag before a calibration that takes an hour.
 
-The names and the values they take are those of TensorRT-LLM 1.x: `examples/quantization/quantize.py`,
-`examples/models/core/*/convert_checkpoint.py`, and `trtllm-build` (`tensorrt_llm/commands/build.py` with
-the plug-ins of `tensorrt_llm/plugin/plugin.py`).
+Source of names and values: TensorRT-LLM 1.x, `examples/quantization/quantize.py`,
+`examples/models/core/*/convert_checkpoint.py`, and `trtllm-build` (`tensorrt_llm/commands/build.py` with the
+plug-ins of `tensorrt_llm/plugin/plugin.py`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _Kind = str | tuple[str, ...]
 _INT: _Kind = "a whole number"
 _FLOAT: _Kind = "a number"
 _TEXT: _Kind = "text"
-_FLAG: _Kind = "true or false"  # a switch: given without a value, or not given
-_WORDS: _Kind = "words with spaces between them"
+_FLAG: _Kind = "true or false"  # a switch without a value
+_LIST: _Kind = "words with spaces between them"
 _SWITCH: _Kind = ("enable", "disable")
 _DTYPES = ("auto", "float16", "bfloat16", "float32")
 _PLUGIN = ("auto", "float16", "float32", "bfloat16", "int32", "disable")
@@ -28,16 +28,16 @@ _FP8_PLUGIN = ("fp8", "disable")
 
 @dataclass(frozen=True)
 class Tool:
-    """One of TensorRT-LLM's programs. `ours`: the options that our fields set, with the field."""
+    """One of TensorRT-LLM's programs. `fields`: options that mpillm sets, with mpillm's field."""
 
     name: str
     options: Mapping[str, _Kind]
-    ours: Mapping[str, str]
+    fields: Mapping[str, str]
 
     def arguments(self, flags: Mapping[str, Any], source: str) -> list[str]:
-        """Return ``--name=value`` for each flag; None leaves one out.
+        """Return ``--name=value`` for each flag with a value.
 
-        Raises ConfigError, beginning with `source`, if the tool would refuse a flag.
+        Raises ConfigError, beginning with `source`, for a flag that the tool does not accept.
         """
         return [
             argument
@@ -47,10 +47,10 @@ class Tool:
         ]
 
     def _argument(self, name: str, value: Any, source: str) -> list[str]:
-        if name in self.ours:
-            raise ConfigError(f"{source}: {name} is set by --{self.ours[name]}")
+        if name in self.fields:
+            raise ConfigError(f"{source}: {name} is set by --{self.fields[name]}")
         if name not in self.options:
-            hint = f"; {_GONE[name]}" if name in _GONE else nearest(name, self.options)
+            hint = f"; {_REMOVED[name]}" if name in _REMOVED else nearest(name, self.options)
             raise ConfigError(f"{source}: {self.name} has no option '{name}'{hint}")
         kind = self.options[name]
         if kind is _FLAG:
@@ -58,7 +58,7 @@ class Tool:
                 raise ConfigError(f"{source}: {name} {value}: expected true or false")
             return [f"--{name}"] if value else []
         text = str(value)
-        if kind is _WORDS:
+        if kind is _LIST:
             return [f"--{name}", *text.split()]
         if kind is _SWITCH and type(value) is bool:
             text = "enable" if value else "disable"
@@ -75,7 +75,7 @@ def _options(kinds: Mapping[_Kind, str], **others: _Kind) -> dict[str, _Kind]:
     return {name: kind for kind, names in kinds.items() for name in names.split()} | others
 
 
-_OURS = {"model_dir": "model_path", "output_dir": "llm_quantizer_outdir", **PARALLELISM}
+_FIELDS = {"model_dir": "model_path", "output_dir": "llm_quantizer_outdir", **PARALLELISM}
 
 QUANTIZE = Tool(
     "quantize.py",
@@ -95,7 +95,7 @@ QUANTIZE = Tool(
         kv_cache_dtype=("int8", "fp8"),
         export_format=("tensorrt_llm", "hf"),
     ),
-    _OURS,
+    _FIELDS,
 )
 
 CONVERT = Tool(
@@ -115,7 +115,7 @@ CONVERT = Tool(
         dtype=_DTYPES,
         weight_only_precision=("int8", "int4", "int8_gptq", "int4_gptq", "int4_awq"),
     ),
-    _OURS,
+    _FIELDS,
 )
 
 _CALIBRATED = "int8_kv_cache per_channel per_token use_weight_only load_model_on_cpu"
@@ -132,7 +132,7 @@ QWEN_CONVERT = Tool(
         dtype=_DTYPES,
         weight_only_precision=("int8", "int4", "int4_gptq", "int8_gptq"),
     ),
-    _OURS,
+    _FIELDS,
 )
 
 GPT_CONVERT = Tool(
@@ -148,7 +148,7 @@ GPT_CONVERT = Tool(
         dtype=_DTYPES,
         weight_only_precision=("int8", "int4"),
     ),
-    _OURS,
+    _FIELDS,
 )
 
 GEMMA_CONVERT = Tool(
@@ -162,7 +162,7 @@ GEMMA_CONVERT = Tool(
         dtype=_DTYPES,
         weight_only_precision=("int8", "int4", "w4a8_awq", "w4a16_awq"),
     ),
-    _OURS | {"ckpt-type": "model_path", "world-size": PARALLELISM["tp_size"]},
+    _FIELDS | {"ckpt-type": "model_path", "world-size": PARALLELISM["tp_size"]},
 )
 
 BUILD = Tool(
@@ -174,7 +174,7 @@ BUILD = Tool(
             " tokens_per_block",
             _TEXT: "model_config build_config model_cls_file model_cls_name input_timing_cache"
             " output_timing_cache visualize_network log_level",
-            _WORDS: "lora_dir lora_target_modules",
+            _LIST: "lora_dir lora_target_modules",
             _FLAG: "strip_plan weight_sparsity weight_streaming fast_build enable_debug_output"
             " monitor_memory gather_context_logits gather_generation_logits gather_all_token_logits",
             _SWITCH: "paged_kv_cache dora_plugin context_fmha bert_context_fmha_fp32_acc"
@@ -207,8 +207,8 @@ BUILD = Tool(
     },
 )
 
-# Options of older releases, as in tutorials for TensorRT-LLM 0.9, and of the scripts build.py before it.
-_GONE = {
+# Options of older releases, for example in tutorials for TensorRT-LLM 0.9, and of the older scripts build.py.
+_REMOVED = {
     "max_output_len": "use max_seq_len: the prompt's and the answer's tokens together",
     "context_fmha_fp32_acc": "it is a runtime option now:"
     " --trtllm_runtime_flags=enable_context_fmha_fp32_acc:true",

@@ -12,7 +12,7 @@ from mpillm.stages.servers import Server
 
 INSTALL = "install TensorRT-LLM, as in NVIDIA's containers"
 FIRST_PORT = 30000
-"""Of the first endpoint, as in the reference harness."""
+"""Port of the first endpoint, as in NVIDIA's harness."""
 
 
 def endpoints(
@@ -28,17 +28,17 @@ def endpoints(
     """Return an endpoint on each port of `host`, each on `n_ranks` of `n_gpus` GPUs (None: unknown)."""
     servers = []
     for index, port in enumerate(ports):
-        words = [program, "serve", *model, "--host", host, "--port", str(port)]
-        words += [
-            word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))
-        ]
-        words += ["--extra_llm_api_options", str(extra[0])]
+        argv = [program, "serve", *model, "--host", host, "--port", str(port)]
+        for name, value in options.items():
+            if value is not None:
+                argv += [f"--{name}", str(value)]
+        argv += ["--extra_llm_api_options", str(extra[0])]
         env = {}
         if n_gpus is not None and len(ports) > 1:
-            ours = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(n_gpus)))).split(",")
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(ours[index * n_ranks : (index + 1) * n_ranks])
+            gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(n_gpus)))).split(",")
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[index * n_ranks : (index + 1) * n_ranks])
         url = f"localhost:{port}"
-        command = Command(tuple(words), env)
+        command = Command(tuple(argv), env)
         servers.append(
             Server(f"trtllm-serve {index}", command, {"HTTP": port}, (_health(url),), (url,), dict([extra]))
         )

@@ -25,7 +25,7 @@ LACKING = {"quantize.py": {"export_format"}}  # docs/howto/pipeline.md says so
 def test_the_options_of_its_tools(tool: Tool, release: str) -> None:
     """The record has every option that a person may give or that a field of ours sets."""
     there = {option.removeprefix("--") for option in record(release)["tools"][tool.name]}
-    ours = {*tool.options, *tool.ours}
+    ours = {*tool.options, *tool.fields}
     # The sizes are the checkpoint's: trtllm-build is not told them, and quantize.py has no experts'
     # parallelism.
     of_checkpoint = {"tp_size", "pp_size", "moe_ep_size"}
