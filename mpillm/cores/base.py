@@ -1,8 +1,8 @@
-"""LLMCore: what a backend must do for the ranks of a run. `capabilities` has what only some can do.
+"""LLMCore: the methods that a run needs of a backend. `capabilities` has the optional ones.
 
-One core runs on every rank of an instance; only the instance leader's core receives requests. Its rank's
-event loop drives a core, which never waits: `enqueue` takes a batch, `poll_responses` does a bounded piece of
-work (one engine step, one look at a socket) and returns what has become ready.
+One core runs on every rank of an instance; only the root rank's core receives requests. The rank's event loop
+drives a core, which never waits: `enqueue` accepts a batch, `poll_responses` does a bounded piece of work
+(one engine step, one poll of a socket) and returns the responses that are ready.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ class CoreConfig:
 
 
 class Credits(NamedTuple):
-    """What an instance can hold at once, including waiting requests."""
+    """The capacity of an instance, including waiting requests."""
 
     requests: int
     tokens: int  # KV cache, in tokens
 
 
 class Metrics(NamedTuple):
-    """What a core has computed since `start_test`, and what it holds now."""
+    """The tokens that a core has computed since `start_test`, and its current state."""
 
     # Tokens computed again after a preemption count again; tokens saved by block reuse don't count.
     prompt_tokens: int
@@ -87,7 +87,7 @@ class Metrics(NamedTuple):
 
 
 class ModelLimits(Protocol):
-    """What the harness must know about a model."""
+    """A model's limits, for the harness."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -99,8 +99,8 @@ class ModelLimits(Protocol):
     def max_prompt_len(self) -> int | None: ...
 
 
-class StatedLimits(NamedTuple):
-    """`ModelLimits` as numbers; by default none limits anything."""
+class NumericLimits(NamedTuple):
+    """`ModelLimits` as numbers, by default without a limit."""
 
     vocab_size: int = 1 << 31
     max_seq_len: int = 1 << 31
@@ -108,62 +108,62 @@ class StatedLimits(NamedTuple):
 
 
 class LLMCore(ABC):
-    """A backend. An error from any method names this rank, and ends the run on all ranks.
+    """A backend. An error from any method ends the run on all ranks, with a message that names this rank.
 
-    What is abstract is required; the rest has defaults. `capabilities` has what only some cores can do.
+    Abstract methods are required, the others have defaults. `capabilities` has optional features.
     """
 
-    # What commands must know about a core before they make one.
+    # Properties that commands need before a core exists.
     uses_gpus: ClassVar[bool] = False  # each rank takes a GPU where there is one
     # Computes a model in this process: needs --model_path, and supports the precisions of our options.
     needs_model: ClassVar[bool] = False
     # A client of servers elsewhere: each worker rank is an executor, whatever the servers' layout.
     is_client: ClassVar[bool] = False
-    # A client whose servers take prompts as text, where there is no tokenizer here.
+    # A client whose servers accept prompts as text, without a tokenizer here.
     takes_text: ClassVar[bool] = False
     # Answers requests with `logprobs` with LOGPROBS rows.
     gives_logprobs: ClassVar[bool] = False
-    # Answers requests with TIMES also with how many blocks of its KV cache it has reused.
-    tells_reuse: ClassVar[bool] = False
-    # Honours --speculative_config.
+    # Reports the number of reused KV cache blocks to requests with TIMES.
+    reports_reuse: ClassVar[bool] = False
+    # Supports --speculative_config.
     speculates: ClassVar[bool] = False
-    # Honours --enable_max_num_tokens_tuning.
+    # Supports --enable_max_num_tokens_tuning.
     tunes_steps: ClassVar[bool] = False
     # ``module:function``: from a RunConfig to the last stage of `generate-engines`.
     engine_stages: ClassVar[str | None] = None
-    # ``module:function``: from a RunConfig and the command's words to what `run-llm-server` starts.
+    # ``module:function``: from a RunConfig and the command's arguments to the servers of `run-llm-server`.
     servers: ClassVar[str | None] = None
-    # ``module:function``: from a RunConfig and the disaggregation YAML of its options to the one that its
-    # servers read. None: that YAML as it is.
+    # ``module:function``: from a RunConfig and the options' disaggregation YAML to the YAML that its servers
+    # read. None: the same YAML.
     disagg_yaml: ClassVar[str | None] = None
     # A package whose import is collective over MPI.COMM_WORLD: every rank imports it in phase load.
     world_import: ClassVar[str | None] = None
     framework: ClassVar[str | None] = None  # for the system description of a submission
-    imports: ClassVar[tuple[str, ...]] = ()  # packages that it can't do without, imported in `load`
-    packages: ClassVar[tuple[str, ...]] = ()  # those that it names with versions; the framework's first
+    imports: ClassVar[tuple[str, ...]] = ()  # required packages, imported in `load`
+    packages: ClassVar[tuple[str, ...]] = ()  # packages to list with versions; the framework's first
 
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
-        """Be cheap: weights and sockets are for `load`. `comms`: the instance's; None: one rank."""
+        """Create the core; `load` opens weights and sockets. `comms`: the instance's; None: one rank."""
         self.config = config
         self.comms = comms
         self.streams = True
-        """Whether an answer's first token is told when it comes; not: with the whole answer."""
+        """Whether an answer's first token is reported when it arrives, or only with the complete answer."""
         self.awaits = ""
-        """What `load` waits for, in a few words. Any thread may set it."""
+        """The cause of a wait in `load`, in a few words. Any thread may set it."""
         self.wake: Callable[[], None] = lambda: None
         """Wakes the rank, which then looks at `has_work`. Any thread may call it. The run sets it before
         `load`."""
-        self.meanwhile: Callable[[], None] = lambda: None
-        """To be called again and again, every quarter of a second say, where `load`, `run_health_check` or
-        `statistics` waits for others: raises what ends the run. The run sets it before `load`."""
+        self.check_run: Callable[[], None] = lambda: None
+        """`load`, `run_health_check` and `statistics` call it every quarter of a second in their waits: it
+        raises the error that ends the run. The run sets it before `load`."""
         self.server_log: Callable[[int], Path | None] = lambda index: None
         """Returns the log of a server of the run, by its index. The run sets it before `load`."""
 
     @classmethod
     def settings(cls, config: RunConfig) -> Any:
-        """Return what this core reads of a run's options besides `CoreConfig`: its `settings`.
+        """Return the `settings`: options of the run for this core, besides `CoreConfig`.
 
-        Called on the ranks that check or make a core. ConfigError: an option is wrong.
+        Called on the ranks that check or create a core. Raises ConfigError for a wrong option.
         """
         return None
 
@@ -174,7 +174,7 @@ class LLMCore(ABC):
 
     @classmethod
     def gpus(cls) -> tuple[Gpu, ...]:
-        """Return the GPUs of this node that a rank of this core could take, as this process numbers them."""
+        """Return the GPUs of this node for ranks of this core, as this process numbers them."""
         return (visible_gpus() or ()) if cls.uses_gpus else ()
 
     # --- life ---
@@ -184,7 +184,7 @@ class LLMCore(ABC):
         """Load weights, or start or connect to a server. May take minutes, within the load deadline."""
 
     def doing(self) -> str:
-        """Return how far `load` or the warm-up has come, or what it waits for, in a few words; "": unknown.
+        """Return the progress of `load` or of the warm-up, or the cause of a wait, in words; "": unknown.
 
         The console shows it while the user waits. Another thread calls this, twice a second.
         """
@@ -194,7 +194,8 @@ class LLMCore(ABC):
     def run_health_check(self) -> None:
         """Prove that the backend answers; raise if it does not.
 
-        Called on every rank of an instance. A rank that follows its leader returns at once, and is polled.
+        Called on every rank of an instance. A rank that follows the root rank returns immediately, and is
+        polled.
         """
 
     def warm_up_requests(self) -> Batch:
@@ -209,14 +210,14 @@ class LLMCore(ABC):
         return {}
 
     def metrics(self) -> Metrics | None:
-        """Return what has been computed so far, including unfinished answers; None if the core does not know.
+        """Return what has been computed so far, including unfinished answers; None if it does not count.
 
-        Called on the instance's leader twice a second, between polls, so it must not wait.
+        Called on the instance's root rank twice a second, between polls, so it must not wait.
         """
         return None
 
-    def flush(self) -> None:  # noqa: B027 - optional: most cores hold nothing back
-        """Hold nothing back: no more requests will come."""
+    def flush(self) -> None:  # noqa: B027 - optional: most cores delay nothing
+        """Send all delayed data: no more requests will come."""
 
     def notify_stop(self) -> None:  # noqa: B027 - optional: not every core owns something to stop
         """Release servers, threads and memory. Called once, also after an error."""
@@ -225,19 +226,19 @@ class LLMCore(ABC):
 
     @abstractmethod
     def credits(self) -> Credits:
-        """Return what this instance can hold; called once, after `load`."""
+        """Return the instance's capacity; called once, after `load`."""
 
     @abstractmethod
     def enqueue(self, requests: Batch) -> None:
-        """Take requests (REQUEST rows). One with `generation` set stops after its first token."""
+        """Accept requests (REQUEST rows). A request with `generation` set stops after its first token."""
 
     @abstractmethod
     def poll_responses(self) -> Batch | None:
         """Do a bounded piece of work; return RESPONSE rows that became ready, or None.
 
         Each request yields a FIRST row and a FINAL row, or one row with both flags. A context-only request
-        yields only FIRST (FIRST | FINAL if the first token ends the answer). One with STREAM also yields
-        PARTIAL rows between the two, if the core can; FINAL has the whole answer all the same.
+        yields only FIRST (FIRST | FINAL if the first token ends the answer). A request with STREAM also
+        yields PARTIAL rows between the two, if the core can; FINAL always has the complete answer.
         """
 
     @abstractmethod
@@ -245,10 +246,10 @@ class LLMCore(ABC):
         """Return whether `poll_responses` has something to do now (False lets the rank sleep)."""
 
     def quiet_s(self) -> float:
-        """Return for how many seconds `has_work`, and `poll_kv`, change only by a call, a message, or `wake`.
+        """Return for how many seconds `has_work` and `poll_kv` change only by a call, a message, or `wake`.
 
-        Asked after `has_work` was False. The rank sleeps so long, or until a message comes; 0: it looks again
-        within 1.2 ms.
+        Called after `has_work` was False. The rank sleeps so long, or until a message arrives; with 0, it
+        polls again within 1.2 ms.
         """
         return 0.0
 

@@ -1,6 +1,6 @@
-"""What some cores can do besides what `LLMCore` asks of all: a core whose class has the methods can do it.
+"""Optional features of cores: a core supports a feature if its class has the methods of the protocol.
 
-Roles and commands ask with `isinstance` of a core, and with `issubclass` before one is made.
+Roles and commands check with `isinstance`, or with `issubclass` before a core exists.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ class SendsKv(Protocol):
     """The context side of a handoff: see roles/handoff.py."""
 
     def poll_kv(self) -> list[int]:
-        """Return the ids of requests whose whole KV cache has left this instance, or arrived.
+        """Return the ids of requests whose complete KV cache was sent, or has arrived.
 
         Polled on every rank.
         """
 
     def send_kv(self, request_id: int, receiver: int, slot: int) -> None:
-        """Send the KV cache of a request that `started` has named: what is computed now, the rest later.
+        """Send the KV cache of a request from `started`: the computed part now, the other parts later.
 
-        All ranks of instance `receiver` expect their pieces with tag ``Tag.KV + slot``. `poll_kv` reports
-        when they have left.
+        All ranks of instance `receiver` receive their pieces with tag ``Tag.KV + slot``. `poll_kv` reports
+        when they are sent.
         """
 
     def release_kv(self, request_id: int) -> None:
-        """Free the KV cache of a request that `started` has named; on the generation side, an arrived one."""
+        """Free the KV cache of a request from `started`; on the generation side, an arrived one."""
 
 
 class ReceivesKv(Protocol):
@@ -50,12 +50,12 @@ class ReceivesKv(Protocol):
         """See `SendsKv`."""
 
     def cancel(self, ids: Iterable[int]) -> None:
-        """As of `LLMCore`; from `receive_kv` on."""
+        """Do as `LLMCore.cancel`, also for requests from `receive_kv` on."""
 
     def receive_kv(self, request: Batch, sender: int, slot: int) -> bool:
-        """Reserve room for the KV cache of `request` (one row), and expect it from instance `sender`.
+        """Reserve blocks for the KV cache of `request` (one row), and receive it from instance `sender`.
 
-        Returns False while there is no room.
+        Returns False while there are too few free blocks.
         """
 
     def admit(self, request: Batch, first_token: int) -> None:
@@ -67,81 +67,81 @@ class ReceivesKv(Protocol):
 
 
 @runtime_checkable
-class HandsOver(SendsKv, ReceivesKv, Protocol):
-    """Hands KV caches over to other instances, and takes them."""
+class TransfersKv(SendsKv, ReceivesKv, Protocol):
+    """Transfers KV caches to other instances, and receives them."""
 
     def connect(self, mover: Mover, peers: dict[int, Peer]) -> None:
         """Set the mover, and the peers by instance; called before `load` on every rank with a handoff.
 
-        No peers: the partner is another run (`HandsOverToRuns`).
+        No peers: the partner is another run (`TransfersKvToRuns`).
         """
 
     def lose_peer(self, instance: int) -> None:
-        """Go on without a partner of handoffs: what moves, or would, to or from it is done at once.
+        """Continue without a partner: its current and later transfers end immediately.
 
-        `poll_kv` reports it, whether it has left or arrived or not. Called on every rank.
+        `poll_kv` reports them in any case. Called on every rank.
         """
 
     def cancel(self, ids: Iterable[int]) -> None:
-        """As of `LLMCore`.
+        """Do as `LLMCore.cancel`.
 
-        Context-only requests that `started` may have named are ignored: the receiver cancels them from
+        Context-only requests that `started` may have returned are ignored: the receiver cancels them from
         `receive_kv` on, and `release_kv` frees them here.
         """
 
     def started(self) -> list[int]:
         """Return the ids of context-only requests that got memory for their contexts since the last call.
 
-        Called before each `poll_responses`. Each keeps its memory until `release_kv`. Requests of a single
-        token are not named.
+        Called before each `poll_responses`. Each keeps its memory until `release_kv`. Requests for a single
+        token are not included.
         """
 
 
 @runtime_checkable
 class WorksInAnyThread(Protocol):
-    """Takes requests and gives answers in any thread, one at a time, as long as that is a server's client."""
+    """Accepts requests and returns answers in any thread, one thread at a time, as a server's client."""
 
     def share(self, thread: ClientThread) -> None:
-        """Have the client on this thread, which has the run's endpoint. Called before `load`, if at all."""
+        """Run the client on this thread, which serves the run's endpoint. Called before `load`, if at all."""
 
 
 class OwnMemory(Protocol):
-    """The end of a handoff that is this rank's memory."""
+    """The end of a KV cache transfer in this rank's memory."""
 
     def take(self, request_id: int, slot: int, n_tokens: int) -> None:
-        """Expect the cache of a request under `slot`."""
+        """Receive the cache of a request under `slot`."""
 
     def give(self, request_id: int, slot: int, n_tokens: int, cache: Cache) -> None:
-        """Send the cache of a request under `slot`, under which the instance expects it."""
+        """Send the cache of a request under `slot`, under which the instance receives it."""
 
     def poll(self) -> dict[int, Cache]:
-        """Return the caches that have arrived, or left, by request."""
+        """Return the caches that have arrived, or were sent, by request."""
 
 
 @runtime_checkable
-class HandsOverToRuns(HandsOver, Protocol):
-    """Hands KV caches over to other runs, too (`serve --server_role`), by way of a rank's memory."""
+class TransfersKvToRuns(TransfersKv, Protocol):
+    """Also transfers KV caches to other runs (`serve --server_role`), through a rank's memory."""
 
     def host_end(self) -> OwnMemory:
-        """Make the handoff's other end in this rank's memory.
+        """Create the transfer's other end in this rank's memory.
 
-        Called on the instance's leader after `load`, if `connect` has named no peers.
+        Called on the instance's root rank after `load`, if `connect` had no peers.
         """
 
     def new_cache(self, n_bytes: int) -> Cache:
-        """Return memory for a cache that this end is to give. Called in any thread."""
+        """Return memory for a cache that this end will send. Called in any thread."""
 
 
 @runtime_checkable
-class TellsSteps(Protocol):
-    """Knows the steps that it computes."""
+class RecordsSteps(Protocol):
+    """Records the steps that it computes."""
 
     def record_steps(self, recorder: Recorder) -> None:
         """Note each step in `recorder` from now on. Called on every rank at the start of the test."""
 
 
 @runtime_checkable
-class TellsCompilations(Protocol):
+class ReportsCompilations(Protocol):
     """Compiles code while it runs."""
 
     def compiled_in_test(self) -> list[str]:
@@ -153,7 +153,7 @@ class FindsServers(Protocol):
     """A client of servers that ranks of the run may own."""
 
     def find_servers(self, urls: Mapping[int, str]) -> None:
-        """Hear where these servers are, by their index: all ranks have loaded."""
+        """Set the servers' URLs, by index. Called when all ranks have loaded."""
 
 
 @runtime_checkable
@@ -162,21 +162,21 @@ class OutlivesServer(Protocol):
 
     @property
     def waits_for_server(self) -> bool:
-        """Whether what it owes waits for the server."""
+        """Whether outstanding requests wait for the server."""
 
     def server_lost(self) -> None:
-        """Keep what the server owes, and ask it nothing: it is started again."""
+        """Keep the outstanding requests, and send none: the server is being restarted."""
 
     def server_back(self, url: str) -> None:
-        """Warm the server up, which is at `url` now, and ask it what it owed."""
+        """Warm up the server, which is now at `url`, and send it the outstanding requests."""
 
 
 @runtime_checkable
 class NamesFrameworks(Protocol):
-    """A client whose servers say what they are."""
+    """A client whose servers report their names."""
 
     def frameworks(self) -> list[str]:
-        """Return what computes the answers and its version, for the description of a submission's system.
+        """Return name and version of the servers' software, for the system description of a submission.
 
-        Empty if one of the servers does not say.
+        Empty if one of the servers does not report it.
         """

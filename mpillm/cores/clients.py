@@ -1,4 +1,4 @@
-"""What cores share whose ranks are clients of servers elsewhere: the split of servers, the answers' queue."""
+"""Helpers of cores whose ranks are clients of servers elsewhere: the split of servers, an answer queue."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from mpillm.comms.messages import RESPONSE, Batch
 from mpillm.cores.base import CoreConfig, LLMCore
 from mpillm.errors import Failure, RunError
 
-MOST_AT_ONCE = 1024
-"""Requests at a server for which no limit is stated: more than any server runs at once."""
+MAX_PER_SERVER = 1024
+"""Default limit of requests at a server: more than any server runs simultaneously."""
 
 EARLIER = 0.9
-"""Of rank 0's deadline: a rank that gives up earlier names the server in its message."""
+"""Share of rank 0's deadline: a rank that fails earlier names the server in its message."""
 
 _OWNER_S = 1.5
 _LOOK_S = 0.05
 
 
-def hear_owner(core: LLMCore, message: str = "", server: int | None = None) -> str:
-    """Before a client says that its server fails: if it belongs to the run, have its owner say why.
+def with_owner_failures(core: LLMCore, message: str = "", server: int | None = None) -> str:
+    """Add the failures in the server's log to a client's message, after giving its owner time.
 
-    The owner knows how it has ended a moment later than who waits for its answer that there will be none.
+    If the run owns the server, its owner detects the exit a moment later than a client that waits for an
+    answer.
 
     Args:
         message: The client's own.
@@ -38,7 +39,7 @@ def hear_owner(core: LLMCore, message: str = "", server: int | None = None) -> s
     """
     end = time.monotonic() + (0.0 if core.config.client.server is None else _OWNER_S)
     while time.monotonic() < end:
-        core.meanwhile()
+        core.check_run()
         time.sleep(_LOOK_S)
     index = core.config.client.server if server is None else server
     log = core.server_log(index) if index is not None else None
@@ -48,26 +49,26 @@ def hear_owner(core: LLMCore, message: str = "", server: int | None = None) -> s
 
 
 def longest_wait_s(config: CoreConfig, load_deadline_s: float) -> float:
-    """Return for how long a client waits for a server that it does not own."""
+    """Return how long a client waits for a server outside the run."""
     return EARLIER * min(load_deadline_s, config.client.server_wait_s or load_deadline_s)
 
 
 def longest_first_token_s(config: CoreConfig, limit_s: float) -> float:
-    """Return for how long a client waits for the first token of a server that is up, `limit_s` at most."""
+    """Return how long a client waits for the first token of a server that is up, at most `limit_s`."""
     wait_s = config.client.first_token_wait_s
     return limit_s if wait_s is None else min(limit_s, EARLIER * wait_s)
 
 
 def until_when(deadline_s: float) -> str:
-    """Return for how long a client waits for a server that somebody else starts, and what to do."""
+    """Return a note on how long a client waits for a server outside the run, with advice."""
     return (
-        f"it waits at most {deadline_s:,.0f} s (--load_deadline) for a server that somebody else starts;"
+        f"it waits at most {deadline_s:,.0f} s (--load_deadline) for a server outside the run;"
         " with --server a run starts its own"
     )
 
 
 def share_of(urls: Sequence[str], at_once: int, index: int, n_clients: int) -> tuple[list[str], int]:
-    """Return the servers of one of `n_clients` clients, and how many requests it may have at each at once.
+    """Return the servers of one of `n_clients` clients, and its simultaneous requests at each.
 
     Together the clients of a server have `at_once` there, or one each if that is more.
     """
@@ -75,19 +76,19 @@ def share_of(urls: Sequence[str], at_once: int, index: int, n_clients: int) -> t
         return list(urls[index::n_clients]), at_once
     server = index % len(urls)
     clients = len(range(server, n_clients, len(urls)))  # of this server
-    mine = index // len(urls)
-    return [urls[server]], max(1, at_once // clients + (mine < at_once % clients))
+    index_at_server = index // len(urls)
+    return [urls[server]], max(1, at_once // clients + (index_at_server < at_once % clients))
 
 
 def allow_files(n_connections: int) -> None:
-    """Raise this process's limit of open files, if there may be too many connections for it."""
+    """Raise this process's limit of open files, if the connections may exceed it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = n_connections + 256
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    needed = n_connections + 256
+    if soft == resource.RLIM_INFINITY or soft >= needed:
         return
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed < wanted:
+    if allowed < needed:
         raise RunError(
             Failure(
                 f"{n_connections} connections need more open files than this process may have ({hard}): raise"
@@ -97,7 +98,7 @@ def allow_files(n_connections: int) -> None:
 
 
 class Answers:
-    """Rows of answers on their way from a client's threads to the rank's main thread, in order."""
+    """Queue of answer rows from a client's threads to the rank's main thread."""
 
     def __init__(self) -> None:
         self._rows: deque[tuple[int, int, int, Sequence[int]]] = deque()  # id, n tokens, flags, tokens
@@ -106,12 +107,12 @@ class Answers:
         return len(self._rows)
 
     def add(self, id_: int, flags: int, tokens: Sequence[int]) -> int:
-        """Add a row; `flags`: of `ResponseFlag`. Return how many wait now, with this one."""
+        """Add a row; `flags`: of `ResponseFlag`. Return how many are queued now."""
         self._rows.append((id_, len(tokens), int(flags), tokens))
         return len(self._rows)
 
     def take(self) -> Batch | None:
-        """Return all that are there; None if there are none."""
+        """Return all queued rows; None if there are none."""
         ready = [self._rows.popleft() for _ in range(len(self._rows))]
         if not ready:
             return None

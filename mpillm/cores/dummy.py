@@ -1,6 +1,6 @@
 """A core without a model: answers after a set time with tokens derived from the prompt; fails on demand.
 
-It serves to measure everything around a model, and to test the handling of faults.
+It is for measurements of everything around a model, and for tests of fault handling.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from disagg.errors import ConfigError
 from mpillm.comms.messages import NO_INSTANCE, RESPONSE, Batch, RequestFlag, ResponseFlag, concat
 from mpillm.comms.tags import Tag
-from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics, StatedLimits
+from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics, NumericLimits
 from mpillm.cores.dummy_options import DummyOptions, Faults
 from mpillm.cores.dummy_stream import Streams
 
@@ -47,7 +47,7 @@ def answer_tokens(prompts: Batch, n_output: NDArray[np.int64]) -> NDArray[np.int
 
 
 class DummyCore(LLMCore):
-    """Holds `max_batch_size` requests at once if time is simulated, otherwise any number."""
+    """Runs at most `max_batch_size` requests if time is simulated, otherwise any number."""
 
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
         super().__init__(config, comms)
@@ -61,18 +61,17 @@ class DummyCore(LLMCore):
         # due, order, flags, request, answer
         self._events: list[tuple[float, int, int, Batch, NDArray[np.int32]]] = []
         self._streams = Streams(VOCAB_SIZE, self.options.tpot_ms / 1e3)
-        self._given_up: list[int] = []  # cancelled, not reported yet
+        self._cancelled: list[int] = []  # cancelled, not reported yet
         self._order = 0
         self._warm = False
         self._faults = Faults(self.options, config.rank)
-        # The handoff, by request id: caches held, those that are computed, where the others go, what is
-        # moving, first tokens.
+        # The handoff, by request id: caches, computed caches, destinations, transfers, first tokens.
         self._kv: dict[int, NDArray[np.uint8]] = {}
         self._computed: set[int] = set()
         self._accepted: dict[int, tuple[int, int]] = {}
-        self._moving: dict[
+        self._transfers: dict[
             int, tuple[int, TransferHandle | None]
-        ] = {}  # with the other instance; None: it was lost
+        ] = {}  # with the other instance; None: the instance was lost
         self._lost_peers: set[int] = set()
         self._never_done: list[TransferHandle | None] = []  # keeps the buffers that MPI may still touch
         self._first_tokens: dict[int, int] = {}
@@ -82,15 +81,15 @@ class DummyCore(LLMCore):
         self._faults.in_phase("join")
 
     @classmethod
-    def check(cls, config: CoreConfig) -> StatedLimits:
+    def check(cls, config: CoreConfig) -> NumericLimits:
         DummyOptions.from_options(config.options)
-        size, wanted = config.engine.kv_cache_tokens, config.engine.max_seq_len
-        if size is not None and wanted is not None and wanted > size:
+        size, max_seq_len = config.engine.kv_cache_tokens, config.engine.max_seq_len
+        if size is not None and max_seq_len is not None and max_seq_len > size:
             raise ConfigError(
-                f"--kv_cache_tokens {size}: does not hold one sequence of --max_seq_len {wanted} tokens",
+                f"--kv_cache_tokens {size}: does not hold one sequence of --max_seq_len {max_seq_len} tokens",
                 about=["kv_cache_tokens", "max_seq_len"],
             )
-        return StatedLimits(max_seq_len=size) if size is not None else StatedLimits()
+        return NumericLimits(max_seq_len=size) if size is not None else NumericLimits()
 
     # --- life ---
 
@@ -116,14 +115,14 @@ class DummyCore(LLMCore):
     def metrics(self) -> Metrics:
         """Return tokens by the clock, unfinished answers included; it has no KV cache."""
         now = time.perf_counter()
-        under_way = sum(
+        in_progress = sum(
             self._generated_of(answer, due - now)
             for due, _, flags, _, answer in self._events
             if flags & ResponseFlag.FINAL
         )
         waiting = len(self._waiting) + sum(map(len, self._instant))
         running = self._running if self._timed else len(self._streams)
-        return Metrics(self._prompt_tokens, self._generated_tokens + under_way, running, waiting)
+        return Metrics(self._prompt_tokens, self._generated_tokens + in_progress, running, waiting)
 
     # --- work ---
 
@@ -141,33 +140,33 @@ class DummyCore(LLMCore):
             self._hold_kv(row)
 
     def cancel(self, ids: Iterable[int]) -> None:
-        wanted = {id_ for id_ in ids if id_ not in self._kv}
+        cancelled = {id_ for id_ in ids if id_ not in self._kv}
         if self.config.role == "generation":
             self._cancelled_before.update(self._kv.keys() & {*ids})
-        ended = self._streams.remove(wanted)
-        under_way = {int(request.rows["id"][0]) for _, _, _, request, _ in self._events} & wanted
-        self._events = [event for event in self._events if int(event[3].rows["id"][0]) not in wanted]
+        ended = self._streams.remove(cancelled)
+        in_progress = {int(request.rows["id"][0]) for _, _, _, request, _ in self._events} & cancelled
+        self._events = [event for event in self._events if int(event[3].rows["id"][0]) not in cancelled]
         heapq.heapify(self._events)
-        self._running -= (len(ended) + len(under_way)) * self._timed
-        self._given_up += [*ended, *under_way]
+        self._running -= (len(ended) + len(in_progress)) * self._timed
+        self._cancelled += [*ended, *in_progress]
         for queue in (self._waiting, self._instant):
             for _ in range(len(queue)):
                 batch = queue.popleft()
-                mine = np.isin(batch.rows["id"], [*wanted])
-                self._given_up += batch.rows["id"][mine].tolist()
-                if not mine.all():
-                    queue.append(batch.select(~mine) if mine.any() else batch)
+                matches = np.isin(batch.rows["id"], [*cancelled])
+                self._cancelled += batch.rows["id"][matches].tolist()
+                if not matches.all():
+                    queue.append(batch.select(~matches) if matches.any() else batch)
 
     def poll_responses(self) -> Batch | None:
-        if self._instant and not self._given_up and not len(self._streams):
+        if self._instant and not self._cancelled and not len(self._streams):
             return self._answer(self._instant.popleft())
         now = time.perf_counter()
         ready = []
-        if self._given_up:
-            rows = np.zeros(len(self._given_up), RESPONSE)
-            rows["id"], rows["flags"] = self._given_up, ResponseFlag.FINAL | ResponseFlag.CANCELLED
+        if self._cancelled:
+            rows = np.zeros(len(self._cancelled), RESPONSE)
+            rows["id"], rows["flags"] = self._cancelled, ResponseFlag.FINAL | ResponseFlag.CANCELLED
             ready.append(Batch(rows, np.zeros(0, np.int32)))
-            self._given_up = []
+            self._cancelled = []
         if self._instant:
             ready.append(self._answer(self._instant.popleft()))
         while self._waiting and self._running < self._max_batch_size:
@@ -183,34 +182,36 @@ class DummyCore(LLMCore):
         return concat(ready) if ready else None
 
     def has_work(self) -> bool:
-        if self._instant or self._given_up or (self._waiting and self._running < self._max_batch_size):
+        if self._instant or self._cancelled or (self._waiting and self._running < self._max_batch_size):
             return True
         now = time.perf_counter()
         return (bool(self._events) and self._events[0][0] <= now) or self._streams.is_due(now)
 
     def quiet_s(self) -> float:
-        if self._moving:
+        if self._transfers:
             return 0.0
         due = min(self._events[0][0] if self._events else math.inf, self._streams.next_due())
         return due - time.perf_counter()
 
-    # --- handoff: one piece from leader to leader ---
+    # --- handoff: one piece from root rank to root rank ---
 
     def connect(self, mover: Mover, peers: dict[int, Peer]) -> None:
         self._mover = mover
         self._peers = peers
 
     def poll_kv(self) -> list[int]:
-        if not self._moving:
+        if not self._transfers:
             return []
         lost = self._lost_peers
         done = [
-            id_ for id_, (peer, moving) in self._moving.items() if peer in lost or (moving and moving.done())
+            id_
+            for id_, (peer, transfer) in self._transfers.items()
+            if peer in lost or (transfer and transfer.done())
         ]
         for id_ in done:
-            peer, moving = self._moving.pop(id_)
+            peer, transfer = self._transfers.pop(id_)
             if peer in lost:
-                self._never_done.append(moving)
+                self._never_done.append(transfer)
         return done
 
     def lose_peer(self, instance: int) -> None:
@@ -233,10 +234,10 @@ class DummyCore(LLMCore):
             return
         buffer = self._kv[request_id]
         self._kv_bytes += buffer.nbytes
-        moving = None
+        transfer = None
         if receiver not in self._lost_peers:
-            moving = self._mover.send(self._peers[receiver].rank, Tag.KV + slot, buffer)
-        self._moving[request_id] = receiver, moving
+            transfer = self._mover.send(self._peers[receiver].rank, Tag.KV + slot, buffer)
+        self._transfers[request_id] = receiver, transfer
 
     def receive_kv(self, request: Batch, sender: int, slot: int) -> bool:
         if self._timed and self._running + len(self._waiting) + len(self._kv) >= self._max_batch_size:
@@ -244,8 +245,8 @@ class DummyCore(LLMCore):
         buffer = self._kv_buffer(int(request.rows["n_tokens"][0]))
         id_ = int(request.rows["id"][0])
         self._kv[id_] = buffer
-        moving = self._mover.receive(self._peers[sender].rank, Tag.KV + slot, buffer)
-        self._moving[id_] = sender, moving
+        transfer = self._mover.receive(self._peers[sender].rank, Tag.KV + slot, buffer)
+        self._transfers[id_] = sender, transfer
         return True
 
     def admit(self, request: Batch, first_token: int) -> None:
@@ -254,49 +255,53 @@ class DummyCore(LLMCore):
             raise RuntimeError(f"the KV cache that arrived for request {id_} is another's")
         if id_ in self._cancelled_before:
             self._cancelled_before.remove(id_)
-            self._given_up.append(id_)
+            self._cancelled.append(id_)
             return
         self._first_tokens[id_] = first_token
         self.enqueue(request)
 
-    # --- inside ---
+    # --- internal ---
 
     def _kv_buffer(self, n_tokens: int) -> NDArray[np.uint8]:
         return np.zeros(max(8, n_tokens * self.options.kv_bytes_per_token), np.uint8)
 
     def _lengths(self, rows: NDArray[np.void]) -> NDArray[np.int64]:
-        most = rows["max_output"].astype(np.int64)
+        max_lengths = rows["max_output"].astype(np.int64)
         if self.options.output_mean <= 0:
-            return most
+            return max_lengths
         # A seed per request: the same request has the same length on any instance.
-        drawn = [
+        samples = [
             np.random.default_rng(int(seed)).normal(self.options.output_mean, self.options.output_stdev)
             for seed in rows["seed"]
         ]
-        least = np.maximum(rows["min_output"], 1)
-        return np.clip(np.rint(drawn).astype(np.int64), least, most)
+        min_lengths = np.maximum(rows["min_output"], 1)
+        return np.clip(np.rint(samples).astype(np.int64), min_lengths, max_lengths)
 
     def _hand_over(self, rows: NDArray[np.void]) -> NDArray[np.bool_]:
-        """Return which requests end here after the first token and continue elsewhere."""
+        """Return which requests stop here after the first token and continue elsewhere."""
         if self.config.role != "context":
             return np.zeros(len(rows), np.bool_)
-        handed: NDArray[np.bool_] = (rows["generation"] != NO_INSTANCE) & (self._lengths(rows) > 1)
-        return handed
+        continues_elsewhere: NDArray[np.bool_] = (rows["generation"] != NO_INSTANCE) & (
+            self._lengths(rows) > 1
+        )
+        return continues_elsewhere
 
     def _answer(self, requests: Batch) -> Batch:
-        """Return all responses of a batch at once: no time is simulated. Streams begin."""
-        handed = self._hand_over(requests.rows)
+        """Return all responses of a batch immediately, without simulated time, and begin the streams."""
+        context_only = self._hand_over(requests.rows)
         if np.bitwise_or.reduce(requests.rows["flags"]) & _STREAM:
-            streamed = ~handed & ((requests.rows["flags"] & _STREAM) != 0)
+            streamed = ~context_only & ((requests.rows["flags"] & _STREAM) != 0)
             self._begin_streams(requests.select(streamed), 0.0)
-            requests, handed = requests.select(~streamed), handed[~streamed]
+            requests, context_only = requests.select(~streamed), context_only[~streamed]
         rows = requests.rows
-        n_output = np.where(handed, 1, self._lengths(rows))
+        n_output = np.where(context_only, 1, self._lengths(rows))
         out = np.zeros(len(rows), RESPONSE)
         out["id"] = rows["id"]
         out["n_tokens"] = n_output
-        out["flags"] = np.where(handed, int(ResponseFlag.FIRST), int(ResponseFlag.FIRST | ResponseFlag.FINAL))
-        for id_ in rows["id"][handed].tolist():
+        out["flags"] = np.where(
+            context_only, int(ResponseFlag.FIRST), int(ResponseFlag.FIRST | ResponseFlag.FINAL)
+        )
+        for id_ in rows["id"][context_only].tolist():
             self._complete_kv(id_)
         tokens = answer_tokens(requests, n_output)
         self._generated_tokens += len(tokens)
@@ -339,7 +344,7 @@ class DummyCore(LLMCore):
         starts = np.cumsum(n_output) - n_output
         for id_, token in zip(rows["id"].tolist(), tokens[starts].tolist(), strict=True):
             if self._first_tokens.pop(id_) != token:
-                raise RuntimeError(f"request {id_} was handed over with another request's first token")
+                raise RuntimeError(f"request {id_} arrived with another request's first token")
 
     def _start(self, request: Batch, now: float) -> None:
         """Schedule a request's responses on the clock."""
@@ -374,11 +379,13 @@ class DummyCore(LLMCore):
         self._push(last_at, ResponseFlag.FINAL, request, answer)
 
     def _generated_of(self, answer: NDArray[np.int32], left_s: float) -> int:
-        """Return how many tokens are generated of an answer that will be complete in `left_s` seconds."""
-        most = len(answer) - (self.config.role == "generation")  # the first token is the context instance's
+        """Return how many tokens of an answer are generated that will be complete in `left_s` seconds."""
+        n_tokens = len(answer) - (
+            self.config.role == "generation"
+        )  # the first token is the context instance's
         if left_s <= 0:
-            return most
-        return max(0, int(most - left_s * 1e3 / self.options.tpot_ms)) if self.options.tpot_ms else 0
+            return n_tokens
+        return max(0, int(n_tokens - left_s * 1e3 / self.options.tpot_ms)) if self.options.tpot_ms else 0
 
     def _push(self, due: float, flags: int, request: Batch, answer: NDArray[np.int32]) -> None:
         self._order += 1

@@ -21,7 +21,7 @@ _PHASES: tuple[Phase, ...] = ("join", "load", "health", "warmup", "test")
 
 @dataclass(frozen=True)
 class DummyOptions:
-    """--core_options of the dummy core, as ``key:value,key:value``."""
+    """--core_options of the dummy core: ``key:value,key:value``."""
 
     ttft_ms: float = 0.0  # time to first token
     tpot_ms: float = 0.0  # time per further token
@@ -58,16 +58,16 @@ class DummyOptions:
                     raise ValueError
             except (OverflowError, TypeError, ValueError):
                 raise ConfigError(f"--core_options {key}:{value}: not a number of at least 0") from None
-        made = DummyOptions(**values)  # type: ignore[arg-type]
+        parsed = DummyOptions(**values)  # type: ignore[arg-type]
         for name, value, allowed in (
-            ("fault", made.fault, _FAULTS),
-            ("fault_phase", made.fault_phase, _PHASES),
+            ("fault", parsed.fault, _FAULTS),
+            ("fault_phase", parsed.fault_phase, _PHASES),
         ):
             if value not in allowed:
                 raise ConfigError(
                     f"--core_options {name}:{value}: not one of {', '.join(allowed)}{nearest(value, allowed)}"
                 )
-        return made
+        return parsed
 
 
 class Faults:
@@ -87,11 +87,11 @@ class Faults:
             self._fault(phase)
 
     def start_test(self) -> None:
-        """Count requests from now on: those of the warm-up do not count."""
+        """Count requests from now on: warm-up requests do not count."""
         self._in_test = True
 
     def at_requests(self, requests: Batch) -> Batch:
-        """Fail if it is at one of these requests; return those that are to be answered."""
+        """Fail if the fault is at one of these requests; return the requests to answer."""
         if not self._in_test or self._phase != "test":
             return requests
         nth = self._options.fault_at - 1 - self._n_requests

@@ -1,4 +1,4 @@
-"""The dummy core's answers to those who want the tokens as they come: a token of each per step."""
+"""The dummy core's streamed answers: a token of each stream per step."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _STREAM = np.dtype([("id", "<u4"), ("base", "<i8"), ("at", "<i8"), ("n", "<i8"),
 
 
 class Streams:
-    """All of them at once, so that a token costs no Python here.
+    """All streams in one array: Python has no cost per token.
 
-    Token j of an answer is the first plus j, modulo `vocab_size`.
+    Token j of an answer is the first token plus j, modulo `vocab_size`.
     """
 
     def __init__(self, vocab_size: int, gap_s: float) -> None:
-        """`gap_s`: from one token of a stream to its next."""
+        """`gap_s`: between tokens of a stream."""
         self._vocab_size = vocab_size
         self._gap_s = gap_s
         self._rows = np.zeros(0, _STREAM)
@@ -36,18 +36,18 @@ class Streams:
         ids: NDArray[np.uint32],
         first_tokens: NDArray[np.int32],
         lengths: NDArray[np.int64],
-        n_told: int,
+        n_sent: int,
         first_at: float,
     ) -> None:
         """Begin answers of `lengths` tokens (arrays of shape [n]).
 
-        `n_told` tokens of each are known already; the next is due at `first_at`.
+        `n_sent` tokens of each are sent already; the next is due at `first_at`.
         """
         rows = np.zeros(len(ids), _STREAM)
         rows["id"], rows["base"], rows["at"], rows["n"], rows["due"] = (
             ids,
             first_tokens,
-            n_told,
+            n_sent,
             lengths,
             first_at,
         )
@@ -81,13 +81,13 @@ class Streams:
         return Batch(out, (tokens % self._vocab_size).astype(np.int32))
 
     def remove(self, ids: Collection[int]) -> list[int]:
-        """End those of `ids` that are under way; which."""
-        mine = np.isin(self._rows["id"], list(ids))
-        removed: list[int] = self._rows["id"][mine].tolist()
-        self._keep(self._rows[~mine])
+        """End the open streams among `ids`; return their ids."""
+        matches = np.isin(self._rows["id"], list(ids))
+        removed: list[int] = self._rows["id"][matches].tolist()
+        self._keep(self._rows[~matches])
         return removed
 
     def _keep(self, rows: NDArray[np.void]) -> None:
-        """Go on with these; note when the next is due, which is asked far more often than it changes."""
+        """Replace the streams, and cache the next due time, which is read far more often than it changes."""
         self._rows = rows
         self._next_due = float(rows["due"].min()) if len(rows) else math.inf

@@ -1,4 +1,4 @@
-"""How many ranks a test takes for which none are stated."""
+"""The number of ranks of a test without an explicit number."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from mpillm.options.run_config import RunConfig
 
 
 def ranks_of(config: RunConfig) -> int:
-    """Return --world_size, or the ranks of the instances that the options or the YAML name, with control
-    ranks. An aggregated test has as many instances as this node's GPUs hold, or one if the GPUs are unknown.
-    Of clients there is one for each of --trtllm_server_urls, or one."""
+    """Return --world_size, or the ranks of the instances in the options or the YAML, with control ranks.
+
+    An aggregated test has as many instances as this node's GPUs hold, or one if the GPUs are unknown. A
+    client core has one rank for each of --trtllm_server_urls, or one.
+    """
     if config.world_size:
         return int(config.world_size)
     if (n_ranks := server_ranks(config)) is not None:

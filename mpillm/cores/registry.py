@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class BackendRegistry:
-    """Core classes by name, imported on demand, so that no backend's packages slow down the others."""
+    """Core classes by name, imported on demand: a backend's packages do not slow down the others."""
 
     @classmethod
     def register(cls, name: str, path: str) -> None:

@@ -1,7 +1,7 @@
 """The embedded engine as a core: Llama and Mixtral with PyTorch, on a CPU or an NVIDIA GPU.
 
-`load` imports PyTorch and what needs it, and `check` what reads models: commands without a model, and ranks
-without an instance, use the class, too.
+`load` imports PyTorch and its users, and `check` imports the readers of models: commands without a model, and
+ranks without an instance, also use the class.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _log = logging.getLogger(__name__)
 _MAX_WARM_UP = 64  # requests
 _HEALTH_PAUSE_S = 0.0005
 _TIMED = 3  # prompts of each size, of which the fastest counts
-# The KV cache's GPU memory over that of the buffers for moving caches, which the cache leaves free
+# The KV cache's GPU memory over the memory of transfer buffers, which the cache leaves free
 _CACHE_TO_BUFFERS = 32
-# Bytes, for caches between a GPU and another run: of the rank that keeps them; others have an eighth
+# Bytes for caches between a GPU and another run, of the root rank; other ranks have an eighth
 _PINNED = 4 << 30
 _MEMORY_TO_PINNED = 16  # a rank's share of the host memory over that
 
@@ -71,7 +71,7 @@ class TorchCore(LLMCore):
     uses_gpus = True
     needs_model = True
     gives_logprobs = True
-    tells_reuse = True
+    reports_reuse = True
     speculates = True
     tunes_steps = True
     engine_stages = _STAGES.get("engine_stages")
@@ -116,7 +116,7 @@ class TorchCore(LLMCore):
 
     @classmethod
     def gpus(cls) -> tuple[Gpu, ...]:
-        """As in the base class; none if the installed PyTorch was built without CUDA."""
+        """Return the GPUs as the base class does; none if PyTorch was built without CUDA."""
         return super().gpus() if _has_cuda() else ()
 
     # --- life ---
@@ -135,13 +135,13 @@ class TorchCore(LLMCore):
             worker.transfers = self._make_transfers(worker.part.handed_over, *self._handoff)
         worker.warm_up(config.scheduler.max_num_tokens)
         if self._leads:
-            max_moving_tokens = (
+            max_transfer_tokens = (
                 None if config.gpu_bytes is None else info.kv_cache_tokens // _CACHE_TO_BUFFERS
             )
-            engine = self._runs = Engine(info, config.scheduler, worker, max_moving_tokens)
+            engine = self._runs = Engine(info, config.scheduler, worker, max_transfer_tokens)
             if (
                 config.speculative_config and config.role != "context"
-            ):  # that has only first tokens to compute
+            ):  # a context instance computes only first tokens
                 from mpillm.engine.speculation.start_speculation import start_speculation
 
                 engine.speculation = start_speculation(config, worker, engine.scheduler)
@@ -177,8 +177,8 @@ class TorchCore(LLMCore):
         from mpillm.engine.handoff.pinned import PinnedMemory
         from mpillm.telemetry.free_memory import available_bytes
 
-        most = available_bytes() // (_MEMORY_TO_PINNED * self.config.engine.node_ranks)
-        self._pinned = PinnedMemory(min(most, _PINNED if self._leads else _PINNED // 8))
+        max_bytes = available_bytes() // (_MEMORY_TO_PINNED * self.config.engine.node_ranks)
+        self._pinned = PinnedMemory(min(max_bytes, _PINNED if self._leads else _PINNED // 8))
         return HostMover(mover, mover.comm.rank, self._pinned)
 
     def _make_worker(self) -> Worker:
@@ -220,10 +220,11 @@ class TorchCore(LLMCore):
         return f"{n} kernels and graphs compiled" if n else ""
 
     def run_health_check(self) -> None:
-        """Generate a token from a prompt of one, through all ranks of the instance, with an idle engine.
+        """Generate a token from a one-token prompt, through all ranks of the instance, with an idle engine.
 
-        Then choose the tokens of prompts in a step, if the user wants that. Raises RunError if the model's
-        numbers are not finite: every answer would be the same token, and a test of that would be VALID.
+        Then tune the prompt tokens of a step, if the option is set. Raises RunError if the model's numbers
+        are not
+        finite: every answer would be the same token, and a test of that would be VALID.
         """
         if not self._leads:
             return
@@ -239,14 +240,14 @@ class TorchCore(LLMCore):
         if self._tunes:
             scheduler = self.config.engine.scheduler
             size = scheduler.tokens_per_block
-            most = min(self.info.max_seq_len, self.info.kv_cache_tokens // size * size) - 1
-            most = min(most, scheduler.max_num_tokens)
+            max_tokens = min(self.info.max_seq_len, self.info.kv_cache_tokens // size * size) - 1
+            max_tokens = min(max_tokens, scheduler.max_num_tokens)
             self.engine.scheduler.context_piece = context_piece(
-                lambda n: min(self._first_token_s(n) for _ in range(_TIMED)), most
+                lambda n: min(self._first_token_s(n) for _ in range(_TIMED)), max_tokens
             )
 
     def _first_token_s(self, n: int) -> float:
-        """Return the seconds from a prompt of `n` tokens, which nobody has computed, to its first token."""
+        """Return the seconds from a new prompt of `n` tokens to its first token."""
         from mpillm.engine.schedule.sampling_params import SamplingParams
         from mpillm.engine.schedule.sequence import Sequence
 
@@ -257,15 +258,15 @@ class TorchCore(LLMCore):
             min_output=0,
             sampling=SamplingParams(),
             salt=secrets.token_bytes(16),
-            wants_logprobs=2,  # its own, and that of the likeliest
+            wants_logprobs=2,  # of the token itself, and of the likeliest
         )
-        begun = time.perf_counter()
+        started = time.perf_counter()
         self.engine.add(sequence)
         while not sequence.output:
             if not self.engine.has_work():
                 time.sleep(_HEALTH_PAUSE_S)
             self.engine.step()
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started
         self._first_logprob = float(np.array(sequence.logprobs[0], np.int32).view(np.float32)[0])
         return seconds
 
@@ -311,7 +312,7 @@ class TorchCore(LLMCore):
         )
 
     def _counts(self) -> dict[str, int]:
-        """Return the counts since the start, of reused blocks and guesses only where there can be some."""
+        """Return the counts since the start; of reused blocks and draft tokens only if enabled."""
         from mpillm.engine.schedule.prefix_cache import PrefixCache
 
         counts = {"preemptions": self.engine.scheduler.preemptions}
@@ -398,7 +399,7 @@ class TorchCore(LLMCore):
 
     def quiet_s(self) -> float:
         if self.config.engine.gpu_bytes is not None:
-            return 0.0  # NCCL rings no bell, nor does a GPU
+            return 0.0  # NCCL and GPUs do not wake the rank
         return math.inf if self._runs is None or self._runs.is_quiet() else 0.0
 
     def poll_responses(self) -> Batch | None:

@@ -1,4 +1,4 @@
-"""Rows of messages as sequences of the engine, and what they have got as rows."""
+"""Conversion of message rows to the engine's sequences, and of their tokens to rows."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def new_sequence(row: NDArray[np.void], tokens: NDArray[np.int32]) -> Sequence:
 
 
 def responses(progress: Iterable[Progress], refused: Iterable[int]) -> Batch:
-    """Return rows of dtype RESPONSE, with their tokens, and note in the sequences what was told."""
+    """Return rows of dtype RESPONSE, with their tokens, and record in the sequences what was sent."""
     rows: list[tuple[int, int, int]] = []
     tokens: list[int] = []
     for sequence, is_first, is_final in progress:
@@ -59,11 +59,11 @@ def responses(progress: Iterable[Progress], refused: Iterable[int]) -> Batch:
             rows.append((sequence.id, 0, _FINAL | _CANCELLED))
             continue
         if is_final:
-            told = sequence.output
+            new_tokens = sequence.output
         elif is_first:
-            told = sequence.output[:1]  # the second token may be there by now
-        else:  # if the answer has ended, the rest goes out with its end
-            told = [] if sequence.is_done else sequence.output[sequence.n_passed_on :]
+            new_tokens = sequence.output[:1]  # the second token may be there by now
+        else:  # if the answer has ended, the other tokens are sent with its end
+            new_tokens = [] if sequence.is_done else sequence.output[sequence.n_passed_on :]
         if is_first and sequence.times:
             rows.append((sequence.id, 3, _TIMES))
             tokens += _times(sequence)
@@ -73,10 +73,10 @@ def responses(progress: Iterable[Progress], refused: Iterable[int]) -> Batch:
             tokens += numbers
             sequence.n_logprobs_sent += len(sequence.logprobs)
             sequence.logprobs.clear()
-        if told:  # what several steps added goes out at once
-            sequence.n_passed_on = len(told) if is_first else sequence.n_passed_on + len(told)
-            rows.append((sequence.id, len(told), _FLAGS[is_first, is_final]))
-            tokens += told
+        if new_tokens:  # tokens of several steps are sent together
+            sequence.n_passed_on = len(new_tokens) if is_first else sequence.n_passed_on + len(new_tokens)
+            rows.append((sequence.id, len(new_tokens), _FLAGS[is_first, is_final]))
+            tokens += new_tokens
     rows += [(id_, 0, _FINAL | _ERROR) for id_ in refused]
     return Batch(np.array(rows, RESPONSE), np.array(tokens, np.int32))
 

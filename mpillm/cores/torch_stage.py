@@ -20,21 +20,21 @@ from mpillm.options.parsers import flag_dict
 def main(argv: Sequence[str]) -> int:
     """Run the stage; return its exit code. Progress goes to stdout, errors of the input to stderr."""
 
-    def say(line: str) -> None:
+    def print_line(line: str) -> None:
         print(line, flush=True)
 
     try:
-        stage, source, target, *rest = argv
+        stage, source, target, *arguments = argv
         if stage == "quantize":
             from mpillm.engine.weights.quantize import quantize
 
-            algorithm, *n_prompts = rest
-            scales = _calibrated(Path(source), int(n_prompts[0]), say) if n_prompts else None
-            quantize(Path(source), Path(target), algorithm, kv_scales=scales, progress=say)
+            algorithm, *n_prompts = arguments
+            scales = _calibrated(Path(source), int(n_prompts[0]), print_line) if n_prompts else None
+            quantize(Path(source), Path(target), algorithm, kv_scales=scales, progress=print_line)
         else:
             from mpillm.engine.build_engine import build
 
-            tp_size, pp_size, ep_size, dtype, quantization, *limits = rest
+            tp_size, pp_size, ep_size, dtype, quantization, *limits = arguments
             sizes = (int(tp_size), int(pp_size), int(ep_size))
             build(
                 source,
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
                 dtype,
                 quantization,
                 build_config=flag_dict(",".join(limits)),
-                progress=say,
+                progress=print_line,
             )
     except ConfigError as error:
         print(f"mpillm: {error}", file=sys.stderr)
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     return ExitCode.DONE
 
 
-def _calibrated(model: Path, n_prompts: int, say: Callable[[str], object]) -> Any:
+def _calibrated(model: Path, n_prompts: int, progress: Callable[[str], object]) -> Any:
     """Return scales for an fp8 KV cache, from prompts that come with mpillm."""
     from mpillm.data.dataset import PromptLimits, load_dataset
     from mpillm.data.tokenizer import load_tokenizer
@@ -62,7 +62,7 @@ def _calibrated(model: Path, n_prompts: int, say: Callable[[str], object]) -> An
     limits = PromptLimits(config.vocab_size, max_seq_len=config.max_position_embeddings)
     dataset = load_dataset(None, load_tokenizer(model), limits)
     prompts = [dataset.sample(i).tolist() for i in range(min(n_prompts, len(dataset)))]
-    return kv_scales(model, prompts, len(os.sched_getaffinity(0)), say)
+    return kv_scales(model, prompts, len(os.sched_getaffinity(0)), progress)
 
 
 if __name__ == "__main__":

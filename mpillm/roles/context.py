@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from mpillm.comms.messages import CANCEL, DONE, NO_INSTANCE, NO_TOKENS, RESPONSE, Batch, ResponseFlag, concat
 from mpillm.cores.base import LLMCore
-from mpillm.cores.capabilities import HandsOver
+from mpillm.cores.capabilities import TransfersKv
 from mpillm.phases import Phase
 from mpillm.roles.handoff import HandedOver, HandoffSender
 from mpillm.roles.instance import InstanceRole
@@ -41,7 +41,7 @@ class Context(InstanceRole):
         `warm_up_receivers`: the generation instances that this one warms up.
         """
         super().__init__(core, route, leader, instance)
-        assert isinstance(core, HandsOver)
+        assert isinstance(core, TransfersKv)
         self._started = core.started
         self._moves: Spell | None = None  # whether KV caches are under way
         self._sender = HandoffSender(route, core, receivers)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpillm.cores.base import LLMCore
-from mpillm.cores.capabilities import FindsServers, HandsOver, TellsCompilations, TellsSteps
+from mpillm.cores.capabilities import FindsServers, RecordsSteps, ReportsCompilations, TransfersKv
 from mpillm.roles.role import Role
 from mpillm.telemetry.recorder import Recorder
 
@@ -20,7 +20,7 @@ class Follower(Role):
     def __init__(self, core: LLMCore) -> None:
         self._core = core
         self._has_stopped = False
-        self._handing = core if isinstance(core, HandsOver) else None
+        self._handing = core if isinstance(core, TransfersKv) else None
 
     def load(self) -> None:
         self._core.load()
@@ -62,11 +62,11 @@ class Follower(Role):
         return self._core.quiet_s()
 
     def record(self, recorder: Recorder) -> None:
-        if isinstance(self._core, TellsSteps):
+        if isinstance(self._core, RecordsSteps):
             self._core.record_steps(recorder)
 
     def report(self) -> dict[str, Any]:
-        compiled = self._core.compiled_in_test() if isinstance(self._core, TellsCompilations) else []
+        compiled = self._core.compiled_in_test() if isinstance(self._core, ReportsCompilations) else []
         for name in compiled:
             _log.warning("compiled in the test: %s", name)
         return {"compiled": compiled}

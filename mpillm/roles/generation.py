@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from mpillm.comms.messages import DONE, RESPONSE, SETTLE, Batch, Pairs, ResponseFlag
 from mpillm.cores.base import LLMCore
-from mpillm.cores.capabilities import HandsOver
+from mpillm.cores.capabilities import TransfersKv
 from mpillm.phases import Phase
 from mpillm.roles.handoff import HandoffReceiver
 from mpillm.roles.instance import InstanceRole
@@ -39,7 +39,7 @@ class Generation(InstanceRole):
         `warm_up_senders`: how many context instances will warm this one up.
         """
         super().__init__(core, route, leader, instance)
-        assert isinstance(core, HandsOver)
+        assert isinstance(core, TransfersKv)
         self._moves: Spell | None = None  # whether KV caches are under way
         self._receiver = HandoffReceiver(route, core, senders)
         self._warm_up_senders = warm_up_senders

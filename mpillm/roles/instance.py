@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mpillm.comms.messages import DONE, DROP, GRANT, RESPONSE, WORK, Batch, Grant, ResponseFlag
 from mpillm.cores.base import LLMCore, Metrics
-from mpillm.cores.capabilities import NamesFrameworks, OutlivesServer, TellsSteps
+from mpillm.cores.capabilities import NamesFrameworks, OutlivesServer, RecordsSteps
 from mpillm.phases import Phase
 from mpillm.roles.follower import Follower
 from mpillm.telemetry.recorder import Kind, Recorder, Spell
@@ -77,7 +77,7 @@ class InstanceRole(Follower):
 
     def record(self, recorder: Recorder) -> None:
         super().record(recorder)
-        if not isinstance(self._core, TellsSteps):
+        if not isinstance(self._core, RecordsSteps):
             self._open = recorder.spell(partial(recorder.busy, self.works_on))
 
     def stop(self) -> None:

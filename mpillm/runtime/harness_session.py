@@ -20,7 +20,7 @@ from mpillm.comms.rank0_control import Rank0Control
 from mpillm.comms.transport import Transport
 from mpillm.core_names import TRTLLM_ENDPOINT
 from mpillm.cores.openai_client.client_thread import ClientThread
-from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError
+from mpillm.cores.openai_client.endpoint import EndpointError, RemoteServer
 from mpillm.cores.openai_client.readiness import find_model
 from mpillm.cores.registry import BackendRegistry
 from mpillm.data.dataset import Dataset
@@ -137,10 +137,10 @@ class HarnessSession(ServeSession):
         if not self.direct:
             return self._load_of((self._own_url,), self.served.names[0])
         found = [urls[index] for index in sorted(urls)] or [*(self._asked.trtllm_server_urls or ())]
-        servers = [Endpoint(url) for url in found]
+        servers = [RemoteServer(url) for url in found]
         return self._load_of([server.url for server in servers], self._model_at(servers[0]))
 
-    def _model_at(self, server: Endpoint) -> str:
+    def _model_at(self, server: RemoteServer) -> str:
         """Return what a server calls its model."""
         config = self._asked
         thread = ClientThread("mpillm-ask")

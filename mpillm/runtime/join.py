@@ -16,7 +16,7 @@ from disagg import DisaggConfig, WorldPlan
 from disagg.errors import ConfigError
 from mpillm.comms.messages import JoinReport
 from mpillm.cores.base import CoreConfig, LLMCore
-from mpillm.cores.capabilities import HandsOver
+from mpillm.cores.capabilities import TransfersKv
 from mpillm.cores.registry import BackendRegistry
 from mpillm.data.dataset import Dataset
 from mpillm.data.tokenizer import FileTokenizer, Tokenizer
@@ -170,7 +170,7 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
 
 def _check_hands_over(config: RunConfig, core_class: type[LLMCore], plan: WorldPlan) -> None:
     """Raise ConfigError if instances hand KV caches over, and the core can't."""
-    if plan.instances[0].role != "executor" and not issubclass(core_class, HandsOver):
+    if plan.instances[0].role != "executor" and not issubclass(core_class, TransfersKv):
         raise ConfigError(
             f"--core_type {config.core_type}: it has no KV cache to hand over, so its instances can't be"
             " disaggregated; name --mode aggregated",

@@ -14,7 +14,7 @@ from mpillm.comms.messages import Setup
 from mpillm.comms.mover import MpiMover, Peer
 from mpillm.comms.transport import Transport
 from mpillm.cores.base import LLMCore
-from mpillm.cores.capabilities import HandsOver, OutlivesServer, WorksInAnyThread
+from mpillm.cores.capabilities import OutlivesServer, TransfersKv, WorksInAnyThread
 from mpillm.cores.clients import EARLIER
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import Failure
@@ -87,7 +87,7 @@ def make_roles(
                 core.share(session.http)
         if config.server:
             core.server_log = partial(server_log, Path(setup.log_dir))
-        core.meanwhile = partial(_all, [*loop.pollers, *([server.poll] if server is not None else [])])
+        core.check_run = partial(_all, [*loop.pollers, *([server.poll] if server is not None else [])])
         if server is not None and config.on_instance_loss == "restart" and isinstance(core, OutlivesServer):
             server.dependent = core
         roles.append(_instance_role(core, plan, rank, route, comms, session, setup.outlives_losses))
@@ -137,7 +137,7 @@ def _instance_role(
         others = generations if instance.role == "ctx" else contexts
         peers = {i.index: Peer(members.index(i.leader), i.tp_size, i.pp_size) for i in others}
         mover = MpiMover(comms.handoff, outlives_others=outlives_others)
-        assert isinstance(core, HandsOver)  # `join` has asked its class
+        assert isinstance(core, TransfersKv)  # `join` has asked its class
         core.connect(mover, peers)
     if route is None or rank != instance.leader:
         return Follower(core)

@@ -260,4 +260,4 @@ def _block_tokens(planned: Planned) -> int | None:
     if not any(core.engine.scheduler.enable_kv_cache_reuse for core in cores):
         return 0
     whole = all(core.role == "executor" for core in cores) and not config.disagg_role
-    return cores[0].engine.scheduler.tokens_per_block if whole and core_class.tells_reuse else None
+    return cores[0].engine.scheduler.tokens_per_block if whole and core_class.reports_reuse else None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError, about
-from mpillm.cores.base import CoreConfig, StatedLimits
+from mpillm.cores.base import CoreConfig, NumericLimits
 from mpillm.cores.clients import EARLIER
 from mpillm.cores.openai_client.endpoint_core import EndpointCore
 from mpillm.nvidia.configs import TrtllmDisaggEndpointConfig, TrtllmEndpointConfig
@@ -48,7 +48,7 @@ class TrtllmDisaggCore(EndpointCore):
 
     @classmethod
     @about("core_type", "disagg_config")
-    def check(cls, config: CoreConfig) -> StatedLimits | None:
+    def check(cls, config: CoreConfig) -> NumericLimits | None:
         if config.settings.disagg_config_path is None:
             raise ConfigError(
                 "--core_type trtllm_disagg needs --trtllm_disagg_config_path: it names the leader"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from disagg.errors import ConfigError, about, nearest
 from mpillm.comms.messages import Batch
-from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics, StatedLimits
+from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics, NumericLimits
 from mpillm.nvidia.configs import TrtllmExecutorConfig
 from mpillm.options.fields.model import CHUNKING_POLICIES, SCHEDULER_POLICIES
 from mpillm.options.mitten import configured
@@ -78,7 +78,7 @@ class TrtllmExecutorCore(LLMCore):
         return configured(TrtllmExecutorConfig, config)
 
     @classmethod
-    def check(cls, config: CoreConfig) -> StatedLimits:
+    def check(cls, config: CoreConfig) -> NumericLimits:
         library.check_library(config)
         ExecutorOptions.from_options(config.options)
         harness: TrtllmExecutorConfig = config.settings

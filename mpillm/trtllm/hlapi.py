@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from disagg.errors import ConfigError
 from mpillm.comms.messages import Batch
-from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics, StatedLimits
+from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics, NumericLimits
 from mpillm.nvidia.configs import TrtllmExecutorConfig, TrtllmHlApiConfig
 from mpillm.options.fields.model import CHUNKING_POLICIES, SCHEDULER_POLICIES
 from mpillm.options.mitten import configured
@@ -80,7 +80,7 @@ class TrtllmHlApiCore(LLMCore):
         return HlApiSettings(harness, engine)
 
     @classmethod
-    def check(cls, config: CoreConfig) -> StatedLimits:
+    def check(cls, config: CoreConfig) -> NumericLimits:
         library.check_library(config)
         if too_long := [word for word in config.engine.stop_words if len(word) > 1]:
             raise ConfigError(

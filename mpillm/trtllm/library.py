@@ -19,7 +19,7 @@ import numpy as np
 
 from disagg.errors import ConfigError, about
 from mpillm.comms.messages import NO_INSTANCE, RESPONSE, Batch, RequestFlag, ResponseFlag
-from mpillm.cores.base import CoreConfig, StatedLimits
+from mpillm.cores.base import CoreConfig, NumericLimits
 from mpillm.data.model_files import EngineConfig
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.files import read_object
@@ -72,13 +72,13 @@ def no_engines(config: CoreConfig) -> ConfigError:
     )
 
 
-def engine_limits(config: CoreConfig, engine: EngineConfig) -> StatedLimits:
+def engine_limits(config: CoreConfig, engine: EngineConfig) -> NumericLimits:
     """Return the limits of an engine. Without chunked context, a prompt must fit into one step."""
     build, scheduler = engine.build_config, config.engine.scheduler
     max_prompt_len = (
         None if scheduler.enable_chunked_context else min(scheduler.max_num_tokens, build.max_num_tokens)
     )
-    return StatedLimits(
+    return NumericLimits(
         engine.pretrained_config.vocab_size or _ANY_TOKEN,
         min(config.engine.max_seq_len or build.max_seq_len, build.max_seq_len),
         max_prompt_len,
@@ -94,7 +94,7 @@ class _ConfigJson(Slice):
 
 
 @about("core_type", "model_path")
-def folder_limits(config: CoreConfig) -> StatedLimits:
+def folder_limits(config: CoreConfig) -> NumericLimits:
     """Return the limits of the model in a Hugging Face folder. Raises ConfigError without a folder."""
     path = Path(config.engine.model_path or "")
     if not config.engine.model_path or not (path / "config.json").is_file():
@@ -105,7 +105,7 @@ def folder_limits(config: CoreConfig) -> StatedLimits:
     if min(text.vocab_size, text.max_position_embeddings) < 1:
         raise ConfigError(f"{path / 'config.json'}: vocab_size or max_position_embeddings is below 1")
     scheduler = config.engine.scheduler
-    return StatedLimits(
+    return NumericLimits(
         min(text.vocab_size, _ANY_TOKEN),
         config.engine.max_seq_len or min(text.max_position_embeddings, _ANY_TOKEN),
         None if scheduler.enable_chunked_context else scheduler.max_num_tokens,

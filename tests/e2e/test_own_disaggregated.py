@@ -105,7 +105,7 @@ def test_a_context_server_that_hands_nothing_over(one: Starter) -> None:
     command, _ = start(one, 3, "--server_args=--hides")
     ended = command.end(60)
     assert ended.code not in (DONE, 2)
-    assert "it hands no KV cache over: there are no kv_transfer_params in its answer" in ended.message
+    assert "its answer has no kv_transfer_params, so there is no KV cache to transfer" in ended.message
 
 
 @pytest.mark.parametrize(

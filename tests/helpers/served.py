@@ -104,7 +104,7 @@ class World:
             assert not core.has_work() and core._running == 0 and len(core._streams) == 0
             assert not (
                 core._kv
-                or core._moving
+                or core._transfers
                 or core._waiting
                 or core._instant
                 or core._events

@@ -15,9 +15,9 @@ import pytest
 
 import disagg
 from disagg.errors import ConfigError
-from mpillm.cores.openai_client.answer import Answer, AnswerError
+from mpillm.cores.openai_client.answer import AnswerError, CompletionResponse
 from mpillm.cores.openai_client.http_connection import HttpConnection, HttpError
-from mpillm.cores.openai_client.server_counts import Reading, of_iterations, reading_of
+from mpillm.cores.openai_client.server_counts import ServerCounts, of_iterations, reading_of
 from mpillm.data.dataset import PromptLimits, load_dataset
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint.api_error import ApiError
@@ -43,7 +43,7 @@ def bodies(_: Path, data: bytes) -> None:
 
 def events(_: Path, data: bytes) -> None:
     for n in (len(data), 4096):
-        answer = Answer(True, 4)
+        answer = CompletionResponse(True, 4)
         for at in range(0, len(data), n):
             answer.feed(data[at : at + n], 0.0)
         answer.finish(1.0)
@@ -63,7 +63,7 @@ def http(_: Path, data: bytes) -> None:
 def metrics(_: Path, data: bytes) -> None:
     text = data.decode()
     reading_of(text)
-    of_iterations(text, Reading())
+    of_iterations(text, ServerCounts())
 
 
 def loadgen(folder: Path, data: bytes) -> None:

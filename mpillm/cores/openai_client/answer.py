@@ -13,7 +13,7 @@ from launch.safe_text import one_line
 from mpillm.comms.messages import Refusal
 
 _PLAIN, _BETWEEN = b"data: ", b"\n\ndata: "
-_FIELDS = (b"event", b"id", b"retry")  # that say nothing of an answer
+_FIELDS = (b"event", b"id", b"retry")  # not part of an answer
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -21,32 +21,32 @@ class EventStream:
     """Bytes in, the data of whole events out. Lines end with LF, CR LF or CR."""
 
     def __init__(self) -> None:
-        self._rest: list[bytes] = []  # pieces of a line that has not ended
+        self._line_start: list[bytes] = []  # pieces of an incomplete line
         self._data: list[bytes] = []
         self._begins = True
-        self._after_cr = False  # which ended a line: an LF behind it is no other
+        self._after_cr = False  # a CR ended the last line: an LF after it is part of that end
         self._waited = 0  # bytes since the last event
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the data of each event that ends in `data`.
 
-        Raises ValueError for a line that is no event's, or more than 16 MiB without an event.
+        Raises ValueError for an invalid line, or more than 16 MiB without an event.
         """
-        if data.startswith(_PLAIN) and data.endswith(b"\n\n") and not (self._rest or self._data):
+        if data.startswith(_PLAIN) and data.endswith(b"\n\n") and not (self._line_start or self._data):
             plain = data[len(_PLAIN) : -2].split(_BETWEEN)
             self._waited = 0
             if data.count(b"\n") == 2 * len(plain) and b"\r" not in data:
-                return plain  # whole events of one line each, as almost always: a fifth of the time
+                return plain  # complete events of one line each, the usual case: a fifth of the time
         if self._after_cr or b"\r" in data:
             ends, data = data.endswith(b"\r"), data[self._after_cr and data.startswith(b"\n") :]
             self._after_cr, data = ends, data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         events: list[bytes] = []
         lines: list[bytes] = []
         if b"\n" in data:
-            lines = b"".join((*self._rest, data)).split(b"\n")
-            self._rest = [rest] if (rest := lines.pop()) else []
+            lines = b"".join((*self._line_start, data)).split(b"\n")
+            self._line_start = [tail] if (tail := lines.pop()) else []
         elif data:  # a long line is not copied for each of its pieces
-            self._rest.append(data)
+            self._line_start.append(data)
         for line in lines:
             self._take(line, events)
         self._waited = 0 if events else self._waited + len(data)
@@ -55,7 +55,7 @@ class EventStream:
         return events
 
     def finish(self) -> list[bytes]:
-        """Return the data of an event that the end of the stream ends."""
+        """Return the data of an event that ends with the stream."""
         return self.feed(b"\n\n")
 
     def _take(self, line: bytes, events: list[bytes]) -> None:
@@ -68,15 +68,15 @@ class EventStream:
                 events.append(self._data[0] if len(self._data) == 1 else b"\n".join(self._data))
                 self._data = []
         elif not line.startswith(b":") and line.partition(b":")[0] not in _FIELDS:
-            raise ValueError(f"it sent a line that is no server-sent event: {line[:80]!r}")
+            raise ValueError(f"it sent a line that is not a server-sent event: {line[:80]!r}")
 
 
 _DONE = b"[DONE]"
-_MOST_PIECES = 64  # of text, for each token that was asked for
-OF_REQUESTS = (400, 404, 413, 422, 429)  # statuses of a request, not of how the server is asked, as 401
+_MAX_PIECES = 64  # of text, for each requested token
+REQUEST_STATUSES = (400, 404, 413, 422, 429)  # caused by one request, unlike 401
 _MAX_MODELS, _MAX_NAME = 4, 4096  # names of models that one answer may have, and their characters
-_MOST_SAID = 300  # characters of an error
-_MOST_WAIT_S = 86_400
+_MAX_CHARS = 300  # characters of an error
+_MAX_WAIT_S = 86_400
 _FAILED = ("abort", "error", "cancelled")  # finish reasons that mean no answer: vLLM's, TensorRT-LLM's
 
 
@@ -84,12 +84,12 @@ class AnswerError(Exception):
     """The server's response is an error, or not an answer. The message does not name the server's address."""
 
     def __init__(self, message: str, refusal: Refusal | None = None) -> None:
-        """`refusal`: what the server has said of this request."""
+        """`refusal`: the server's error about this request."""
         super().__init__(message)
         self.refusal = refusal
 
 
-class Answer:
+class CompletionResponse:
     """One answer as it arrives. Times are time.perf_counter() at the socket."""
 
     def __init__(self, stream: bool, max_tokens: int) -> None:
@@ -98,35 +98,35 @@ class Answer:
         self.finish_reason: str | None = None
         self.prompt_tokens: int | None = None  # as the server counts, if it does
         self.completion_tokens: int | None = None
-        self.models: set[str] = set()  # that it names
-        self.times: list[float] = []  # of each piece of the stream that brought tokens
+        self.models: set[str] = set()  # named in the response
+        self.times: list[float] = []  # of each piece of the stream with tokens
         self._max_tokens = max_tokens
         self._events = EventStream() if stream else None
-        self._whole = bytearray()
+        self._body = bytearray()
 
     @property
-    def whole(self) -> bytes:
+    def body(self) -> bytes:
         """The body of an answer that is not streamed, once it has ended."""
-        return bytes(self._whole)
+        return bytes(self._body)
 
     @property
     def text(self) -> str:
-        """The whole text; see `text_of`."""
+        """The complete text; see `text_of`."""
         return text_of(self.texts)
 
     @property
     def size(self) -> int:
-        """Tokens so far; if the server sends text, pieces of it."""
+        """Tokens so far; pieces if the server sends text."""
         return len(self.tokens) or len(self.times)
 
     def feed(self, data: bytes, at: float) -> None:
-        """Take a piece of the body, read at `at`.
+        """Add a piece of the body, read at `at`.
 
         Raises AnswerError or ValueError if it is not part of an answer.
         """
         if self._events is None:
-            self._whole += data
-            if len(self._whole) > MAX_ANSWER_BYTES:
+            self._body += data
+            if len(self._body) > MAX_ANSWER_BYTES:
                 raise AnswerError(f"its answer is longer than {MAX_ANSWER_BYTES} bytes")
             return
         events = self._events.feed(data)
@@ -138,12 +138,12 @@ class Answer:
                 self._take(event, at)
 
     def finish(self, at: float) -> None:
-        """Take the end of the body.
+        """Handle the end of the body.
 
         Raises AnswerError or ValueError if the answer has not ended, or has no token.
         """
         if self._events is None:
-            self._take(bytes(self._whole), at)
+            self._take(bytes(self._body), at)
         else:
             for event in self._events.finish():
                 self._take(event, at)
@@ -186,7 +186,7 @@ class Answer:
 
     def _choose(self, choice: Mapping[str, Any], at: float) -> None:
         if choice.get("index"):
-            raise TypeError("one choice was asked for")
+            raise TypeError("one choice was requested")
         tokens, text = choice.get("token_ids"), choice.get("text")
         if tokens:
             for token in tokens:
@@ -201,8 +201,8 @@ class Answer:
             self.times.append(at)
         elif "delta" in choice or "message" in choice:
             raise TypeError("it answers as a chat")
-        if len(self.tokens) > self._max_tokens or len(self.times) > _MOST_PIECES * self._max_tokens:
-            raise AnswerError(f"it goes on after the {self._max_tokens} tokens that were asked for")
+        if len(self.tokens) > self._max_tokens or len(self.times) > _MAX_PIECES * self._max_tokens:
+            raise AnswerError(f"it sent more than the {self._max_tokens} requested tokens")
         if (reason := choice.get("finish_reason")) is not None:
             if not isinstance(reason, str):
                 raise TypeError("finish_reason is a string")
@@ -210,7 +210,7 @@ class Answer:
 
 
 def text_of(pieces: Sequence[str]) -> str:
-    """Return a text that can be encoded: halves of a character in two pieces are one, others U+FFFD."""
+    """Return an encodable text: joins surrogates of two pieces; a single surrogate becomes U+FFFD."""
     return "".join(pieces).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -221,7 +221,7 @@ def _count(value: Any) -> int | None:
 
 
 def _together(events: list[bytes]) -> list[Any] | None:
-    """Parse several events at once, which takes half the time; None: one by one it will show what is wrong.
+    """Parse several events together, in half the time; None if one is invalid.
 
     A DONE at the end is left out.
     """
@@ -240,24 +240,24 @@ def error_text(message: Mapping[str, Any]) -> str:
         inner = inner.get("message", inner)
     if isinstance(inner, dict) or inner is message:
         inner = message.get("detail", inner)
-    return one_line(str(inner)[:_MOST_SAID], _MOST_SAID)
+    return one_line(str(inner)[:_MAX_CHARS], _MAX_CHARS)
 
 
 def failure_text(status: int, reply: bytes, location: str | None = None) -> str:
     """Return a reply other than 200 OK in a few words; `location`: the header of that name."""
     if location is not None and 300 <= status < 400:
         return f"HTTP {status}: it redirects to {location[:200]}; name the server that answers"
-    said = _said(reply)
-    return f"HTTP {status}: {said}" if said else f"HTTP {status}"
+    text = _reply_text(reply)
+    return f"HTTP {status}: {text}" if text else f"HTTP {status}"
 
 
 def refusal_of(status: int, reply: bytes, retry_after_s: float | None) -> Refusal:
-    """Return a reply other than 200 OK for who sent the request on."""
-    said = _said(reply)
-    if status in OF_REQUESTS or 500 <= status < 600:
-        seconds = math.ceil(min(retry_after_s or 0.0, _MOST_WAIT_S))
-        return Refusal(status, said or http.client.responses.get(status, str(status)), seconds)
-    return Refusal(502, f"the server behind this one answered HTTP {status}" + (f": {said}" if said else ""))
+    """Return a reply other than 200 OK as a refusal, for the client of the endpoint."""
+    text = _reply_text(reply)
+    if status in REQUEST_STATUSES or 500 <= status < 600:
+        seconds = math.ceil(min(retry_after_s or 0.0, _MAX_WAIT_S))
+        return Refusal(status, text or http.client.responses.get(status, str(status)), seconds)
+    return Refusal(502, f"the server behind this one answered HTTP {status}" + (f": {text}" if text else ""))
 
 
 def is_page(reply: bytes) -> bool:
@@ -265,7 +265,7 @@ def is_page(reply: bytes) -> bool:
     return reply[:1000].lstrip()[:5].lower() in (b"<!doc", b"<html")
 
 
-def _said(reply: bytes) -> str:
+def _reply_text(reply: bytes) -> str:
     if is_page(reply):
         return "an HTML page"
     try:

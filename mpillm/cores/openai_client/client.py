@@ -1,11 +1,11 @@
 """Send many requests to one or several servers: choose a server, retry, and watch for silence.
 
-A request is sent again only while nothing of its answer has arrived: after a connection that failed or ended
-without a status line, and after HTTP 429 or 503, which say that the server did not begin. Parts of a broken
-answer are never mixed with another's.
+A request is sent again only while no part of its answer has arrived: after a connection that failed or ended
+without a status line, and after HTTP 429 or 503, by which the server reports that it did not begin. Parts of
+a broken answer are never mixed with another answer.
 
-In disaggregated serving a request goes to a context server first, and with what comes back to one that
-generates (`DisaggProtocol`). Both steps are one call: it is retried, watched and cancelled in the same way.
+In disaggregated serving, a request goes first to a context server, and with its response to a generation
+server (`DisaggProtocol`). Both steps are one call: they are retried, watched and cancelled in the same way.
 """
 
 from __future__ import annotations
@@ -19,42 +19,48 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mpillm.comms.messages import Refusal
-from mpillm.cores.openai_client.answer import OF_REQUESTS, Answer, AnswerError, failure_text, refusal_of
+from mpillm.cores.openai_client.answer import (
+    REQUEST_STATUSES,
+    AnswerError,
+    CompletionResponse,
+    failure_text,
+    refusal_of,
+)
 from mpillm.cores.openai_client.dialect import COMPLETIONS, Dialect, Sampling, body
 from mpillm.cores.openai_client.disagg_protocol import DisaggProtocol
-from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError, ServerGone
+from mpillm.cores.openai_client.endpoint import EndpointError, RemoteServer, ServerUnreachable
 from mpillm.cores.openai_client.http_connection import HttpConnection, NothingSentBack
 
-_BUSY = (429, 503)  # the server has not begun, and may later
+_BUSY = (429, 503)  # the server has not begun, but may do so later
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
-_SHOWN_TOKENS = 12  # of a prompt, in messages
-_MOST_REPLY = 1 << 16  # bytes that are kept of a reply that is no answer
+_N_PROMPT_TOKENS = 12  # of a prompt, in messages
+_MAX_REPLY = 1 << 16  # bytes of a reply that is not an answer
 _WATCH_S = 1.0  # between checks for silence
 
 
-class Listener(Protocol):
-    """Is told about calls on the event loop's thread. Each call ends as done, failed or cancelled."""
+class CallListener(Protocol):
+    """Receives events of calls on the event loop's thread. Each call ends as done, failed or cancelled."""
 
     def on_first(self, call: Call) -> None:
-        """The first token of a streamed answer has arrived."""
+        """Handle the arrival of the first token of a streamed answer."""
 
     def on_done(self, call: Call) -> None:
-        """The answer is complete. Raises AnswerError if it makes no sense; the call has then failed."""
+        """Handle a complete answer. If it is invalid, raise AnswerError: the call then fails."""
 
     def on_failed(self, call: Call, error: EndpointError) -> None:
-        """There will be no answer."""
+        """Handle a failure: there will be no answer."""
 
     def on_cancelled(self, call: Call) -> None:
-        """The call was cancelled as requested."""
+        """Handle the end of a cancelled call."""
 
 
 class Call:
-    """One request, with all its attempts. Times are time.perf_counter(), 0 before there is one."""
+    """One request, with all its attempts. Times are time.perf_counter(), 0 if not set."""
 
     __slots__ = (
         "_client", "_reply", "_reply_left", "_reused", "answer", "connection", "ended_at", "endpoint",
-        "failing_since", "handed", "heard_at", "id", "location", "on_more", "prompt", "retries",
+        "failing_since", "handoff_params", "id", "last_received", "location", "on_more", "prompt", "retries",
         "retry_after", "sampling", "sent_at", "status", "streams",
     )  # fmt: skip
 
@@ -71,82 +77,82 @@ class Call:
         self.sampling = sampling
         self.on_more = on_more
         self.streams = client.stream or on_more is not None  # its answer comes token by token
-        self.sent_at = self.heard_at = self.ended_at = self.failing_since = 0.0
+        self.sent_at = self.last_received = self.ended_at = self.failing_since = 0.0
         self.retries = 0
-        self.endpoint: Endpoint | None = None
-        self.handed: dict[str, Any] | None = None  # what the context server has answered for the other one
+        self.endpoint: RemoteServer | None = None
+        self.handoff_params: dict[str, Any] | None = None  # from the context server for the generation server
         self._client = client
         self._begin()
 
     @property
     def at_context(self) -> bool:
-        """Whether its context is yet to be computed, by a server for that."""
-        return self._client.protocol is not None and self.handed is None
+        """Whether a context server must compute its context first."""
+        return self._client.protocol is not None and self.handoff_params is None
 
     def _begin(self) -> None:
         self.connection: HttpConnection | None = None
         self.status = 0
         self.retry_after: str | None = None
         self.location: str | None = None
-        self.answer = Answer(self.streams and not self.at_context, self.sampling.max_tokens)
+        self.answer = CompletionResponse(self.streams and not self.at_context, self.sampling.max_tokens)
         self._reply: list[bytes] = []
-        self._reply_left = _MOST_REPLY
+        self._reply_left = _MAX_REPLY
         self._reused = False
 
     def again(self) -> None:
-        """Forget the failed attempt."""
+        """Reset the call after a failed attempt."""
         self.retries += 1
         self._begin()
 
     def go_on(self, handed: dict[str, Any]) -> None:
-        """Go on at a server that generates."""
-        self.handed = handed
+        """Continue at a generation server."""
+        self.handoff_params = handed
         self.endpoint, self.failing_since = None, 0.0
         self._begin()
 
     def from_the_beginning(self) -> None:
-        """Forget all that has happened to it."""
-        self.handed, self.endpoint, self.failing_since = None, None, 0.0
+        """Reset the call to its state before the first attempt."""
+        self.handoff_params, self.endpoint, self.failing_since = None, None, 0.0
         self.again()
 
     def sent(self, connection: HttpConnection, reused: bool, at: float) -> None:
-        """Note that an attempt was sent."""
-        self.connection, self._reused, self.heard_at = connection, reused, at
-        if self.handed is None:  # what the context takes belongs to the time to the first token
+        """Record that an attempt was sent."""
+        self.connection, self._reused, self.last_received = connection, reused, at
+        if self.handoff_params is None:  # the time to first token includes the context
             self.sent_at = at
 
     @property
     def stale(self) -> bool:
-        """Whether the attempt went over a connection that may have ended before it was sent."""
+        """Whether the attempt used a connection that may have ended before."""
         return self._reused
 
     # --- Receiver ---
 
     def on_head(self, status: int, headers: Mapping[str, str]) -> None:
         assert self.endpoint is not None
-        self.endpoint.heard_at = self.heard_at = time.perf_counter()
+        self.endpoint.last_received = self.last_received = time.perf_counter()
         self.status, self.retry_after = status, headers.get("retry-after")
         self.location = headers.get("location")
         if (coding := headers.get("content-encoding", "identity")) != "identity":
-            raise AnswerError(f"it sent a body in Content-Encoding {coding[:30]}, which was not asked for")
+            raise AnswerError(f"it sent a body in Content-Encoding {coding[:30]}, which was not requested")
 
     def on_body(self, data: bytes, at: float) -> None:
         assert self.endpoint is not None
-        self.endpoint.heard_at = at
+        self.endpoint.last_received = at
         if self.status != 200:
             self._reply_left -= len(data)
             if self._reply_left < 0:
-                raise AnswerError(f"HTTP {self.status}, and its reply is longer than {_MOST_REPLY} bytes")
+                raise AnswerError(f"HTTP {self.status}, and its reply is longer than {_MAX_REPLY} bytes")
             self._reply.append(data)
             return
         answer, client = self.answer, self._client
         had = answer.size
         answer.feed(data, at)
         if self.at_context:
-            self.heard_at = at
+            self.last_received = at
             return
-        if answer.size > had or not self.streams:  # comments and empty events are no part of an answer
-            self.heard_at = at
+        if answer.size > had or not self.streams:  # comments and empty events are not part of an answer
+            self.last_received = at
         if answer.size > had:
             client.generated_tokens += answer.size - had
             if not had:
@@ -163,25 +169,27 @@ class Call:
 
 
 class Client:
-    """Belongs to one event loop; only `calls`, `retries` and `generated_tokens` are read elsewhere."""
+    """Belongs to one event loop; other threads read only `calls`, `retries` and `generated_tokens`."""
 
     def __init__(
         self,
-        endpoints: Sequence[Endpoint],
-        listener: Listener,
+        endpoints: Sequence[RemoteServer],
+        listener: CallListener,
         text_of: Callable[[Sequence[int]], str],
         stream: bool,
         silence_s: float,
         retry_s: float,
-        contexts: Sequence[Endpoint] = (),
+        contexts: Sequence[RemoteServer] = (),
         protocol: DisaggProtocol | None = None,
     ) -> None:
-        """`text_of`: of a prompt, for servers that take text; `stream`: all answers come token by token.
-
-        `silence_s`: longest time for which a server that owes answers may say nothing; `retry_s`: longest
-        time from a request's first failure to its last attempt.
-
-        `contexts`: servers that compute contexts for `endpoints`; `protocol`: between the two.
+        """
+        Args:
+            text_of: Converts a prompt to text, for servers that need text.
+            stream: All answers arrive token by token.
+            silence_s: Longest silence of a server with outstanding requests.
+            retry_s: Longest time from a request's first failure to its last attempt.
+            contexts: Context servers for `endpoints`.
+            protocol: Between context and generation servers.
         """
         self.endpoints = endpoints
         self.contexts = deque(contexts)
@@ -191,17 +199,17 @@ class Client:
         self.calls: dict[int, Call] = {}  # open, by id
         self.retries = 0
         self.handed_over = 0  # contexts
-        # Whether the server may be started again: what fails is then asked again, from the beginning.
+        # Whether the server may be restarted: failed requests are then sent again, from the beginning.
         self.outlives_server = False
-        self._parked = False  # until it is there again
-        self.generated_tokens = 0  # so far; where a stream brings text, its pieces
+        self._parked = False  # until it is available again
+        self.generated_tokens = 0  # so far; of streamed text, the pieces
         self._text_of = text_of
         self._silence_s = silence_s
         self._retry_s = retry_s
         self._timers: set[asyncio.TimerHandle] = set()
         self._watching: asyncio.TimerHandle | None = None
 
-    # --- asked by the owner ---
+    # --- called by the owner ---
 
     def submit(
         self,
@@ -210,9 +218,9 @@ class Client:
         sampling: Sampling,
         on_more: Callable[[Call], None] | None = None,
     ) -> None:
-        """Ask for an answer. No open call may have `id_`.
+        """Send a request. No open call may have `id_`.
 
-        `on_more` hears of all tokens behind the first, as they come.
+        `on_more` is called when tokens after the first arrive.
         """
         if self._watching is None:
             self._watch()
@@ -221,19 +229,19 @@ class Client:
             self._start(call)
 
     def park(self) -> None:
-        """Take all calls back, and keep them until `go_on`."""
+        """Withdraw all calls, and keep them until `go_on`."""
         self._parked = True
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
         for call in self.calls.values():
             if call.endpoint is not None:
-                call.endpoint.release(call, call.connection, whole=False)
+                call.endpoint.release(call, call.connection, is_complete=False)
                 call.from_the_beginning()
                 self.retries += 1
 
-    def go_on(self, endpoints: Sequence[Endpoint]) -> None:
-        """Send all calls to these servers, which take the place of the others."""
+    def go_on(self, endpoints: Sequence[RemoteServer]) -> None:
+        """Send all calls to these servers, which replace the others."""
         for endpoint in self.endpoints:
             endpoint.close()
         self.endpoints, self._parked = endpoints, False
@@ -241,11 +249,11 @@ class Client:
             self._start(call)
 
     def cancel(self, ids: Iterable[int]) -> None:
-        """Cancel those of these calls that are open."""
+        """Cancel the open calls among `ids`."""
         for id_ in ids:
             if (call := self.calls.pop(id_, None)) is not None:
                 if call.endpoint is not None:
-                    call.endpoint.release(call, call.connection, whole=False)
+                    call.endpoint.release(call, call.connection, is_complete=False)
                     call.endpoint.tally.lose(call)
                 self.listener.on_cancelled(call)
 
@@ -257,11 +265,11 @@ class Client:
         for endpoint in (*self.contexts, *self.endpoints):
             endpoint.close()
 
-    # --- told by calls ---
+    # --- called by calls ---
 
     def ended(self, call: Call, reply: bytes) -> None:
-        """Take the end of a whole response; `reply`: its body, if it is not an answer."""
-        self._release(call, whole=True)
+        """Handle the end of a complete response; `reply`: its body, if it is not an answer."""
+        self._release(call, is_complete=True)
         if call.status != 200:
             wait_s = seconds_of(call.retry_after)
             text = failure_text(call.status, reply, call.location)
@@ -269,16 +277,16 @@ class Client:
             if call.status in _BUSY:
                 self._again(call, error, wait_s)
             else:
-                self._fail(call, error, is_last=call.status in OF_REQUESTS)
+                self._fail(call, error, is_last=call.status in REQUEST_STATUSES)
         else:
             assert call.endpoint is not None
             try:
                 call.answer.finish(call.ended_at)
-                if call.at_context and (handed := self._handed(call)) is not None:
+                if call.at_context and (params := self._handoff_params(call)) is not None:
                     self._answered(call)
                     call.endpoint.count(call, None)
                     self.handed_over += 1
-                    call.go_on(handed)
+                    call.go_on(params)
                     self._start(call)
                     return
                 if call.at_context and call.streams:
@@ -292,21 +300,21 @@ class Client:
                 del self.calls[call.id]
                 self._answered(call)
 
-    def _handed(self, call: Call) -> dict[str, Any] | None:
-        """Return what the context server has answered for the other one; None: it is the whole answer."""
+    def _handoff_params(self, call: Call) -> dict[str, Any] | None:
+        """Return the context server's parameters for the generation server; None: the answer is complete."""
         assert self.protocol is not None
-        handed = self.protocol.handed(json.loads(call.answer.whole))
-        if handed is None and call.answer.finish_reason == "length" and call.sampling.max_tokens > 1:
-            raise AnswerError(f"it hands no KV cache over: there are no {self.protocol.name} in its answer")
-        return handed
+        params = self.protocol.handoff_params(json.loads(call.answer.body))
+        if params is None and call.answer.finish_reason == "length" and call.sampling.max_tokens > 1:
+            raise AnswerError(f"its answer has no {self.protocol.name}, so there is no KV cache to transfer")
+        return params
 
     def _answered(self, call: Call) -> None:
         assert call.endpoint is not None
         call.endpoint.answered = max(call.endpoint.answered, call.sent_at)
 
     def broken(self, call: Call, error: Exception) -> None:
-        """Take the failure of a connection: no more of the response will arrive, and it is incomplete."""
-        self._release(call, whole=False)
+        """Handle the failure of a connection: the response stays incomplete."""
+        self._release(call, is_complete=False)
         if isinstance(error, NothingSentBack):
             if call.connection is not None and call.endpoint is not None:  # the request was sent
                 call.endpoint.tally.lose(call)
@@ -314,18 +322,18 @@ class Client:
         else:
             self._fail(call, error)
 
-    # --- inside ---
+    # --- internal ---
 
-    def _release(self, call: Call, whole: bool) -> None:
+    def _release(self, call: Call, is_complete: bool) -> None:
         assert call.endpoint is not None
-        call.endpoint.release(call, call.connection, whole)
+        call.endpoint.release(call, call.connection, is_complete)
 
     def _start(self, call: Call) -> None:
-        """Send `call` to the server that owes the fewest answers, if possible not to one where it failed."""
+        """Send `call` to the server with the fewest outstanding requests, if possible not where it failed."""
         failed = call.endpoint
-        self.contexts.rotate(-1)  # of those that owe the same, another one each time
-        mine = self.contexts if call.at_context else self.endpoints
-        endpoint = min(mine, key=lambda one: (one is failed, len(one.calls)))
+        self.contexts.rotate(-1)  # of equally loaded servers, another one each time
+        servers = self.contexts if call.at_context else self.endpoints
+        endpoint = min(servers, key=lambda one: (one is failed, len(one.calls)))
         call.endpoint = endpoint
         try:
             request = self._body(endpoint.dialect, endpoint.model, call)
@@ -339,28 +347,28 @@ class Client:
         request = body(dialect, model, prompt, call.sampling, call.streams and not call.at_context)
         if self.protocol is None:
             return request
-        whole = json.loads(request)
-        if call.handed is None:
-            whole = self.protocol.for_context(whole)
+        message = json.loads(request)
+        if call.handoff_params is None:
+            message = self.protocol.for_context(message)
         else:
-            whole = self.protocol.for_generation(whole, call.handed)
-        return json.dumps(whole, separators=(",", ":")).encode()
+            message = self.protocol.for_generation(message, call.handoff_params)
+        return json.dumps(message, separators=(",", ":")).encode()
 
     def _again(self, call: Call, error: Exception, wait_s: float | None) -> None:
-        """Send `call` again after `wait_s` (None: a growing pause), if it is not too late."""
+        """Send `call` again after `wait_s` (None: a growing pause), unless `retry_s` is over."""
         now = time.perf_counter()
         call.failing_since = call.failing_since or now
         if wait_s is None:
             wait_s = min(_FIRST_PAUSE_S * 2 ** min(call.retries, 10), _LONGEST_PAUSE_S)
         if now + wait_s - call.failing_since > self._retry_s:
-            asked = f", it asks to wait {call.retry_after} s" if call.retry_after else ""
-            tried = f"{error}{asked}; retried {call.retries} times, for at most {self._retry_s:g} s"
+            wait_text = f", it sent Retry-After {call.retry_after}" if call.retry_after else ""
+            tried = f"{error}{wait_text}; retried {call.retries} times, for at most {self._retry_s:g} s"
             refusal = error.refusal if isinstance(error, AnswerError) else None
-            gone = isinstance(error, NothingSentBack)
-            self._fail(call, AnswerError(tried, refusal), is_last=True, gone=gone)
+            is_unreachable = isinstance(error, NothingSentBack)
+            self._fail(call, AnswerError(tried, refusal), is_last=True, is_unreachable=is_unreachable)
             return
         if self.outlives_server:
-            call.handed = None
+            call.handoff_params = None
         call.again()
         self.retries += 1
 
@@ -372,47 +380,51 @@ class Client:
         timer = asyncio.get_running_loop().call_later(wait_s, start)
         self._timers.add(timer)
 
-    def _fail(self, call: Call, error: Exception, *, is_last: bool = False, gone: bool = False) -> None:
-        """`gone`: its server can't be reached, or is silent."""
+    def _fail(
+        self, call: Call, error: Exception, *, is_last: bool = False, is_unreachable: bool = False
+    ) -> None:
+        """Fail a call, or retry it. `is_unreachable`: its server cannot be reached, or is silent."""
         assert call.endpoint is not None
-        if self.outlives_server and not is_last:  # its server may have ended: then `park` comes
+        if self.outlives_server and not is_last:  # its server may have exited: then `park` follows
             self._again(call, error, None)
             return
         del self.calls[call.id]
-        told = (ServerGone if gone else EndpointError)(f"{call.endpoint.url}{COMPLETIONS}: {error}")
-        told.refusal = error.refusal if isinstance(error, AnswerError) else None
-        self.listener.on_failed(call, told)
+        endpoint_error = (ServerUnreachable if is_unreachable else EndpointError)(
+            f"{call.endpoint.url}{COMPLETIONS}: {error}"
+        )
+        endpoint_error.refusal = error.refusal if isinstance(error, AnswerError) else None
+        self.listener.on_failed(call, endpoint_error)
 
     def _watch(self) -> None:
-        """Fail the calls of a server that owes answers but is silent, and single calls that hang."""
+        """Fail the calls of a server that is silent, and single calls that hang."""
         now = time.perf_counter()
         for endpoint in (*self.contexts, *self.endpoints):
-            if endpoint.calls and now - endpoint.heard_at > self._silence_s:
-                owed = [call for call in self.calls.values() if call in endpoint.calls]
-                for call in owed:
-                    endpoint.release(call, call.connection, whole=False)
-                    error = f"it has said nothing for {self._silence_s:g} s, and owes {len(owed)} answers"
-                    self._fail(call, AnswerError(error), gone=True)
+            if endpoint.calls and now - endpoint.last_received > self._silence_s:
+                outstanding = [call for call in self.calls.values() if call in endpoint.calls]
+                for call in outstanding:
+                    endpoint.release(call, call.connection, is_complete=False)
+                    error = f"silent for {self._silence_s:g} s, with {len(outstanding)} outstanding requests"
+                    self._fail(call, AnswerError(error), is_unreachable=True)
         for call in [call for call in self.calls.values() if self._hangs(call, now)]:
             assert call.endpoint is not None
-            call.endpoint.release(call, call.connection, whole=False)
+            call.endpoint.release(call, call.connection, is_complete=False)
             self._fail(call, AnswerError(self._hang_text(call)))
         pause = min(_WATCH_S, self._silence_s / 4)
         self._watching = asyncio.get_running_loop().call_later(pause, self._watch)
 
     def _hangs(self, call: Call, now: float) -> bool:
-        """Return whether an answer stopped in the middle, or has not begun although later ones have."""
+        """Return whether an answer stopped in the middle, or has not begun although later answers have."""
         if call.endpoint is None or call not in call.endpoint.calls or not call.sent_at:
             return False
-        if now - call.heard_at <= self._silence_s:
+        if now - call.last_received <= self._silence_s:
             return False
         return bool(call.answer.size) or call.endpoint.answered - call.sent_at > self._silence_s
 
     def _hang_text(self, call: Call) -> str:
-        n, first = len(call.prompt), ", ".join(map(str, call.prompt[:_SHOWN_TOKENS]))
-        prompt = f"[{first}{', …' if n > _SHOWN_TOKENS else ''}] ({n} tokens)"
+        n, first = len(call.prompt), ", ".join(map(str, call.prompt[:_N_PROMPT_TOKENS]))
+        prompt = f"[{first}{', …' if n > _N_PROMPT_TOKENS else ''}] ({n} tokens)"
         return (
-            f"the request with the prompt {prompt} has got nothing for {self._silence_s:g} s, while others"
+            f"the request with the prompt {prompt} received nothing for {self._silence_s:g} s, while others"
             f" were answered; answered before: {call.answer.size} of its tokens"
         )
 
@@ -427,5 +439,5 @@ def seconds_of(retry_after: str | None) -> float | None:
         pass
     try:
         return max(0.0, email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time())
-    except (ValueError, OverflowError):  # of a year that is none
+    except (ValueError, OverflowError):  # an invalid year
         return None

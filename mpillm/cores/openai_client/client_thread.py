@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for a rank whose main thread must not wait."""
+"""An event loop in its own thread, for a rank whose main thread must not wait."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class ClientThread:
         failed: Callable[[], None] = lambda: None,
         uncaught: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None = None,
     ) -> None:
-        """`failed` is called on the thread when there is an `error`; `uncaught`: takes exceptions of
-        connections' callbacks, which then are none."""
+        """`failed` is called on the thread when there is an `error`; `uncaught` handles exceptions of
+        connections' callbacks, which then do not count as errors."""
         self._failed = failed
         self._users = 1
         self.error: BaseException | None = None
@@ -42,7 +42,7 @@ class ClientThread:
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()
-        except BaseException as error:  # noqa: BLE001 - whoever looks at `error` raises it
+        except BaseException as error:  # noqa: BLE001 - the readers of `error` raise it
             self._uncaught(self.loop, {"exception": error})
 
     def _uncaught(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -50,18 +50,18 @@ class ClientThread:
         self._failed()
 
     def run(
-        self, work: Coroutine[Any, Any, T], timeout_s: float, meanwhile: Callable[[], None] = lambda: None
+        self, work: Coroutine[Any, Any, T], timeout_s: float, poll: Callable[[], None] = lambda: None
     ) -> T:
-        """Return or raise what `work` does. Raises TimeoutError after `timeout_s`.
+        """Return the result of `work`, or raise its exception. Raises TimeoutError after `timeout_s`.
 
-        `meanwhile` is called again and again until then; what it raises ends the work, too.
+        `poll` is called periodically until then; an exception of it also ends the work.
         """
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         end = time.monotonic() + timeout_s
         try:
             while not future.done() and (left := end - time.monotonic()) > 0:
                 concurrent.futures.wait([future], min(left, _LOOK_S))
-                meanwhile()
+                poll()
             if future.done():
                 return future.result()
         finally:
@@ -69,7 +69,7 @@ class ClientThread:
         raise TimeoutError(f"not done within {timeout_s:g} s")
 
     def post(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call `function` on the loop, soon. What it raises is the thread's `error`."""
+        """Call `function` on the loop, soon. Its exception becomes the thread's `error`."""
         if threading.get_ident() == self._thread.ident:
             self.loop.call_soon(self._do, function, *arguments)
         else:
@@ -82,7 +82,7 @@ class ClientThread:
             self._uncaught(self.loop, {"exception": error})
 
     def shared(self) -> ClientThread:
-        """Return this thread for one more user: the last that stops it ends it."""
+        """Return this thread for a further user: it ends when all users have stopped it."""
         self._users += 1
         return self
 

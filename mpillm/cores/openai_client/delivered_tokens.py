@@ -1,6 +1,5 @@
-"""Tokens of answers, as they come: what has been told of each, and what is new.
-
-Of a server that sends text they are made here.
+"""Tokens of answers as they arrive: the delivered and the new ones. If the server sends text, it is tokenized
+here.
 """
 
 from __future__ import annotations
@@ -11,23 +10,23 @@ from mpillm.cores.openai_client.answer import AnswerError, text_of
 from mpillm.cores.openai_client.client import Call
 from mpillm.data.tokenizer import Tokenizer
 
-UNKNOWN = 0  # in the place of the id of a token that only its server knows
-_HALVES = tuple(map(chr, range(0xD800, 0xDC00)))  # the first ones, of characters in two pieces
+UNKNOWN = 0  # in place of a token id that only the server knows
+_HIGH_SURROGATES = tuple(map(chr, range(0xD800, 0xDC00)))  # the first surrogates of characters in two pieces
 
 
-class Told:
-    """What has been told of an open answer."""
+class DeliveredTokens:
+    """The delivered tokens of an open answer."""
 
     __slots__ = ("again", "n_texts", "tokens")
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         self.tokens = [*tokens]
-        self.n_texts = 0  # pieces of text that they stand for
-        self.again = False  # another server begins anew: the rest comes with the end
+        self.n_texts = 0  # pieces of text that became these tokens
+        self.again = False  # another server starts the answer again: the other tokens follow at its end
 
 
 class AnswerTokens:
-    """Of all servers of a client."""
+    """Tokens of the answers of a client's servers."""
 
     def __init__(self, tokenizer: Tokenizer | None, counted: bool = False) -> None:
         """`tokenizer`: None if no server sends text; `counted`: the servers count the tokens of a text, whose
@@ -36,7 +35,7 @@ class AnswerTokens:
         self._by_pieces = tokenizer is not None and keeps_pieces(tokenizer)
 
     def of(self, call: Call) -> list[int]:
-        """Return the tokens that have come."""
+        """Return the tokens so far."""
         assert call.endpoint is not None
         if call.endpoint.dialect.token_ids:
             return call.answer.tokens
@@ -46,7 +45,7 @@ class AnswerTokens:
         return self._tokenizer.encode_plain(call.answer.text)
 
     def _n_counted(self, call: Call) -> int:
-        """Return how many tokens there are: until the answer has ended, one if a text has come."""
+        """Return the number of tokens: until the end of the answer, 1 if there is a text."""
         answer = call.answer
         if answer.finish_reason is None:
             return min(1, answer.size)
@@ -54,21 +53,21 @@ class AnswerTokens:
             raise AnswerError("no usage in its answer: name the folder of the tokenizer with --model_path")
         return answer.completion_tokens
 
-    def new(self, call: Call, told: Told) -> list[int]:
-        """Return those that are not told; of text, the tokens of its pieces, which are told with that."""
+    def new(self, call: Call, delivered: DeliveredTokens) -> list[int]:
+        """Return the undelivered tokens; of text, the tokens of new pieces, which then count as delivered."""
         assert call.endpoint is not None
         if call.endpoint.dialect.token_ids:
-            return call.answer.tokens[len(told.tokens) :]
-        pieces = call.answer.texts[told.n_texts :]
-        if not self._by_pieces or (pieces and pieces[-1].endswith(_HALVES)):
+            return call.answer.tokens[len(delivered.tokens) :]
+        pieces = call.answer.texts[delivered.n_texts :]
+        if not self._by_pieces or (pieces and pieces[-1].endswith(_HIGH_SURROGATES)):
             return []
-        told.n_texts = len(call.answer.texts)
+        delivered.n_texts = len(call.answer.texts)
         return self._encoded(text_of(pieces))
 
-    def whole(self, call: Call, told: Told | None) -> list[int]:
-        """Return the answer, which has ended; a server that was started again may not begin as `told`."""
-        if told is not None and told.n_texts and not told.again:
-            return told.tokens + self._encoded(text_of(call.answer.texts[told.n_texts :]))
+    def final(self, call: Call, delivered: DeliveredTokens | None) -> list[int]:
+        """Return the complete answer; a restarted server's may not begin with `delivered`."""
+        if delivered is not None and delivered.n_texts and not delivered.again:
+            return delivered.tokens + self._encoded(text_of(call.answer.texts[delivered.n_texts :]))
         return self.of(call)
 
     def _encoded(self, text: str) -> list[int]:
@@ -77,7 +76,7 @@ class AnswerTokens:
 
 
 def keeps_pieces(tokenizer: Tokenizer) -> bool:
-    """Return whether a text's pieces can be made tokens one by one: some tokenizers add a space to each."""
+    """Return whether pieces of a text can be tokenized separately: some tokenizers add a space to each."""
     pieces = ("a", "b", " c", " ", "d")
     tokens = [token for piece in pieces for token in tokenizer.encode_plain(piece)]
     return tokenizer.decode(tokens, keep_special=True) == "".join(pieces)

@@ -1,8 +1,8 @@
 """Completion requests: OpenAI's `/v1/completions`, and the servers' extensions for token ids.
 
-Sources: vLLM's `CompletionRequest` (`return_token_ids`, `min_tokens`, `top_k`; token-id prompts), that of
-TensorRT-LLM (`tensorrt_llm/serve/openai_protocol.py`: unknown fields are refused; `detokenize: false` gives
-token ids), and `transformers serve` (`cli/serving/completion.py`: text only, unknown fields are refused).
+Sources: vLLM's `CompletionRequest` (`return_token_ids`, `min_tokens`, `top_k`, token-id prompts), the same
+class of TensorRT-LLM (`tensorrt_llm/serve/openai_protocol.py`: rejects unknown fields; `detokenize: false`
+gives token ids), and `transformers serve` (`cli/serving/completion.py`: text only, rejects unknown fields).
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ COMPLETIONS = "/v1/completions"
 
 @dataclass(frozen=True)
 class Dialect:
-    """How to ask one kind of server."""
+    """The form of requests to one kind of server."""
 
     name: str
     token_prompts: bool = True  # prompts are token ids; otherwise text
-    token_ids: bool = True  # answers have token ids; otherwise text, which is tokenised here
+    token_ids: bool = True  # answers have token ids; otherwise text, which is tokenized here
     extra: Mapping[str, Any] = field(default_factory=dict)
     options: bool = True  # it has min_tokens, top_k and stop_token_ids
     sends_text: bool = False  # the tokens of a prompt are the bytes of its text, which the server counts
-    usage_option: bool = True  # a stream says its usage where `stream_options` asks for that
+    usage_option: bool = True  # a stream has its usage if `stream_options` requests it
 
 
-# In the order in which a server is asked for them: the first that it understands is taken.
+# In the order of the probes: the first that a server understands is used.
 DIALECTS = (
     Dialect("return_token_ids", extra={"return_token_ids": True}),
     Dialect("detokenize: false", extra={"detokenize": False}),
@@ -41,7 +41,7 @@ def _text(name: str, **more: Any) -> Dialect:
     return Dialect(name, token_prompts=False, sends_text=True, **more)
 
 
-# The same where there is no tokenizer here: the answer has token ids, or the server counts its tokens.
+# The same without a tokenizer here: the answer has token ids, or the server counts its tokens.
 TEXT_DIALECTS = (
     _text("text prompts, return_token_ids", extra={"return_token_ids": True}),
     _text("text prompts, detokenize: false", extra={"detokenize": False}),
@@ -88,7 +88,7 @@ def body(
     if sampling.stop:
         request["stop"] = list(sampling.stop)
     options = {
-        "min_tokens": sampling.min_tokens if sampling.min_tokens > 1 else None,  # one there always is
+        "min_tokens": sampling.min_tokens if sampling.min_tokens > 1 else None,  # there is always one
         "top_k": sampling.top_k or None,
         "stop_token_ids": list(sampling.stop_token_ids) or None,
         "ignore_eos": sampling.ignore_eos or None,
@@ -97,6 +97,6 @@ def body(
         if value is None:
             continue
         if not dialect.options:
-            raise ValueError(f"it has no {name}: it takes text and OpenAI's own options only")
+            raise ValueError(f"it has no {name}: it accepts only text and OpenAI's own options")
         request[name] = value
     return json.dumps(request, separators=(",", ":")).encode()

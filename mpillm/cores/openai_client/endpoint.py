@@ -1,4 +1,4 @@
-"""One server: its address, its connections, and what is known about it."""
+"""One server: its address, its connections, and its state."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from mpillm.cores.openai_client.server_tally import Request, ServerTally
 CONNECT_S = 10.0  # longest wait for a connection
 _PORTS = {"http": 80, "https": 443}
 API_KEY = "OPENAI_API_KEY"
-"""The environment variable with the key for servers, as for OpenAI's client."""
+"""The environment variable with the key for servers, also read by OpenAI's client."""
 
 
 class EndpointError(Exception):
     """A server failed. The message names its address and the cause."""
 
     refusal: Refusal | None = None
-    """What it has said of this request, if it is that which failed."""
+    """The server's error, if it is about this request."""
 
 
-class ServerGone(EndpointError):
-    """A server can't be reached, or says nothing: not one request has failed, all have."""
+class ServerUnreachable(EndpointError):
+    """A server cannot be reached, or is silent: all its requests have failed."""
 
 
 class UntrustedError(NothingSentBack):
-    """The server's certificate is not one that this machine trusts: no attempt will go better."""
+    """This machine does not trust the server's certificate: retries are useless."""
 
 
-class Owed(Receiver, Protocol):
-    """A request that a server owes an answer."""
+class OutstandingRequest(Receiver, Protocol):
+    """A request that was sent, without a complete response."""
 
     def sent(self, connection: HttpConnection, reused: bool, at: float) -> None:
-        """It is sent at `at` (time.perf_counter()); `reused`: over a connection that had others before."""
+        """Record that it is sent at `at` (time.perf_counter()); `reused`: the connection is not new."""
 
 
-class Endpoint:
+class RemoteServer:
     """A server. Everything but the address belongs to the event loop's thread."""
 
     def __init__(self, url: str, strict_model: bool = False) -> None:
@@ -59,19 +59,19 @@ class Endpoint:
 
         `strict_model`: see `ServerTally`.
         """
-        # Messages put a path behind it, which begins with /v1.
+        # Messages append a path that begins with /v1.
         self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         try:
             parts = urlsplit(self.url)
             self._host, self._port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
-        except (KeyError, ValueError):  # of another scheme; a port that is none
+        except (KeyError, ValueError):  # another scheme, or an invalid port
             self._host = ""
         if not self._host or "@" in parts.netloc or parts.query:
             raise ValueError(f"{url} is not host:port, or a URL of http or https without user and query")
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._path = parts.path
         behind = parts.scheme in getproxies() and not proxy_bypass(self._host)
-        self._past_proxy = " (the proxy of the environment is not asked)" if behind else ""
+        self._past_proxy = " (the proxy of the environment is not used)" if behind else ""
         key = os.environ.get(API_KEY)
         self.sends_key = bool(key)
         self._head = (
@@ -82,12 +82,12 @@ class Endpoint:
         self._post = self._start_line("POST", COMPLETIONS)
         self.model = ""
         self.dialect: Dialect = DIALECTS[0]
-        self.said: Any = None  # in its statistics last: see `server_counts`
+        self.last_statistics: Any = None  # see `server_counts`
         self.tally = ServerTally(strict_model)
-        self.calls: set[Owed] = set()  # that it owes
-        self.heard_at = 0.0  # when it last said something, or was first asked again
-        self.answered = 0.0  # when it was sent the latest of the requests that it has answered
-        self.connections = 0  # made
+        self.calls: set[OutstandingRequest] = set()  # outstanding
+        self.last_received = 0.0  # time of the last data, or of the first request after a pause
+        self.answered = 0.0  # time when the latest answered request was sent
+        self.connections = 0  # opened so far
         self._idle: list[HttpConnection] = []
         self._used: set[HttpConnection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
@@ -97,10 +97,10 @@ class Endpoint:
 
     # --- calls ---
 
-    def start(self, call: Owed, body: bytes) -> None:
+    def start(self, call: OutstandingRequest, body: bytes) -> None:
         """Send the request of `call`, over a connection that is free or a new one."""
         if not self.calls:
-            self.heard_at = time.perf_counter()
+            self.last_received = time.perf_counter()
         self.calls.add(call)
         request = b"%b%d\r\n\r\n%b" % (self._post, len(body), body)
         while self._idle:
@@ -112,7 +112,7 @@ class Endpoint:
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
 
-    async def _connect_for(self, call: Owed, request: bytes) -> None:
+    async def _connect_for(self, call: OutstandingRequest, request: bytes) -> None:
         try:
             connection = await self._connect()
         except NothingSentBack as error:
@@ -121,10 +121,12 @@ class Endpoint:
             return
         if call in self.calls:
             self._send(connection, call, request, reused=False)
-        else:  # given up meanwhile
+        else:  # cancelled while connecting
             self._idle.append(connection)
 
-    def _send(self, connection: HttpConnection, call: Owed, request: bytes, reused: bool) -> None:
+    def _send(
+        self, connection: HttpConnection, call: OutstandingRequest, request: bytes, reused: bool
+    ) -> None:
         self._used.add(connection)
         call.sent(connection, reused, time.perf_counter())
         connection.send(request, call)
@@ -133,13 +135,13 @@ class Endpoint:
         """Add an answer to the tally: see `ServerTally.add`."""
         self.tally.add(request, self.dialect, self.model, n_tokens)
 
-    def release(self, call: Owed, connection: HttpConnection | None, whole: bool) -> None:
-        """`call` has ended, `whole` or not; its connection, if it had one, is free or closed."""
+    def release(self, call: OutstandingRequest, connection: HttpConnection | None, is_complete: bool) -> None:
+        """End `call`, and reuse its connection if the response was complete; otherwise close it."""
         self.calls.discard(call)
         if connection is None:
             return
         self._used.discard(connection)
-        if whole and connection.reusable and not connection.closed:
+        if is_complete and connection.reusable and not connection.closed:
             self._idle.append(connection)
         elif not connection.closed:
             connection.close()
@@ -156,7 +158,7 @@ class Endpoint:
                 f"its certificate is not trusted: {error.verify_message}; the environment variable"
                 " SSL_CERT_FILE may name a file of certificates to trust"
             ) from None
-        except ssl.SSLError as error:  # its errno is none of the system's
+        except ssl.SSLError as error:  # its errno is not a system error
             raise NothingSentBack(f"TLS: {error.reason or error}") from None
         except OSError as error:
             known = error.errno is not None and error.errno > 0
@@ -166,7 +168,7 @@ class Endpoint:
         return connection
 
     def close(self) -> None:
-        """Close every connection, without reporting what is owed."""
+        """Close every connection, without reports about outstanding requests."""
         for task in self._connecting:
             task.cancel()
         for connection in (*self._idle, *self._used):
@@ -200,7 +202,7 @@ class Endpoint:
 
 
 class _Reply(Receiver):
-    """A whole response."""
+    """A complete response."""
 
     def __init__(self) -> None:
         self.status = 0

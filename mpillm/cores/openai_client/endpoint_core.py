@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from disagg.errors import ConfigError, about
 from mpillm.comms.messages import WAITING, Batch, Refusal, RequestFlag, ResponseFlag
-from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics, StatedLimits, short_requests
+from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics, NumericLimits, short_requests
 from mpillm.cores.clients import (
     EARLIER,
-    MOST_AT_ONCE,
+    MAX_PER_SERVER,
     Answers,
     allow_files,
-    hear_owner,
     longest_first_token_s,
     longest_wait_s,
     share_of,
     until_when,
+    with_owner_failures,
 )
 from mpillm.cores.openai_client.client import Call, Client
 from mpillm.cores.openai_client.client_thread import ClientThread
-from mpillm.cores.openai_client.delivered_tokens import AnswerTokens, Told
+from mpillm.cores.openai_client.delivered_tokens import AnswerTokens, DeliveredTokens
 from mpillm.cores.openai_client.dialect import COMPLETIONS, Sampling
 from mpillm.cores.openai_client.disagg_protocol import protocol_of
-from mpillm.cores.openai_client.endpoint import Endpoint, EndpointError, ServerGone
+from mpillm.cores.openai_client.endpoint import EndpointError, RemoteServer, ServerUnreachable
 from mpillm.cores.openai_client.endpoint_options import EndpointOptions
 from mpillm.cores.openai_client.readiness import (
     UNKNOWN_STARTS,
@@ -50,17 +50,17 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Answers that arrive closer together than this are passed on together. A message for each would cost the
-# ranks on its way, and the client's thread beside this one, a quarter more CPU time per request.
+# Answers that arrive within this time are sent together. A message for each would cost the
+# other ranks and the client's thread a quarter more CPU time per request.
 _GATHER_S = 1e-3
-_MOST_LOGGED = 100  # requests that have failed alone: anyone may send more
-_BROKEN = Refusal(502, "the server behind this one did not answer; the log of its rank says why")
+_MAX_LOGGED = 100  # failed single requests: clients may send any number
+_BROKEN = Refusal(502, "the server behind this one did not answer; its rank's log has the cause")
 _LONGER = "--health_deadline"
-_AGAIN_S = 0.5  # between attempts to warm a server up that was started again
+_AGAIN_S = 0.5  # between attempts to warm up a restarted server
 
 
 class HarnessValues(Protocol):
-    """The settings of such a core: see `LLMCore.settings`."""
+    """The settings of an endpoint core: see `LLMCore.settings`."""
 
     @property
     def streaming(self) -> bool: ...
@@ -69,10 +69,10 @@ class HarnessValues(Protocol):
     def endpoint_urls(self) -> tuple[str, ...]: ...
 
     @property
-    def max_concurrency(self) -> int | None: ...  # requests of one server at once; None: no limit
+    def max_concurrency(self) -> int | None: ...  # simultaneous requests of one server; None: no limit
 
     @property
-    def load_deadline(self) -> float: ...  # seconds, and below
+    def load_deadline(self) -> float: ...  # seconds, as below
 
     @property
     def health_deadline(self) -> float: ...
@@ -90,20 +90,20 @@ class EndpointCore(LLMCore):
     is_client = True
     takes_text = True
 
-    starts: ServerStarts = UNKNOWN_STARTS  # of the servers, if they are not the run's own
+    starts: ServerStarts = UNKNOWN_STARTS  # of servers outside the run
 
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
         super().__init__(config, comms)
         self._options = EndpointOptions.from_options(config.options)
         self._harness: HarnessValues = config.settings
         self.streams = self._harness.streaming or config.serves
-        at_once = self._harness.max_concurrency or MOST_AT_ONCE
+        at_once = self._harness.max_concurrency or MAX_PER_SERVER
         self._urls, self._at_once = (
             share_of(self._harness.endpoint_urls, at_once, config.instance, config.n_instances)
             if config.client.server is None
             else share_of([""], at_once, config.client.index, config.client.n_clients)
         )
-        # One client of each asks what it counts.
+        # One client of each server reads the server's counts.
         self._reads = config.client.index == 0 and (
             config.client.server is not None or config.instance < len(self._harness.endpoint_urls)
         )
@@ -118,29 +118,29 @@ class EndpointCore(LLMCore):
         self._failed: EndpointError | None = None
         self._frameworks: list[str | None] = []  # of the servers
         self._handed_on = 0.0  # time.perf_counter()
-        self._told: dict[int, Told] = {}  # by id, of open calls
-        self._may_fail_alone = False  # a request; what warms a server up may not
-        self._n_failed = 0  # requests, alone
+        self._delivered: dict[int, DeliveredTokens] = {}  # by id, of open calls
+        self._may_fail_alone = False  # a request; warm-up requests may not
+        self._n_failed = 0  # single requests
         self._began(0.0)
 
     @classmethod
-    def check(cls, config: CoreConfig) -> StatedLimits | None:
+    def check(cls, config: CoreConfig) -> NumericLimits | None:
         EndpointOptions.from_options(config.options)
         harness: HarnessValues = config.settings
         for url in harness.endpoint_urls:
             with about("trtllm_server_urls"):
                 try:
-                    Endpoint(url)
+                    RemoteServer(url)
                 except ValueError as error:
                     raise ConfigError(f"--trtllm_server_urls {error}") from None
         with about("stop_words"):
             for word in config.engine.stop_words:
                 if not isinstance(word, str) and len(word) != 1:
                     raise ConfigError(
-                        f"--stop_words {list(word)}: a server takes words as text, or single tokens;"
+                        f"--stop_words {list(word)}: a server accepts words as text, or single tokens;"
                         " write it as text"
                     )
-        return None if _folder(config) else StatedLimits()
+        return None if _folder(config) else NumericLimits()
 
     # --- life ---
 
@@ -148,7 +148,7 @@ class EndpointCore(LLMCore):
         self._shared = thread
 
     def load(self) -> None:
-        """Wait for the servers, if they are not the run's own."""
+        """Wait for the servers, if they are outside the run."""
         if (folder := _folder(self.config)) is not None:
             tokenizer = load_tokenizer(folder, apply_chat_template=False)
             self._tokenizer = tokenizer if isinstance(tokenizer, FileTokenizer) else None
@@ -159,12 +159,12 @@ class EndpointCore(LLMCore):
         deadline = longest_wait_s(self.config, self._harness.load_deadline)
         began = time.monotonic()
 
-        def tell(waiting: str) -> None:
+        def report_wait(waiting: str) -> None:
             self.awaits = f"{waiting}\n{until_when(self.starts.wait_s(deadline))}"
 
-        for endpoint in self._endpoints:  # one deadline for all: this rank's phase has one, too
-            ready = until_ready(endpoint, deadline, tell, began, "--load_deadline", self.starts)
-            self._ask(ready, self._harness.load_deadline + 60)
+        for endpoint in self._endpoints:  # one deadline for all, as the rank's phase has one
+            ready = until_ready(endpoint, deadline, report_wait, began, "--load_deadline", self.starts)
+            self._run(ready, self._harness.load_deadline + 60)
         self.awaits = ""
 
     def find_servers(self, urls: Mapping[int, str]) -> None:
@@ -178,7 +178,7 @@ class EndpointCore(LLMCore):
         allow_files(self._at_once * (len(self._urls) + bool(self._context_urls)))
         self._endpoints = [self._endpoint(url) for url in self._urls]
         self._contexts = [self._endpoint(url) for url in self._context_urls]
-        if self._reads:  # one client asks what context servers count, for all
+        if self._reads:  # one client reads the counts of all context servers
             contexts = self._contexts if self.config.instance == 0 else ()
             self._reader = ServerReader(self._endpoints, contexts)
         self._thread = self._shared.shared() if self._shared else ClientThread("mpillm-http", self.wake)
@@ -194,8 +194,8 @@ class EndpointCore(LLMCore):
             protocol_of(self.config.client.protocol, self.config.instance) if self._contexts else None,
         )
 
-    def _endpoint(self, url: str) -> Endpoint:
-        return Endpoint(url, strict_model=self.config.client.names_model)
+    def _endpoint(self, url: str) -> RemoteServer:
+        return RemoteServer(url, strict_model=self.config.client.names_model)
 
     def server_lost(self) -> None:
         assert self._thread is not None
@@ -214,13 +214,13 @@ class EndpointCore(LLMCore):
         endpoint.tally = self._endpoints[0].tally
         self._thread.post(self._go_on, endpoint)
 
-    def _go_on(self, endpoint: Endpoint) -> None:
+    def _go_on(self, endpoint: RemoteServer) -> None:
         task = asyncio.get_running_loop().create_task(self._warm_up(endpoint))
         self._warming.add(task)
         task.add_done_callback(self._warming.discard)
 
-    async def _warm_up(self, endpoint: Endpoint) -> None:
-        """Find out what the server is that was started again, have it answer, and go on with it."""
+    async def _warm_up(self, endpoint: RemoteServer) -> None:
+        """Probe a restarted server, have it answer a request, and resume the calls there."""
         limit = EARLIER * self._harness.health_deadline
         end = time.monotonic() + limit
         while True:
@@ -228,7 +228,7 @@ class EndpointCore(LLMCore):
                 endpoint.model = await self._find_model(endpoint, limit)
                 await self._choose_dialect(endpoint, limit)
                 break
-            except EndpointError as error:  # it may be gone again: then `server_lost` comes
+            except EndpointError as error:  # it may be lost again: then `server_lost` follows
                 if time.monotonic() > end:
                     self._failed = error
                     self.wake()
@@ -241,14 +241,14 @@ class EndpointCore(LLMCore):
         self.waits_for_server = False
 
     def run_health_check(self) -> None:
-        """Find the model, and generate a token, on each server."""
+        """Find the model and generate a token on each server."""
         endpoints = [*self._contexts, *self._endpoints]
         limit = EARLIER * self._harness.health_deadline / (2 * len(endpoints))
         limit = longest_first_token_s(self.config, limit)
         for endpoint in endpoints:
             self.awaits = f"{WAITING}{endpoint.url}: a first token (POST {COMPLETIONS})"
-            endpoint.model = self._ask(self._find_model(endpoint, limit), limit + 60)
-            self._ask(self._choose_dialect(endpoint, limit), limit + 60)
+            endpoint.model = self._run(self._find_model(endpoint, limit), limit + 60)
+            self._run(self._choose_dialect(endpoint, limit), limit + 60)
             if self._harness.compliance_test and not endpoint.dialect.token_ids:
                 raise RunError(
                     Failure(
@@ -257,43 +257,43 @@ class EndpointCore(LLMCore):
                         self.config.rank,
                     )
                 )
-            self._frameworks.append(self._ask(framework_of(endpoint, limit), limit + 60))
-            said = self._frameworks[-1] or "a server that does not say what it is"
-            _log.info("%s serves %s: %s; %s", endpoint.url, endpoint.model, endpoint.dialect.name, said)
+            self._frameworks.append(self._run(framework_of(endpoint, limit), limit + 60))
+            framework = self._frameworks[-1] or "an unknown server"
+            _log.info("%s serves %s: %s; %s", endpoint.url, endpoint.model, endpoint.dialect.name, framework)
         self.awaits = ""
 
-    def _find_model(self, endpoint: Endpoint, limit_s: float) -> Coroutine[Any, Any, str]:
+    def _find_model(self, endpoint: RemoteServer, limit_s: float) -> Coroutine[Any, Any, str]:
         config = self.config
         return find_model(
             endpoint, self._options.model, config.engine.model_path, limit_s, strict=config.client.names_model
         )
 
     def _index_of(self, error: EndpointError) -> int | None:
-        """Return which context server of the run a message names; None: another server."""
+        """Return the index of the run's context server that a message names; None: another server."""
         contexts = zip(self._contexts, self.config.client.context_servers, strict=True)
         return next((index for one, index in contexts if str(error).startswith(f"{one.url}/")), None)
 
     def _cause(self, error: EndpointError) -> str:
-        cause = hear_owner(self, str(error), self._index_of(error))
+        cause = with_owner_failures(self, str(error), self._index_of(error))
         return "\n".join(filter(None, (cause, self.starts.failures())))
 
-    def _choose_dialect(self, endpoint: Endpoint, limit_s: float) -> Coroutine[Any, Any, None]:
+    def _choose_dialect(self, endpoint: RemoteServer, limit_s: float) -> Coroutine[Any, Any, None]:
         texts, stream = self.config.client.sends_text, self._harness.streaming
         known = self._tokenizer is not None
         return choose_dialect(endpoint, known, limit_s, _LONGER, texts=texts, stream=stream)
 
-    def _ask(self, work: Any, limit_s: float) -> Any:
+    def _run(self, work: Any, limit_s: float) -> Any:
         assert self._thread is not None
         try:
-            return self._thread.run(work, limit_s, self.meanwhile)
+            return self._thread.run(work, limit_s, self.check_run)
         except EndpointError as error:
             raise RunError(Failure(self._cause(error), self.config.rank)) from None
-        except TimeoutError as error:  # long after its own deadline: the thread is stuck
+        except TimeoutError as error:  # long after its own deadline: the thread hangs
             urls = ", ".join(self._urls)
             raise RunError(Failure(f"the HTTP client of {urls}: {error}", self.config.rank)) from None
 
     def warm_up_requests(self) -> Batch:
-        """Return a request for each server, with an answer that may end at once."""
+        """Return a request for each server, with an answer that may end immediately."""
         return short_requests(max(len(self._endpoints), len(self._contexts)))
 
     def start_test(self) -> None:
@@ -301,7 +301,7 @@ class EndpointCore(LLMCore):
         self._client.outlives_server = self.config.client.restarts
         self._may_fail_alone = self.config.serves
         if self._reader is not None:
-            self._reader.start(self._ask)
+            self._reader.start(self._run)
         self._began(self._thread.cpu_s())
 
     def flush(self) -> None:
@@ -317,15 +317,16 @@ class EndpointCore(LLMCore):
             self._client.retries = self._client.generated_tokens = self._client.handed_over = 0
 
     def statistics(self) -> dict[str, Any]:
-        """Return retries, re-tokenised answers, latencies at the socket, and the client's share of a core.
+        """Return retries, re-tokenized answers, latencies at the socket, and the client's use of a CPU core.
 
-        `handed_over`: requests whose context another server has computed. `other_prompt_length`,
-        `other_answer_length`: answers for which the server counted other numbers of
-        tokens. `short_answers`: those of fewer tokens than were asked for. `servers`: see `server_records`.
-        `server_…`, from the first client
-        of each server: what that counted in the test, of all its clients; see `Reading`. `server_context_…`:
-        what context servers did, from the first client of all. Before the test is over it is what they said
-        last.
+        - `handed_over`: requests whose context another server has computed.
+        - `other_prompt_length`, `other_answer_length`: answers with other token counts of the server.
+        - `short_answers`: answers with fewer tokens than required.
+        - `servers`: see `server_records`.
+        - `server_…`, from the first client of each server: the server's counts in the test, for all its
+        clients;
+          see `ServerCounts`. `server_context_…`: of context servers, from the first client of all. During the
+          test, these are the last readings.
         """
         assert self._thread is not None
         elapsed = time.perf_counter() - self._started[0]
@@ -336,7 +337,7 @@ class EndpointCore(LLMCore):
             **({"handed_over": self._client.handed_over} if self._contexts else {}),
             **counts_of([*self._endpoints, *self._contexts]),
             **self._statistics.values(),
-            **(self._reader.counted(self._ask) if self._reader else {}),
+            **(self._reader.counted(self._run) if self._reader else {}),
             "servers": server_records(
                 self._endpoints,
                 self._contexts,
@@ -351,12 +352,12 @@ class EndpointCore(LLMCore):
         return sorted(set(known)) if len(known) == len(self._frameworks) else []
 
     def metrics(self) -> Metrics:
-        """Return what the servers say of themselves, if they are this client's alone, or what it knows."""
-        mine = Metrics(self._prompt_tokens, self._client.generated_tokens, len(self._client.calls), 0)
+        """Return the servers' own metrics if this is their only client, otherwise the client's."""
+        own = Metrics(self._prompt_tokens, self._client.generated_tokens, len(self._client.calls), 0)
         if self._reader is None:
-            return mine
-        asks_alone = self.config.client.server is not None and self.config.client.n_clients == 1
-        return self._reader.metrics(mine, asks_alone=asks_alone)
+            return own
+        is_only_client = self.config.client.server is not None and self.config.client.n_clients == 1
+        return self._reader.metrics(own, is_only_client=is_only_client)
 
     def notify_stop(self) -> None:
         if self._thread is not None:
@@ -406,7 +407,7 @@ class EndpointCore(LLMCore):
     # --- on the client's thread ---
 
     def _submit(self, requests: Batch) -> None:
-        words = tuple(word for word in self.config.engine.stop_words if isinstance(word, str))
+        stop_texts = tuple(word for word in self.config.engine.stop_words if isinstance(word, str))
         ids = tuple(word[0] for word in self.config.engine.stop_words if not isinstance(word, str)) + (
             self.config.engine.end_ids or ()
         )
@@ -420,11 +421,11 @@ class EndpointCore(LLMCore):
                 int(row["top_k"]),
                 float(row["top_p"]),
                 int(row["seed"]),
-                () if ignore else words,
+                () if ignore else stop_texts,
                 self.config.engine.end_ids or () if ignore else ids,
                 ignore_eos=bool(row["flags"] & RequestFlag.IGNORE_END),
             )
-            on_more = self._tell if row["flags"] & RequestFlag.STREAM else None
+            on_more = self._report_tokens if row["flags"] & RequestFlag.STREAM else None
             self._client.submit(int(row["id"]), request.tokens.tolist(), sampling, on_more)
 
     def _text(self, prompt: Sequence[int]) -> str:
@@ -437,40 +438,44 @@ class EndpointCore(LLMCore):
         """Report the first token, unless it is also the last."""
         if not self.config.client.sends_text:
             self._prompt_tokens += len(call.prompt)
-        if (told := self._told.get(call.id)) is not None:  # by a server that was lost then
-            told.again = True
+        if (delivered := self._delivered.get(call.id)) is not None:  # by a server that was lost later
+            delivered.again = True
         elif call.on_more is not None:
-            self._tell(call)
+            self._report_tokens(call)
         elif call.streams and call.answer.finish_reason is None and (tokens := self._tokens.of(call)):
             self._add(call.id, ResponseFlag.FIRST, tokens[:1])
-            self._told[call.id] = Told(tokens[:1])
+            self._delivered[call.id] = DeliveredTokens(tokens[:1])
 
-    def _tell(self, call: Call) -> None:
-        """Report the tokens that have come, unless the whole answer has."""
+    def _report_tokens(self, call: Call) -> None:
+        """Report the new tokens, unless the answer is complete."""
         if call.answer.finish_reason is not None:
             return
-        told = self._told.get(call.id) or Told()
-        if told.again or not (new := self._tokens.new(call, told)):
+        delivered = self._delivered.get(call.id) or DeliveredTokens()
+        if delivered.again or not (new := self._tokens.new(call, delivered)):
             return
-        if not told.tokens:
-            self._told[call.id] = told
+        if not delivered.tokens:
+            self._delivered[call.id] = delivered
             self._add(call.id, ResponseFlag.FIRST, new[:1])
-        if more := new if told.tokens else new[1:]:
+        if more := new if delivered.tokens else new[1:]:
             self._add(call.id, ResponseFlag.PARTIAL, more)
-        told.tokens += new
+        delivered.tokens += new
 
     def on_done(self, call: Call) -> None:
-        told = self._told.get(call.id)
-        tokens = self._tokens.whole(call, told)
+        delivered = self._delivered.get(call.id)
+        tokens = self._tokens.final(call, delivered)
         if not tokens:
             raise ValueError("it answered without a token")
-        self._told.pop(call.id, None)
-        if told is not None and call.on_more is not None and tokens[: len(told.tokens)] != told.tokens:
-            _log.error("request %d: the server that was started again answers otherwise", call.id)
+        self._delivered.pop(call.id, None)
+        if (
+            delivered is not None
+            and call.on_more is not None
+            and tokens[: len(delivered.tokens)] != delivered.tokens
+        ):
+            _log.error("request %d: the restarted server generates another answer", call.id)
             self._add(call.id, ResponseFlag.FINAL | ResponseFlag.ERROR, [])
             return
         flags = ResponseFlag.FINAL
-        if told is None:
+        if delivered is None:
             flags |= ResponseFlag.FIRST
         if self.config.client.sends_text:
             self._prompt_tokens += call.answer.prompt_tokens or 0
@@ -483,10 +488,10 @@ class EndpointCore(LLMCore):
         self._add(call.id, flags, tokens)
 
     def on_failed(self, call: Call, error: EndpointError) -> None:
-        if self._may_fail_alone and not isinstance(error, ServerGone) and self._is_alone(error):
-            self._told.pop(call.id, None)
+        if self._may_fail_alone and not isinstance(error, ServerUnreachable) and self._is_alone(error):
+            self._delivered.pop(call.id, None)
             self._n_failed += 1
-            if self._n_failed <= _MOST_LOGGED:
+            if self._n_failed <= _MAX_LOGGED:
                 _log.error("request %d: %s", call.id, error)
             self._add(call.id, ResponseFlag.REFUSED, (error.refusal or _BROKEN).numbers())
             self._add(call.id, ResponseFlag.FINAL | ResponseFlag.ERROR, [])
@@ -495,20 +500,20 @@ class EndpointCore(LLMCore):
         self.wake()
 
     def _is_alone(self, error: EndpointError) -> bool:
-        """Return whether it is no other request's; when an owned server ends, answers break off."""
+        """Return whether the error is about one request only: if an owned server exits, all break."""
         return self.config.client.server is None or error.refusal is not None
 
     def on_cancelled(self, call: Call) -> None:
-        self._told.pop(call.id, None)
+        self._delivered.pop(call.id, None)
         self._add(call.id, ResponseFlag.FINAL | ResponseFlag.CANCELLED, [])
 
     def _add(self, id_: int, flags: ResponseFlag, tokens: list[int]) -> None:
-        # Of those behind the first, whoever takes all knows already.
+        # The first of several rows wakes the rank, which takes all.
         if self._answers.add(id_, flags, tokens) == 1:
             self._hand_on()
 
     def _hand_on(self) -> None:
-        """Have the answers taken, where this thread may do so itself once they are gathered."""
+        """Wake the rank for the answers; a serving client gathers them first."""
         if not self.config.serves or self.has_work():
             self.wake()
         elif self._answers:

@@ -10,9 +10,9 @@ from disagg.errors import ConfigError, about, nearest
 
 @dataclass(frozen=True)
 class EndpointOptions:
-    """--core_options of these cores, as ``key:value,key:value``."""
+    """--core_options of these cores: ``key:value,key:value``."""
 
-    model: str | None = None  # its name at the servers; None: what --model_path means there, or the only one
+    model: str | None = None  # its name at the servers; None: by --model_path, or the only model
     retry_s: float = 10.0  # longest time from a request's first failure to its last attempt
 
     @staticmethod

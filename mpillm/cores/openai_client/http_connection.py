@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection to a server, kept alive from request to request: RFC 9112, as a client needs it.
+"""One HTTP/1.1 connection to a server, kept alive from request to request: RFC 9112, the client's part.
 
 A client library's cost per request would limit the measurement, so responses are read here, with a callback
 for each piece of a body.
@@ -13,14 +13,14 @@ from typing import Protocol, cast
 
 from launch.bounded_http import MAX_ANSWER_BYTES
 
-_MOST_HEAD = 1 << 16  # bytes of a status line with its headers
-_MOST_INTERIM = 16  # responses such as 100 (Continue) before one
-_MOST_CHUNK_LINE = 1 << 10
+_MAX_HEAD = 1 << 16  # bytes of a status line with its headers
+_MAX_INTERIM = 16  # responses such as 100 (Continue) before the final response
+_MAX_CHUNK_LINE = 1 << 10
 _HEX = b"0123456789abcdefABCDEF"
 
 
 class HttpError(Exception):
-    """The server broke the protocol, or the connection. The message says what it did, without its address."""
+    """The server broke the protocol or the connection. The message has the fault, not the address."""
 
 
 class NothingSentBack(HttpError):
@@ -32,19 +32,19 @@ class NoAnswer(HttpError):
 
 
 class Receiver(Protocol):
-    """Is told about a response, on the event loop; what it raises fails the response."""
+    """Receives a response, on the event loop; an exception of a method fails the response."""
 
     def on_head(self, status: int, headers: Mapping[str, str]) -> None:
-        """Take the status, and the headers by their names in lower case."""
+        """Handle the status, and the headers by their names in lower case."""
 
     def on_body(self, data: bytes, at: float) -> None:
-        """Take a piece of the body; `at`: time.perf_counter() when it was read from the socket."""
+        """Handle a piece of the body; `at`: time.perf_counter() when it was read from the socket."""
 
     def on_end(self, connection: HttpConnection) -> None:
-        """The response is complete."""
+        """Handle the end of the response."""
 
     def on_broken(self, error: Exception) -> None:
-        """No more of the response will arrive, and it is incomplete."""
+        """Handle a failure: the response stays incomplete."""
 
 
 class HttpConnection(asyncio.Protocol):
@@ -63,9 +63,9 @@ class HttpConnection(asyncio.Protocol):
         self._chunked = False
 
     def send(self, request: bytes, receiver: Receiver) -> None:
-        """Send a whole request, head and body; `receiver` is told about its response."""
+        """Send a complete request, head and body; `receiver` gets the response."""
         assert self._receiver is None and self._transport is not None
-        if self.closed:  # since it was made: what listens there hung up, or spoke first
+        if self.closed:  # after it was opened: the listener closed it, or sent data first
             receiver.on_broken(NothingSentBack("it closed the connection before a request"))
             return
         self._receiver = receiver
@@ -81,7 +81,7 @@ class HttpConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    # --- what the event loop calls ---
+    # --- called by the event loop ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -96,19 +96,19 @@ class HttpConnection(asyncio.Protocol):
             self._end(receiver)  # such a body ends with its connection
             return
         self._receiver = None
-        begun = self._in_body or bool(self._buffer)
+        started = self._in_body or bool(self._buffer)
         how = (
             "it closed the connection"
             if exc is None
             else f"the connection broke ({exc or type(exc).__name__})"
         )
-        when = "in the middle of the answer" if begun else "before an answer"
-        receiver.on_broken((HttpError if begun else NothingSentBack)(f"{how} {when}"))
+        when = "in the middle of the answer" if started else "before an answer"
+        receiver.on_broken((HttpError if started else NothingSentBack)(f"{how} {when}"))
 
     def data_received(self, data: bytes) -> None:
         at = time.perf_counter()
         receiver = self._receiver
-        if receiver is None:  # nothing was asked
+        if receiver is None:  # no request was sent
             self.close()
             return
         self._buffer += data
@@ -119,7 +119,7 @@ class HttpConnection(asyncio.Protocol):
                 self._read_chunks(receiver, at)
             else:
                 self._read_plain(receiver, at)
-        except Exception as error:  # noqa: BLE001 - what the server sent makes no sense: the receiver is told
+        except Exception as error:  # noqa: BLE001 - invalid data of the server: the receiver handles it
             self.close()
             receiver.on_broken(error)
 
@@ -130,22 +130,22 @@ class HttpConnection(asyncio.Protocol):
         while True:
             end = self._buffer.find(b"\r\n\r\n")
             if end < 0:
-                if len(self._buffer) > _MOST_HEAD:
-                    raise HttpError(f"its headers are longer than {_MOST_HEAD} bytes")
+                if len(self._buffer) > _MAX_HEAD:
+                    raise HttpError(f"its headers are longer than {_MAX_HEAD} bytes")
                 if not b"HTTP/1.".startswith(self._buffer[:7]):
                     raise HttpError(f"it sent something that is not HTTP: {bytes(self._buffer[:60])!r}")
                 return False
             first, *lines = bytes(self._buffer[:end]).decode("latin-1").split("\r\n")
             del self._buffer[: end + 4]
-            version, _, rest = first.partition(" ")
-            code = rest[:3]
+            version, _, status_text = first.partition(" ")
+            code = status_text[:3]
             if version not in ("HTTP/1.1", "HTTP/1.0") or not (code.isascii() and code.isdigit()):
                 raise HttpError(f"it sent something that is not HTTP: {first[:60]!r}")
             status = int(code)
             if status >= 200:
-                break  # before it there may be informational responses, such as 100 (Continue)
+                break  # informational responses, such as 100 (Continue), may precede it
             self._interim += 1
-            if self._interim > _MOST_INTERIM:
+            if self._interim > _MAX_INTERIM:
                 raise HttpError(f"it sent {self._interim} times HTTP {status} and no answer")
         headers = {}
         for line in lines:
@@ -183,7 +183,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _read_chunks(self, receiver: Receiver, at: float) -> None:
         buffer, start, pieces, last = self._buffer, 0, [], False
-        while (end := buffer.find(b"\r\n", start, start + _MOST_CHUNK_LINE)) >= 0:
+        while (end := buffer.find(b"\r\n", start, start + _MAX_CHUNK_LINE)) >= 0:
             text = bytes(buffer[start:end]).partition(b";")[0].strip()
             if not text or text.strip(_HEX):
                 raise HttpError(
@@ -197,17 +197,17 @@ class HttpConnection(asyncio.Protocol):
                 last = after >= 0
                 if last:
                     start = after + 4
-                elif len(buffer) - end > _MOST_HEAD:
-                    raise HttpError(f"its trailers are longer than {_MOST_HEAD} bytes")
+                elif len(buffer) - end > _MAX_HEAD:
+                    raise HttpError(f"its trailers are longer than {_MAX_HEAD} bytes")
                 break
             if len(buffer) < end + size + 4:
                 break
             if buffer[end + 2 + size : end + size + 4] != b"\r\n":
-                raise HttpError("it sent a chunk that is longer than it says")
+                raise HttpError("it sent a chunk that is longer than its size")
             pieces.append(bytes(buffer[end + 2 : end + 2 + size]))
             start = end + size + 4
         else:
-            if len(buffer) - start >= _MOST_CHUNK_LINE:
+            if len(buffer) - start >= _MAX_CHUNK_LINE:
                 raise HttpError("it sent a chunk without a size")
         del buffer[:start]
         if pieces:
@@ -217,6 +217,6 @@ class HttpConnection(asyncio.Protocol):
 
     def _end(self, receiver: Receiver) -> None:
         self._receiver = None
-        if self._buffer:  # more than was asked for
+        if self._buffer:  # more than one response
             self.reusable = False
         receiver.on_end(self)

@@ -13,35 +13,35 @@ from typing import Any, Protocol
 
 from disagg.errors import nearest
 from mpillm.comms.messages import WAITING
-from mpillm.cores.openai_client.answer import Answer, AnswerError, failure_text, is_page
+from mpillm.cores.openai_client.answer import AnswerError, CompletionResponse, failure_text, is_page
 from mpillm.cores.openai_client.dialect import COMPLETIONS, DIALECTS, TEXT_DIALECTS, Dialect, Sampling, body
-from mpillm.cores.openai_client.endpoint import API_KEY, Endpoint, EndpointError, UntrustedError
+from mpillm.cores.openai_client.endpoint import API_KEY, EndpointError, RemoteServer, UntrustedError
 from mpillm.cores.openai_client.http_connection import HttpError, NoAnswer, NothingSentBack
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.2
 _FIRST_LOG_S, _LOG_S = 2.0, 10.0
-_ASK_S = 10.0  # longest wait for one answer of a server that may not be up
-_REFUSES_S = 3.0  # longest time for a server that refuses: a proxy in front may learn of it late
-_LOADS_S = 27.0  # and, at least, for one whose answers are its own errors
-_BUSY_S = {429: _REFUSES_S, 503: _LOADS_S}  # and for one that does not begin a request yet
+_FETCH_S = 10.0  # longest wait for one answer of a server that may not be up
+_REFUSES_S = 3.0  # patience with a server that refuses: a proxy may detect the server late
+_LOADS_S = 27.0  # minimum patience with a server whose answers are its own errors
+_BUSY_S = {429: _REFUSES_S, 503: _LOADS_S}  # patience with a server that does not begin a request yet
 _KEY = (401, 403)
 _NO_SUCH_PATH = (404, 405)
 _NO_COMPLETIONS = f"; its API lists models, but does not take requests at {COMPLETIONS}, which mpillm needs"
-# `owned_by` in the list of models: these servers' own names for themselves.
+# `owned_by` in the list of models, by server.
 _FRAMEWORKS = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorRT-LLM", "mpillm": "mpillm"}
 _PROBE = "Hello"
-_PROBE_IDS = [3] * 8  # as every model has them
+_PROBE_IDS = [3] * 8  # ids that every model has
 
 
 class ServerStarts(Protocol):
-    """Knowledge of how servers of others start, while they do not answer."""
+    """Reports about servers outside the run that do not answer yet."""
 
     def failures(self) -> str:
-        """Return which servers have failed to start, and why; "" if none is known."""
+        """Return which servers failed to start, and why; "" if none is known."""
 
     def wait_s(self, default_s: float) -> float:
-        """Return for how long a client waits for them."""
+        """Return how long a client waits for them."""
 
 
 class _UnknownStarts:
@@ -56,36 +56,36 @@ UNKNOWN_STARTS = _UnknownStarts()
 
 
 async def until_ready(
-    endpoint: Endpoint,
+    endpoint: RemoteServer,
     deadline_s: float,
-    tell: Callable[[str], None] = lambda text: None,
+    report_wait: Callable[[str], None] = lambda text: None,
     began: float | None = None,
     longer: str = "",
     starts: ServerStarts = UNKNOWN_STARTS,
 ) -> None:
-    """Wait until the server is healthy (`/health`, else `/v1/models`); `tell` the obstacle, again and again.
+    """Wait until the server is healthy (`/health`, else `/v1/models`); report obstacles with `report_wait`.
 
-    A server that refuses is up: the wait ends after seconds. One with an error of its own may be loading: it
-    has half of the time, or 27 s. `longer`: the option that gives the server more time. `starts`: who starts
-    it; after a failure nothing is waited for.
+    A server that refuses is up: the wait ends after seconds. A server with its own errors may be loading: it
+    has half of the time, or 27 s. `longer`: the option that extends the deadline. `starts`: after a failure
+    reported there, the wait ends.
 
-    Raises EndpointError after `deadline_s`, from `began` on (time.monotonic); None: from now on.
+    Raises EndpointError `deadline_s` after `began` (time.monotonic); None: after the call.
     """
     default_s = deadline_s
     start = time.monotonic() if began is None else began
     logged = time.monotonic() - _LOG_S + _FIRST_LOG_S
     option = f" ({longer})" if longer else ""
     last, answering_since = "", math.inf
-    tell(f"{WAITING}{endpoint.url}")
+    report_wait(f"{WAITING}{endpoint.url}")
     while True:
         deadline_s = starts.wait_s(default_s)
         left = start + deadline_s - time.monotonic()
         if left <= 0:
-            why = last or "it was not asked"
+            why = last or "no request was sent"
             raise EndpointError(f"{endpoint.url} was not ready within {deadline_s:g} s{option}: {why}")
-        patience_s = math.inf  # of a server that does not answer: the deadline
+        patience_s = math.inf  # without an answer: the deadline
         try:
-            answer = await _health(endpoint, min(left, _ASK_S))
+            answer = await _health(endpoint, min(left, _FETCH_S))
             if answer is None:
                 return
             status, last = answer
@@ -93,7 +93,7 @@ async def until_ready(
         except UntrustedError as error:
             raise EndpointError(f"{endpoint.url}: {error}") from None
         except (NothingSentBack, NoAnswer) as error:
-            # What the deadline cuts short says less than the answer before it.
+            # An attempt that the deadline cuts short is less useful than the answer before it.
             if not last or time.monotonic() < start + deadline_s - _PAUSE_S:
                 last = str(error)
         except HttpError as error:
@@ -106,14 +106,14 @@ async def until_ready(
         if starts.failures():
             raise EndpointError(f"{endpoint.url}: {last}")
         waiting = f"{WAITING}{endpoint.url}: {last}"
-        tell(waiting)
+        report_wait(waiting)
         if now - logged > _LOG_S:
             logged = now
             _log.warning("%s", waiting)
         await asyncio.sleep(min(_PAUSE_S, left))
 
 
-async def _health(endpoint: Endpoint, timeout_s: float) -> tuple[int, str] | None:
+async def _health(endpoint: RemoteServer, timeout_s: float) -> tuple[int, str] | None:
     """Return the status of an unhealthy server, with the reason in words; None: it is healthy.
 
     Raises HttpError.
@@ -136,55 +136,55 @@ def _patience_s(status: int, deadline_s: float) -> float:
     return _REFUSES_S if status < 500 else max(_LOADS_S, deadline_s / 2)
 
 
-def _advice(status: int, endpoint: Endpoint) -> str:
-    """Return the likely cause of a refusal, behind its text."""
+def _advice(status: int, endpoint: RemoteServer) -> str:
+    """Return the likely cause of a refusal, for the end of its text."""
     if status in _KEY:
-        sent = f"the key sent is that in the environment variable {API_KEY}"
+        sent = f"the sent key is from the environment variable {API_KEY}"
         none = f"no key was sent: set the environment variable {API_KEY} for all ranks"
         return f"; {sent if endpoint.sends_key else none}"
     if status in _NO_SUCH_PATH:
         return f"; the server is up: if its API has a path, add it to the URL, as in {endpoint.url}/PATH"
     if status == 429:
-        return "; it refuses every request: a limit of its rate, or the load of others"
+        return "; it refuses every request: a rate limit, or the load of others"
     return ""
 
 
 async def find_model(
-    endpoint: Endpoint,
-    wanted: str | None,
+    endpoint: RemoteServer,
+    model: str | None,
     model_path: str | None,
     timeout_s: float,
     *,
     strict: bool = False,
 ) -> str:
-    """Return the model's name at this server: `wanted`, or what `model_path` means there, or the only one.
+    """Return the model's name at this server: `model`, or the match of `model_path` there, or the only model.
 
-    `strict`: the run has started the server with `model_path`, so that the only other one is an error.
+    `strict`: the run has started the server with `model_path`, so that another model is an error.
     """
     where = f"{endpoint.url}/v1/models"
     try:
-        status, headers, reply = await endpoint.fetch("GET", "/v1/models", min(timeout_s, _ASK_S))
+        status, headers, reply = await endpoint.fetch("GET", "/v1/models", min(timeout_s, _FETCH_S))
         names = [model["id"] for model in json.loads(reply)["data"]] if status == 200 else []
         if not all(isinstance(name, str) for name in names):
             raise TypeError("a model's id is a text")
     except HttpError as error:
         raise EndpointError(f"{where}: {error}") from None
     except (ValueError, KeyError, TypeError, RecursionError):
-        shown = "an HTML page; name the URL of the API" if is_page(reply) else repr(reply[:80])
-        raise EndpointError(f"{where}: it sent something that is not a list of models: {shown}") from None
+        content = "an HTML page; name the URL of the API" if is_page(reply) else repr(reply[:80])
+        raise EndpointError(f"{where}: it sent something that is not a list of models: {content}") from None
     if status in _KEY:
         refusal = failure_text(status, reply, headers.get("location"))
         raise EndpointError(f"{where}: {refusal}{_advice(status, endpoint)}")
-    if wanted is None and model_path is not None:
-        said = (model_path, str(Path(model_path).resolve()), Path(model_path).name)
-        wanted = next((name for name in said if name in names), None)
-        if wanted is None and not names:
-            wanted = model_path
-    if wanted is None:
+    if model is None and model_path is not None:
+        candidates = (model_path, str(Path(model_path).resolve()), Path(model_path).name)
+        model = next((name for name in candidates if name in names), None)
+        if model is None and not names:
+            model = model_path
+    if model is None:
         if strict and model_path is not None:
             raise EndpointError(
                 f"{where} lists {_listed(names)}, not {Path(model_path).name}, which the run started;"
-                " if that is meant, name the model with --core_options model:NAME"
+                " to accept it, name the model with --core_options model:NAME"
             )
         if len(names) == 1:
             return str(names[0])
@@ -192,46 +192,46 @@ async def find_model(
             refusal = failure_text(status, reply, headers.get("location"))
             raise EndpointError(f"{where}: {refusal}: name the model with --core_options model:NAME")
         raise EndpointError(f"{where} lists {_listed(names)}: name one with --core_options model:NAME")
-    if names and wanted not in names:
+    if names and model not in names:
         raise EndpointError(
-            f"{where}: it has no model {wanted}{nearest(wanted, names)}; it has {_listed(names)}"
+            f"{where}: it has no model {model}{nearest(model, names)}; it has {_listed(names)}"
         )
-    return wanted
+    return model
 
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names) or "no model"
 
 
-async def framework_of(endpoint: Endpoint, timeout_s: float) -> str | None:
-    """Return the server's name and version, as it says them; None: it does not say who it is.
+async def framework_of(endpoint: RemoteServer, timeout_s: float) -> str | None:
+    """Return the server's name and version; None if it does not report its name.
 
-    The name is `owned_by` of its models, where that is one of a server, and the version that of `/version`;
-    SGLang's that of `/server_info`.
+    The name is `owned_by` of its models, if known. The version is from `/version`, or `/server_info` of
+    SGLang.
     """
-    models = await _said(endpoint, "/v1/models", timeout_s)
+    models = await _fetch_object(endpoint, "/v1/models", timeout_s)
     try:
         (owner,) = {model["owned_by"] for model in models["data"]}
         name = _FRAMEWORKS[owner]
     except (KeyError, TypeError, ValueError):
         return None
-    version = await _said(endpoint, "/server_info" if owner == "sglang" else "/version", timeout_s)
+    version = await _fetch_object(endpoint, "/server_info" if owner == "sglang" else "/version", timeout_s)
     number = version.get("version")
     return f"{name} {number}" if isinstance(number, str) else name
 
 
-async def _said(endpoint: Endpoint, path: str, timeout_s: float) -> dict[str, Any]:
+async def _fetch_object(endpoint: RemoteServer, path: str, timeout_s: float) -> dict[str, Any]:
     try:
-        status, _, reply = await endpoint.fetch("GET", path, min(timeout_s, _ASK_S))
-        made = json.loads(reply) if status == 200 else None
+        status, _, reply = await endpoint.fetch("GET", path, min(timeout_s, _FETCH_S))
+        content = json.loads(reply) if status == 200 else None
     except (HttpError, ValueError, RecursionError) as error:
         _log.info("%s%s: %s", endpoint.url, path, error)
         return {}
-    return made if isinstance(made, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 async def choose_dialect(
-    endpoint: Endpoint,
+    endpoint: RemoteServer,
     has_tokenizer: bool,
     timeout_s: float,
     longer: str = "",
@@ -239,11 +239,10 @@ async def choose_dialect(
     texts: bool = False,
     stream: bool = False,
 ) -> None:
-    """Ask for one token in each dialect, and set the endpoint's to the first that it answers. EndpointError.
+    """Request one token in each dialect; set the endpoint's to the first that works. Raises EndpointError.
 
     `has_tokenizer`: there is a tokenizer here, to convert between text and tokens; `longer`: the option that
-    gives the server more time. `texts`: prompts are texts, and the server counts tokens; `stream`: also those
-    of a stream.
+    extends the deadline. `texts`: prompts are texts, and the server counts tokens; `stream`: also in streams.
     """
     start, where = time.monotonic(), f"{endpoint.url}{COMPLETIONS}"
     end = start + timeout_s
@@ -265,7 +264,7 @@ async def choose_dialect(
             await asyncio.sleep(1)
         if status == 200:
             try:
-                (answer := Answer(stream=False, max_tokens=1)).feed(reply, 0.0)
+                (answer := CompletionResponse(stream=False, max_tokens=1)).feed(reply, 0.0)
                 answer.finish(0.0)
             except (AnswerError, ValueError) as error:
                 if dialect is not dialects[-1] and not answer.finish_reason:
@@ -273,12 +272,12 @@ async def choose_dialect(
                 if not answer.completion_tokens:
                     raise EndpointError(f"{where}: {error}") from None
             if dialect.token_ids and not answer.tokens:
-                continue  # the server has ignored what it does not know
+                continue  # the server has ignored an unknown field
             if texts and not dialect.token_ids:
                 if answer.completion_tokens and (not stream or await _counts(endpoint, dialect, end)):
                     endpoint.dialect = dialect
                     return
-                refusals.append(f"{dialect.name}: no usage, which says how many tokens an answer has")
+                refusals.append(f"{dialect.name}: no usage, which has the number of tokens")
                 continue
             if not dialect.token_ids and not has_tokenizer:
                 raise EndpointError(
@@ -299,13 +298,13 @@ async def choose_dialect(
     raise EndpointError("\n  ".join([f"{where} refused a request of one token in every form:", *refusals]))
 
 
-async def _counts(endpoint: Endpoint, dialect: Dialect, end: float) -> bool:
-    """Return whether a stream of this server has its usage."""
+async def _counts(endpoint: RemoteServer, dialect: Dialect, end: float) -> bool:
+    """Return whether a stream of this server has usage."""
     request = body(dialect, endpoint.model, _PROBE, Sampling(max_tokens=1), stream=True)
     left = max(0.0, end - time.monotonic())
     try:
         status, _, reply = await endpoint.fetch("POST", COMPLETIONS, left, request)
-        (answer := Answer(stream=True, max_tokens=1)).feed(reply, 0.0)
+        (answer := CompletionResponse(stream=True, max_tokens=1)).feed(reply, 0.0)
         answer.finish(0.0)
     except HttpError as error:
         raise EndpointError(f"{endpoint.url}{COMPLETIONS}: {error}") from None

@@ -1,4 +1,4 @@
-"""What servers count themselves, from their `/metrics`."""
+"""Servers' own counts, from their `/metrics`."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from mpillm.cores.openai_client.endpoint import Endpoint
+from mpillm.cores.openai_client.endpoint import RemoteServer
 from mpillm.cores.openai_client.http_connection import HttpError
 
 _log = logging.getLogger(__name__)
-_ASK_S = 5.0
-MOST_S = 2 * _ASK_S
-"""The longest that the two readings of a test take together."""
+_READ_S = 5.0
+MAX_READ_S = 2 * _READ_S
+"""The longest time for both readings of a test."""
 
 
-class Reading(NamedTuple):
-    """What a server says of itself at one time; None: it does not say."""
+class ServerCounts(NamedTuple):
+    """A server's counts at one time; None: the server does not report this count."""
 
     running: float | None = None  # requests
     waiting: float | None = None  # requests
-    kv_cache_usage: float | None = None  # 0 to 1; of the engine with the fullest
-    prompt_tokens: float | None = None  # since its start, as all that follow
+    kv_cache_usage: float | None = None  # 0 to 1; of the engine with the fullest cache
+    prompt_tokens: float | None = None  # since its start, like all further counts
     generated_tokens: float | None = None
-    cached_tokens: float | None = None  # of prompts, that its own prefix cache gave
+    cached_tokens: float | None = None  # of prompts, from its own prefix cache
     accepted_guesses: float | None = None  # tokens
     preemptions: float | None = None
     transfers: float | None = None  # of KV caches from other servers
     failed_transfers: float | None = None
-    received_tokens: float | None = None  # of prompts, that came in KV caches from other servers
-    computed_tokens: float | None = None  # of prompts, that it computed itself
+    received_tokens: float | None = None  # of prompts, in KV caches from other servers
+    computed_tokens: float | None = None  # of prompts, computed by this server
     expired_leases: float | None = None  # KV caches that it dropped before another server had read them
     late_reads: float | None = None  # of KV caches that it had dropped before
 
 
-# Names that servers give these, in Prometheus' text format. Not among them is what a KV connector brings to a
-# generation server (vllm:external_prefix_cache_hits_total).
+# Servers' names of these, in Prometheus' text format. Tokens that a KV connector brings to a generation
+# server (vllm:external_prefix_cache_hits_total) are not among them.
 _NAMES = {
     "running": ("vllm:num_requests_running", "sglang:num_running_reqs", "mpillm:num_requests_running"),
     "waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "mpillm:num_requests_waiting"),
@@ -58,67 +58,67 @@ _NAMES = {
     "preemptions": ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total"),
     "transfers": ("vllm:nixl_xfer_time_seconds_count", "mpillm:kv_transfers_total"),
     "failed_transfers": (
-        "vllm:nixl_num_failed_transfers_total",  # handshakes and notifications that failed, too
+        "vllm:nixl_num_failed_transfers_total",  # also failed handshakes and notifications
         "sglang:num_transfer_failed_reqs_total",
         "mpillm:kv_failed_transfers_total",
     ),
     "expired_leases": ("vllm:nixl_num_kv_expired_reqs_total",),
     "late_reads": ("vllm:nixl_num_notifications_after_expiry_total",),
-    # Every connector of vLLM has these. The name ends with the label that matters.
+    # Every connector of vLLM has these. The name includes the relevant label.
     "received_tokens": ('vllm:prompt_tokens_by_source_total{source="external_kv_transfer"}',),
     "computed_tokens": ('vllm:prompt_tokens_by_source_total{source="local_compute"}',),
 }
 _BY_SOURCE, _SOURCE = "vllm:prompt_tokens_by_source_total", re.compile(r'\bsource="\w*"')
 _MEANINGS = {name: meaning for meaning, names in _NAMES.items() for name in names}
-_COUNTS = Reading._fields[3:]
-# What SGLang counts; each stands on its page from the first time that it grows, and is 0 until then.
+_COUNTS = ServerCounts._fields[3:]
+# SGLang's counts: each is missing from its page, and is 0, until it grows.
 _SGLANG = "sglang:"
-_OF_SGLANG = {
+_SGLANG_COUNTS = {
     **{name: of for name, of in _MEANINGS.items() if name.startswith(_SGLANG) and name.endswith("_total")},
     "sglang:spec_verify_calls_total": "verified",
     "sglang:num_requests_total": "requests",
 }
-_MEANINGS |= _OF_SGLANG
+_MEANINGS |= _SGLANG_COUNTS
 
 
-def reading_of(text: str) -> Reading:
-    """Return what a page in Prometheus' text format says: sums over all labels."""
-    found: dict[str, float] = {}
+def reading_of(text: str) -> ServerCounts:
+    """Return the counts of a page in Prometheus' text format: sums over all labels."""
+    counts: dict[str, float] = {}
     for line in text.splitlines():
         # A label may hold spaces, and a time may follow the value.
-        name, brace, rest = line.partition("{")
+        name, brace, labels = line.partition("{")
         if not brace:
-            name, _, rest = line.partition(" ")
-        elif name == _BY_SOURCE and (source := _SOURCE.search(rest)):
+            name, _, labels = line.partition(" ")
+        elif name == _BY_SOURCE and (source := _SOURCE.search(labels)):
             name = f"{name}{{{source[0]}}}"
         if (meaning := _MEANINGS.get(name)) is None:
             continue
-        words = (rest.rpartition("}")[2] if brace else rest).split()
+        value_texts = (labels.rpartition("}")[2] if brace else labels).split()
         try:
-            value = float(words[0])
+            value = float(value_texts[0])
         except (IndexError, ValueError):
             continue
         if math.isfinite(value):
-            before = found.get(meaning, 0.0)
-            found[meaning] = max(before, value) if meaning == "kv_cache_usage" else before + value
+            before = counts.get(meaning, 0.0)
+            counts[meaning] = max(before, value) if meaning == "kv_cache_usage" else before + value
     if _SGLANG in text:
-        found = _of_sglang(found)
-    return finite(Reading(**found))
+        counts = _sglang_counts(counts)
+    return finite(ServerCounts(**counts))
 
 
-def _of_sglang(found: dict[str, float]) -> dict[str, float]:
-    """Return it with the counts that are still 0, and guesses from what stands for them."""
-    counts = dict.fromkeys(_OF_SGLANG.values(), 0.0) | found
-    verified, requests = counts.pop("verified"), counts.pop("requests")
-    # A prompt gives a token, and each verification one besides the guesses that it takes.
-    guessed = counts["generated_tokens"] - requests - verified if verified else 0.0
-    return counts | {"accepted_guesses": max(0.0, guessed)}
+def _sglang_counts(counts: dict[str, float]) -> dict[str, float]:
+    """Return the counts with the missing zeros, and accepted draft tokens derived from other counts."""
+    all_counts = dict.fromkeys(_SGLANG_COUNTS.values(), 0.0) | counts
+    verified, requests = all_counts.pop("verified"), all_counts.pop("requests")
+    # A prompt yields a token, and each verification one besides the accepted draft tokens.
+    accepted = all_counts["generated_tokens"] - requests - verified if verified else 0.0
+    return all_counts | {"accepted_guesses": max(0.0, accepted)}
 
 
-def of_iterations(text: str, before: Reading) -> Reading:
-    """Return what TensorRT-LLM's statistics say: a JSON array of the iterations since they were read last.
+def of_iterations(text: str, before: ServerCounts) -> ServerCounts:
+    """Return the counts of TensorRT-LLM's statistics: a JSON array of the iterations since the last reading.
 
-    `before`: what they said then, which stands where there was none since.
+    `before`: the last reading, for counts without a new value.
     """
     try:
         rows = [row for row in json.loads(text) if isinstance(row, dict)]
@@ -127,30 +127,30 @@ def of_iterations(text: str, before: Reading) -> Reading:
     if not rows:
         return before._replace(running=0.0, waiting=0.0)
     last, cache = rows[-1], _part(rows[-1], "kvCacheStats")
-    used, most = _number(cache, "usedNumBlocks"), _number(cache, "maxNumBlocks")
+    used, n_blocks = _number(cache, "usedNumBlocks"), _number(cache, "maxNumBlocks")
     reused, size = _number(cache, "reusedBlocks"), _number(cache, "tokensPerBlock")
-    told = (_number(_part(row, "specDecodingStats"), "numAcceptedTokens") for row in rows)
-    guessed = [n for n in told if n is not None]
-    found = before._replace(
+    accepted_counts = (_number(_part(row, "specDecodingStats"), "numAcceptedTokens") for row in rows)
+    accepted = [n for n in accepted_counts if n is not None]
+    counts = before._replace(
         running=_number(last, "numActiveRequests"),
         waiting=_number(last, "numQueuedRequests"),
-        kv_cache_usage=used / most if used is not None and most else before.kv_cache_usage,
+        kv_cache_usage=used / n_blocks if used is not None and n_blocks else before.kv_cache_usage,
         cached_tokens=before.cached_tokens if reused is None or size is None else reused * size,
-        accepted_guesses=(before.accepted_guesses or 0.0) + sum(guessed)
-        if guessed
+        accepted_guesses=(before.accepted_guesses or 0.0) + sum(accepted)
+        if accepted
         else before.accepted_guesses,
     )
-    return finite(found)
+    return finite(counts)
 
 
-def finite(reading: Reading) -> Reading:
-    """Return it without sums and shares that no float holds."""
-    return Reading(*(value if value is None or math.isfinite(value) else None for value in reading))
+def finite(reading: ServerCounts) -> ServerCounts:
+    """Return the counts without values that a float cannot hold."""
+    return ServerCounts(*(value if value is None or math.isfinite(value) else None for value in reading))
 
 
 def _part(row: dict[str, Any], name: str) -> dict[str, Any]:
-    found = row.get(name)
-    return found if isinstance(found, dict) else {}
+    part = row.get(name)
+    return part if isinstance(part, dict) else {}
 
 
 def _number(row: dict[str, Any], name: str) -> float | None:
@@ -163,33 +163,33 @@ def _number(row: dict[str, Any], name: str) -> float | None:
         return None
 
 
-async def metrics_page(endpoint: Endpoint) -> str:
-    """Return a server's page of metrics; "" if it has none, or can't be asked."""
+async def metrics_page(endpoint: RemoteServer) -> str:
+    """Return a server's page of metrics; "" if it has none, or is unreachable."""
     try:
-        status, _, reply = await endpoint.fetch("GET", "/metrics", _ASK_S)
+        status, _, reply = await endpoint.fetch("GET", "/metrics", _READ_S)
     except HttpError as error:
         _log.info("%s/metrics: %s", endpoint.url, error)
         return ""
     return reply.decode("utf-8", "replace") if status == 200 else ""
 
 
-async def read_one(endpoint: Endpoint) -> Reading:
-    """Return what a server says; nothing of one that can't be asked."""
+async def read_one(endpoint: RemoteServer) -> ServerCounts:
+    """Return a server's counts; none if it is unreachable."""
     text = await metrics_page(endpoint)
     if not text.lstrip().startswith("["):
         return reading_of(text)
-    found = of_iterations(text, endpoint.said or Reading())
-    endpoint.said = found
-    return found
+    counts = of_iterations(text, endpoint.last_statistics or ServerCounts())
+    endpoint.last_statistics = counts
+    return counts
 
 
-def grown(before: Sequence[Reading], after: Sequence[Reading]) -> dict[str, float]:
-    """Return by how much each count has grown, over the servers that said so both times; those that none did
-    are left out."""
+def grown(before: Sequence[ServerCounts], after: Sequence[ServerCounts]) -> dict[str, float]:
+    """Return the growth of each count, over the servers that reported it both times; without counts that none
+    reported."""
     growth = {}
     for name in _COUNTS:
         pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(before, after, strict=True)]
-        # A server that has been started again counts from 0.
+        # A restarted server counts from 0.
         known = [b - a if b >= a else b for a, b in pairs if a is not None and b is not None]
         if known:
             growth[name] = sum(known)

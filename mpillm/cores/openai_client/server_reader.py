@@ -1,4 +1,4 @@
-"""Reads what servers count, again and again while a test lasts."""
+"""Reads servers' counts periodically during a test."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from mpillm.cores.base import Metrics
-from mpillm.cores.openai_client.endpoint import Endpoint
-from mpillm.cores.openai_client.server_counts import MOST_S, Reading, grown, read_one
+from mpillm.cores.openai_client.endpoint import RemoteServer
+from mpillm.cores.openai_client.server_counts import MAX_READ_S, ServerCounts, grown, read_one
 
-_READ_S, _READ_RARELY_S = 1.0, 30.0  # between readings of servers that say something, and of others
-_FRESH_S = 5.0  # how long a reading counts
+_READ_S, _READ_RARELY_S = 1.0, 30.0  # between readings of servers with counts, and of others
+_FRESH_S = 5.0  # the time for which a reading is valid
 
 _MAX_REREADS, _REREAD_S = 4, 0.25  # of counts that a server updates shortly after its answers
 
-Read = Callable[[Endpoint], Awaitable[Reading]]
+Read = Callable[[RemoteServer], Awaitable[ServerCounts]]
 
 
-def _lags(server: Endpoint, before: Reading, after: Reading) -> bool:
+def _lags(server: RemoteServer, before: ServerCounts, after: ServerCounts) -> bool:
     """Return whether a server has counted fewer tokens than this client received from it."""
     counted = grown([before], [after]).get("generated_tokens")
     return counted is not None and counted < server.tally.generated_tokens
 
 
 class ServerReader:
-    """Belongs to the client's loop, but for `start`, `counted`, `is_over` and `metrics`."""
+    """Belongs to the client's loop, except `start`, `counted`, `is_over` and `metrics`."""
 
     def __init__(
-        self, servers: Sequence[Endpoint], contexts: Sequence[Endpoint] = (), read: Read = read_one
+        self, servers: Sequence[RemoteServer], contexts: Sequence[RemoteServer] = (), read: Read = read_one
     ) -> None:
-        """`contexts`: servers that compute contexts for `servers`."""
+        """`contexts`: context servers for `servers`."""
         self._servers = [*servers, *contexts]
         self._n = len(servers)
         self._read = read
-        self._before: list[Reading] = []  # what they had counted when the test began
-        self._latest: tuple[float, list[Reading]] = 0.0, []  # when they were last read, and what they said
+        self._before: list[ServerCounts] = []  # at the start of the test
+        self._latest: tuple[float, list[ServerCounts]] = 0.0, []  # time and counts of the last reading
         self._task: asyncio.Task[None] | None = None
         self.by_server: dict[str, dict[str, float]] = {}
-        """Growth of each server's counts at the last `counted`, by URL; without servers that gave none."""
+        """Growth of each server's counts at the last `counted`, by URL; without servers that report none."""
         self.is_over = False
-        """The test is: what they have counted is worth waiting for."""
+        """Whether the test is over: then it is worth waiting for the final counts."""
 
     @property
     def reads(self) -> list[str]:
@@ -49,8 +49,8 @@ class ServerReader:
         return [one.url for one in self._servers]
 
     def start(self, run: Callable[[Coroutine[Any, Any, None], float], object]) -> None:
-        """Read them from now on, before the test; `run` waits for what they have counted, as in `counted`."""
-        run(self._start(), MOST_S + 60)
+        """Start the readings, before the test; `run` waits for the first, as in `counted`."""
+        run(self._start(), MAX_READ_S + 60)
 
     async def _start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._go_on())
@@ -61,36 +61,38 @@ class ServerReader:
         if self._task is not None:
             self._task.cancel()
 
-    async def begin_again(self, server: Endpoint) -> None:
-        """Read `server` from now on, in the first one's place."""
+    async def begin_again(self, server: RemoteServer) -> None:
+        """Read `server` from now on, instead of the first server."""
         before = await self._read(server)
         self._servers[0] = server
         if self._before:
             self._before[0] = before
 
-    def counted(self, run: Callable[[Coroutine[Any, Any, list[Reading]], float], Any]) -> dict[str, float]:
-        """Return by how much their counts have grown in the test, as `server_…`; those of contexts as
-        `server_context_…`. `server_silent`: how many said nothing, then or now.
+    def counted(
+        self, run: Callable[[Coroutine[Any, Any, list[ServerCounts]], float], Any]
+    ) -> dict[str, float]:
+        """Return the growth of their counts in the test, as `server_…`, and as `server_context_…` for context
+        servers. `server_silent`: the number of servers without counts, then or now.
 
-        Once the test is over `run` waits for what they say then, so many seconds at most; before, it is what
-        they said last.
+        After the test, `run` waits at most so many seconds for the final counts. During the test, the last
+        reading is used.
         """
-        after = run(self._last(), MOST_S + 60) if self.is_over else self._latest[1]
+        after = run(self._last(), MAX_READ_S + 60) if self.is_over else self._latest[1]
         if not (self._before and after):
             return {}
         self.by_server = {
             server.url: grown([one], [other])
             for server, one, other in zip(self._servers, self._before, after, strict=True)
-            if Reading() not in (one, other)
+            if ServerCounts() not in (one, other)
         }
         n = self._n
         contexts = grown(self._before[n:], after[n:])
         counts = grown(self._before[:n], after[:n]) | {f"context_{name}": by for name, by in contexts.items()}
-        if silent := sum(Reading() in pair for pair in zip(self._before, after, strict=True)):
+        if silent := sum(ServerCounts() in pair for pair in zip(self._before, after, strict=True)):
             counts["silent"] = silent
         return {f"server_{name}": by for name, by in counts.items()}
 
-    async def _last(self) -> list[Reading]:
+    async def _last(self) -> list[ServerCounts]:
         if self._task is None:  # no test has begun
             return []
         readings = await self._all()
@@ -101,27 +103,27 @@ class ServerReader:
             readings = await self._all()
         return readings
 
-    def metrics(self, mine: Metrics, *, asks_alone: bool) -> Metrics:
-        """Return what they say, in place of `mine`, what the client knows.
+    def metrics(self, own: Metrics, *, is_only_client: bool) -> Metrics:
+        """Return the servers' metrics, in place of the client's `own`.
 
-        `asks_alone`: nobody else asks them; otherwise their KV caches alone are what they say.
+        `is_only_client`: otherwise only the KV cache usage is the servers'.
         """
         at, readings = self._latest[0], self._latest[1][: self._n]
         usage = max((one.kv_cache_usage for one in readings if one.kv_cache_usage is not None), default=None)
-        if not asks_alone or len(readings) != 1 or time.perf_counter() - at > _FRESH_S:
-            return mine._replace(kv_cache_usage=usage)
+        if not is_only_client or len(readings) != 1 or time.perf_counter() - at > _FRESH_S:
+            return own._replace(kv_cache_usage=usage)
         counted = grown(self._before[:1], readings)
         (now,) = readings
         # Some servers count an answer's tokens at its end.
         return Metrics(
-            int(max(counted.get("prompt_tokens", 0.0), mine.prompt_tokens)),
-            int(max(counted.get("generated_tokens", 0.0), mine.generated_tokens)),
-            mine.running if now.running is None else int(now.running),
-            mine.waiting if now.waiting is None else int(now.waiting),
+            int(max(counted.get("prompt_tokens", 0.0), own.prompt_tokens)),
+            int(max(counted.get("generated_tokens", 0.0), own.generated_tokens)),
+            own.running if now.running is None else int(now.running),
+            own.waiting if now.waiting is None else int(now.waiting),
             usage,
         )
 
-    async def _all(self) -> list[Reading]:
+    async def _all(self) -> list[ServerCounts]:
         return await asyncio.gather(*map(self._read, self._servers))
 
     async def _go_on(self) -> None:
@@ -129,5 +131,5 @@ class ServerReader:
             readings = await self._all()
             self._before = self._before or readings
             self._latest = time.perf_counter(), readings
-            says = any(reading != Reading() for reading in readings)
-            await asyncio.sleep(_READ_S if says else _READ_RARELY_S)
+            has_counts = any(reading != ServerCounts() for reading in readings)
+            await asyncio.sleep(_READ_S if has_counts else _READ_RARELY_S)

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mpillm.cores.openai_client.endpoint import Endpoint
+from mpillm.cores.openai_client.endpoint import RemoteServer
 from mpillm.cores.openai_client.server_reader import ServerReader
 from mpillm.cores.openai_client.server_tally import COUNTED
 
 
-def counts_of(endpoints: Sequence[Endpoint]) -> dict[str, int]:
+def counts_of(endpoints: Sequence[RemoteServer]) -> dict[str, int]:
     """Return the sums of the counts that `ServerTally` keeps for each server."""
     return {name: sum(one.tally.counts[name] for one in endpoints) for name in COUNTED}
 
 
 def server_records(
-    servers: Sequence[Endpoint],
-    contexts: Sequence[Endpoint],
+    servers: Sequence[RemoteServer],
+    contexts: Sequence[RemoteServer],
     reader: ServerReader | None,
     *,
     owned: bool,
@@ -25,8 +25,9 @@ def server_records(
 ) -> list[dict[str, Any]]:
     """Return a record for each server: its URL, role and model, this client's counts, and the server's own.
 
-    `counted`: growth of the server's counts during the test (see `Reading`), from the one client that reads
-    them; {} if the server gives none. `reader`: None for other clients. `may_recompute`: see `Handover`.
+    `counted`: growth of the server's counts during the test (see `ServerCounts`), from the one client that
+    reads them; {} if the server gives none. `reader`: None for other clients. `may_recompute`: see
+    `DisaggProtocol`.
     """
     role = "generation" if contexts else ""
     roles = [*((one, role) for one in servers), *((one, "context") for one in contexts)]

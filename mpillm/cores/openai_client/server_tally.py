@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from mpillm.cores.openai_client.answer import Answer, AnswerError
+from mpillm.cores.openai_client.answer import AnswerError, CompletionResponse
 from mpillm.cores.openai_client.dialect import Dialect, Sampling
 
 COUNTED = ("retokenized", "other_prompt_length", "other_answer_length", "short_answers")
@@ -22,10 +22,10 @@ class Request(Protocol):
     def sampling(self) -> Sampling: ...
 
     @property
-    def answer(self) -> Answer: ...
+    def answer(self) -> CompletionResponse: ...
 
     @property
-    def handed(self) -> Mapping[str, Any] | None: ...  # that a context server has passed on
+    def handoff_params(self) -> Mapping[str, Any] | None: ...  # from a context server
 
 
 class ServerTally:
@@ -39,18 +39,18 @@ class ServerTally:
     def clear(self) -> None:
         """Start at 0, before a test."""
         self.answers = 0
-        self.prompt_tokens = self.generated_tokens = 0  # of these answers, as the server must count them
-        self.uncounted = 0  # answers of which the server gives only text
+        self.prompt_tokens = self.generated_tokens = 0  # of these answers, by the server's definition
+        self.uncounted = 0  # answers with only text
         self.lost_prompt_tokens = self.lost_tokens = 0  # upper limits, of requests without an answer
-        self.handed_over = 0  # answers to requests that came with a KV cache of a context server
-        self.other_model, self.other_models = "", 0  # a name in answers that was not requested; answers
+        self.handed_over = 0  # answers to requests with a KV cache of a context server
+        self.other_model, self.other_models = "", 0  # an unrequested name in answers; number of such answers
         self.cut_answers = 0
         self.counts = dict.fromkeys(COUNTED, 0)
 
     def add(self, request: Request, dialect: Dialect, model: str, n_tokens: int | None) -> None:
         """Count an answer.
 
-        `model`: the requested one; `n_tokens`: of the whole answer as it is here, None for the answer of a
+        `model`: the requested one; `n_tokens`: of the complete answer here, None for the answer of a
         context server whose KV cache goes to another server. Raises AnswerError if the answer is of another
         model and that is an error.
         """
@@ -64,7 +64,7 @@ class ServerTally:
         self.generated_tokens += n_generated or 0
         if n_tokens is None:
             return
-        self.handed_over += request.handed is not None
+        self.handed_over += request.handoff_params is not None
         if not dialect.sends_text:
             counts["retokenized"] += not dialect.token_ids
             counts["other_prompt_length"] += answer.prompt_tokens not in (None, len(request.prompt))
@@ -75,7 +75,7 @@ class ServerTally:
             self.cut_answers += answer.finish_reason == "length" and n_generated < sampling.max_tokens
 
     def _check_model(self, names: set[str], requested: str) -> None:
-        # `transformers serve` puts a revision behind the name.
+        # `transformers serve` appends a revision to the name.
         others = [name for name in names if name != requested and not name.startswith(f"{requested}@")]
         if not others:
             return

@@ -1,4 +1,4 @@
-"""Latencies of a test's answers, as a client's sockets saw them."""
+"""Latencies of a test's answers at a client's sockets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Statistics:
         self._histograms = {name: Histogram() for name in self._names}
 
     def add(self, call: Call, n_tokens: int) -> None:
-        """Count an answer's latencies, as the socket saw them."""
+        """Count an answer's latencies at the socket."""
         times = call.answer.times
         self._add("socket_ttft", [times[0] - call.sent_at])
         if n_tokens > 1 and len(times) > 1:

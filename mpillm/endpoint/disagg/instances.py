@@ -32,7 +32,7 @@ from mpillm.comms.messages import (
     ResponseFlag,
 )
 from mpillm.cores.base import Credits, LLMCore
-from mpillm.cores.capabilities import Cache, HandsOverToRuns, OwnMemory
+from mpillm.cores.capabilities import Cache, OwnMemory, TransfersKvToRuns
 from mpillm.endpoint.disagg.kv_socket import KvStore
 from mpillm.phases import Phase
 from mpillm.roles.handoff import HandoffReceiver, HandoffSender
@@ -77,7 +77,7 @@ class _Server(InstanceRole):
 
     def __init__(self, core: LLMCore, route: Transport, leader: int, instance: int) -> None:
         super().__init__(core, route, leader, instance)
-        assert isinstance(core, HandsOverToRuns)
+        assert isinstance(core, TransfersKvToRuns)
         self._kv = core
         self._end: OwnMemory | None = None
         self._loopback = cast("Transport", _Loopback())

@@ -10,7 +10,7 @@ from typing import Any
 from disagg.errors import ConfigError
 from mpillm.comms.transport import Transport
 from mpillm.cores.base import LLMCore
-from mpillm.cores.capabilities import HandsOverToRuns
+from mpillm.cores.capabilities import TransfersKvToRuns
 from mpillm.cores.registry import BackendRegistry
 from mpillm.endpoint.admission import is_loopback
 from mpillm.endpoint.disagg.instances import Arrival, ContextServer, GenerationServer
@@ -34,7 +34,7 @@ class DisaggServer:
         """
         role = config.disagg_role
         timeout_s = config.in_section(ROLE_SECTIONS[role]).kv_transfer_timeout_ms / 1000
-        if not issubclass(BackendRegistry.get(config.core_type), HandsOverToRuns):
+        if not issubclass(BackendRegistry.get(config.core_type), TransfersKvToRuns):
             raise ConfigError(
                 f"--core_type {config.core_type} can't be a {role} server: its KV caches stay in its own run",
                 about=["core_type", "server_role"],
@@ -73,6 +73,6 @@ class DisaggServer:
         """Return the role of the instance's first rank."""
         if self._store is not None:
             return ContextServer(core, route, leader, instance, self._store)
-        assert isinstance(core, HandsOverToRuns)  # its class was asked
+        assert isinstance(core, TransfersKvToRuns)  # its class was asked
         self.routes.new_cache = core.new_cache
         return GenerationServer(core, route, leader, instance, self._arrivals)

@@ -175,7 +175,7 @@ class LeaderService:
                 return await self._passed_on(answer)
             first = await answer.json()
         try:
-            params = self._protocol.handed(first)
+            params = self._protocol.handoff_params(first)
         except ValueError as error:
             raise ApiError(502, f"{answer.worker.name}: {error}", code="bad_answer") from None
         if params is None:

@@ -14,7 +14,7 @@ import numpy as np
 from disagg.errors import ConfigError
 from launch.command import wrapped
 from mpillm.core_names import DEFAULT
-from mpillm.cores.capabilities import TellsSteps
+from mpillm.cores.capabilities import RecordsSteps
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
 from mpillm.experiments.advise.candidates import ONE_RANK, Candidate, candidates, layouts
@@ -166,7 +166,7 @@ def _check(config: RunConfig) -> None:
             " instances in the ranks"
         )
     core = BackendRegistry.get(config.core_type)
-    if core.needs_model and not issubclass(core, TellsSteps):
+    if core.needs_model and not issubclass(core, RecordsSteps):
         raise ConfigError(
             f"{config.named('core_type')}: it does not report the contents and times of its steps, which"
             f" advise needs; use {DEFAULT}"

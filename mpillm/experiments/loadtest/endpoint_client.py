@@ -9,7 +9,7 @@ from types import TracebackType
 from disagg.errors import ConfigError
 from mpillm.cores.openai_client.client import Client
 from mpillm.cores.openai_client.client_thread import ClientThread
-from mpillm.cores.openai_client.endpoint import Endpoint
+from mpillm.cores.openai_client.endpoint import RemoteServer
 from mpillm.cores.openai_client.readiness import choose_dialect, find_model, until_ready
 from mpillm.data.tokenizer import FileTokenizer, Tokenizer
 from mpillm.experiments.loadtest.load_test import LoadTest
@@ -37,7 +37,7 @@ class EndpointClient:
         answer.
         """
         try:
-            self.endpoint = Endpoint(url)
+            self.endpoint = RemoteServer(url)
         except ValueError as error:
             raise ConfigError(f"--url {error}", about=["url"]) from None
         self._tokenizer = tokenizer

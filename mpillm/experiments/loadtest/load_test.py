@@ -110,7 +110,7 @@ class LoadTest:
         elif self._waiting:
             asyncio.get_running_loop().call_soon(self._send)
 
-    # --- Listener ---
+    # --- CallListener ---
 
     def on_first(self, call: Call) -> None:
         """Do nothing: the answer records all times."""

@@ -17,18 +17,18 @@ from disagg.errors import ConfigError, about, nearest
 from launch.safe_text import one_line
 from mpillm.comms.messages import Batch, Refusal, RequestFlag, ResponseFlag
 from mpillm.core_names import TRITON_URL
-from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics, StatedLimits, short_requests
+from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics, NumericLimits, short_requests
 from mpillm.cores.clients import (
     EARLIER,
-    MOST_AT_ONCE,
+    MAX_PER_SERVER,
     Answers,
-    hear_owner,
     longest_first_token_s,
     longest_wait_s,
     share_of,
     until_when,
+    with_owner_failures,
 )
-from mpillm.cores.openai_client.endpoint import Endpoint
+from mpillm.cores.openai_client.endpoint import RemoteServer
 from mpillm.cores.openai_client.server_reader import ServerReader
 from mpillm.errors import Failure, RunError
 from mpillm.nvidia.configs import TritonHarnessConfig
@@ -85,7 +85,7 @@ class TritonGrpcCore(LLMCore):
         super().__init__(config, comms)
         self._harness: TritonHarnessConfig = config.settings
         self.streams = self._harness.streaming or config.serves
-        at_once = int(self._harness.runtime_flags.get("max_batch_size") or MOST_AT_ONCE)
+        at_once = int(self._harness.runtime_flags.get("max_batch_size") or MAX_PER_SERVER)
         self._urls, self._at_once = (
             share_of(self._harness.server_urls or (TRITON_URL,), at_once, config.instance, config.n_instances)
             if config.client.server is None
@@ -119,7 +119,7 @@ class TritonGrpcCore(LLMCore):
         return configured(TritonHarnessConfig, config)
 
     @classmethod
-    def check(cls, config: CoreConfig) -> StatedLimits:
+    def check(cls, config: CoreConfig) -> NumericLimits:
         with about("core_options"):
             for key in config.options:
                 if key != "model":
@@ -133,7 +133,7 @@ class TritonGrpcCore(LLMCore):
                     raise ConfigError(
                         f"--stop_words {word}: this core sends tokens; write the word's, such as [[12, 13]]"
                     )
-        return StatedLimits()
+        return NumericLimits()
 
     # --- life ---
 
@@ -155,16 +155,16 @@ class TritonGrpcCore(LLMCore):
 
         def report_wait(waiting: str) -> None:
             self.awaits = f"{waiting}\n{until_when(deadline)}"
-            self.meanwhile()
+            self.check_run()
 
         for url in self._urls:
             n = max(self._harness.clients_per_frontend, self._harness.clients_per_server)
             channel = open_channel(url)
             try:
-                until_ready(url, channel, deadline, report_wait, began, self.meanwhile)
+                until_ready(url, channel, deadline, report_wait, began, self.check_run)
                 name = self.config.options.get("model")
                 models = find_models(
-                    url, channel, None if name is None else str(name), deadline, self.meanwhile
+                    url, channel, None if name is None else str(name), deadline, self.check_run
                 )
             except TritonError as error:
                 raise self._failure(str(error)) from None
@@ -178,7 +178,7 @@ class TritonGrpcCore(LLMCore):
             _log.info("%s has %s; %d clients", url, names, n)
         self.awaits = ""
         if self._reads:
-            servers = [Endpoint(metrics_url(url, self._metrics_port)) for url in self._urls]
+            servers = [RemoteServer(metrics_url(url, self._metrics_port)) for url in self._urls]
             self._reader = ServerReader(servers, read=read)
 
     def run_health_check(self) -> None:
@@ -190,7 +190,7 @@ class TritonGrpcCore(LLMCore):
             end = time.monotonic() + limit
             while not self._answers:
                 self._watch()
-                self.meanwhile()
+                self.check_run()
                 if time.monotonic() > end:
                     raise self._failure(
                         f"tritonserver {url} gave no token within {limit:g} s (--health_deadline)"
@@ -207,15 +207,16 @@ class TritonGrpcCore(LLMCore):
 
     def start_test(self) -> None:
         if self._reader is not None:
-            self._reader.start(partial(self._clients.thread.run, meanwhile=self.meanwhile))
+            self._reader.start(partial(self._clients.thread.run, poll=self.check_run))
         self._began()
 
     def statistics(self) -> dict[str, float]:
         """Return the numbers of streams, channels and failed requests.
 
-        The first client of each server adds the server's counts in the test as `server_…`; see `Reading`.
+        The first client of each server adds the server's counts in the test as `server_…`; see
+        `ServerCounts`.
         """
-        run = partial(self._clients.thread.run, meanwhile=self.meanwhile)
+        run = partial(self._clients.thread.run, poll=self.check_run)
         return {
             "clients": len(self._clients.open),
             "channels": self._clients.n_channels,
@@ -235,7 +236,7 @@ class TritonGrpcCore(LLMCore):
         if self._reader is None:
             return own
         return self._reader.metrics(
-            own, asks_alone=self.config.client.server is not None and self.config.client.n_clients == 1
+            own, is_only_client=self.config.client.server is not None and self.config.client.n_clients == 1
         )
 
     def notify_stop(self) -> None:
@@ -356,7 +357,7 @@ class TritonGrpcCore(LLMCore):
 
     def _failure(self, message: str) -> RunError:
         """Return the error that ends the run. Raises the failure that the server's owner reports, if any."""
-        return RunError(Failure(hear_owner(self, message), self.config.rank))
+        return RunError(Failure(with_owner_failures(self, message), self.config.rank))
 
     # --- on the streams' thread ---
 

@@ -10,8 +10,8 @@ import math
 import re
 from collections import defaultdict
 
-from mpillm.cores.openai_client.endpoint import Endpoint
-from mpillm.cores.openai_client.server_counts import Reading, finite, metrics_page
+from mpillm.cores.openai_client.endpoint import RemoteServer
+from mpillm.cores.openai_client.server_counts import ServerCounts, finite, metrics_page
 
 _LINE = re.compile(r"^(nv_\w+)(?:\{(.*)\})? (\S+)", re.MULTILINE)
 _LABEL = re.compile(r'(?<!\w)(\w+)="((?:[^"\\]|\\.)*)"')
@@ -20,7 +20,7 @@ _PENDING = "nv_inference_pending_request_count"  # not yet accepted by a model
 _PROMPTS, _ANSWERS = "nv_llm_input_token_len_sum", "nv_llm_output_token_len_sum"
 
 
-def reading_of(text: str) -> Reading:
+def reading_of(text: str) -> ServerCounts:
     """Parse Triton's metrics: sums over the models, and the maximum KV cache usage."""
     sums: dict[str, float] = defaultdict(float)  # by name, and by ``name/request_type``
     blocks: dict[str, dict[str, float]] = defaultdict(dict)  # by model
@@ -40,7 +40,7 @@ def reading_of(text: str) -> Reading:
     usages = [one["used"] / one["max"] for one in blocks.values() if one.get("max") and "used" in one]
     reused = [one["reused"] * one.get("tokens_per", 0) for one in blocks.values() if "reused" in one]
     waits = next((name for name in (f"{_REQUESTS}/waiting", _PENDING) if name in sums), "")
-    reading = Reading(
+    reading = ServerCounts(
         running=sums.get(f"{_REQUESTS}/active"),
         waiting=sums.get(waits),
         kv_cache_usage=max(usages, default=None),
@@ -57,6 +57,6 @@ def metrics_url(grpc: str, port: str = "") -> str:
     return f"http://{host}:{port or int(grpc_port) + 1}"
 
 
-async def read(endpoint: Endpoint) -> Reading:
+async def read(endpoint: RemoteServer) -> ServerCounts:
     """Return a server's metrics; empty if the server does not answer."""
     return reading_of(await metrics_page(endpoint))

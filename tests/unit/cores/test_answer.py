@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpillm.cores.openai_client.answer import Answer, AnswerError, EventStream, failure_text
+from mpillm.cores.openai_client.answer import AnswerError, CompletionResponse, EventStream, failure_text
 from mpillm.cores.openai_client.http_connection import HttpConnection, NothingSentBack
 from tests.helpers.scripted_server import choice, event
 
@@ -46,9 +46,9 @@ WRONG = [
 ]
 
 
-def read(pieces: Iterable[bytes]) -> Answer | str:
+def read(pieces: Iterable[bytes]) -> CompletionResponse | str:
     """Return the answer or, if it makes no sense, the reason."""
-    answer = Answer(stream=True, max_tokens=6)
+    answer = CompletionResponse(stream=True, max_tokens=6)
     try:
         for i, piece in enumerate(pieces):
             answer.feed(piece, float(i))
@@ -66,7 +66,7 @@ def cut(stream: bytes, places: list[int]) -> list[bytes]:
 @given(st.sampled_from(STREAMS), st.lists(st.integers(0, 10**6), max_size=6))
 def test_an_answer_in_any_pieces(stream: bytes, places: list[int]) -> None:
     one, many = read(bytes([byte]) for byte in stream), read(cut(stream, places))
-    assert isinstance(one, Answer) and isinstance(many, Answer)
+    assert isinstance(one, CompletionResponse) and isinstance(many, CompletionResponse)
     names = ("tokens", "text", "finish_reason", "prompt_tokens", "completion_tokens", "size")
     assert [getattr(one, name) for name in names] == [getattr(many, name) for name in names]
     assert len(many.times) == len(one.times) and many.times == sorted(many.times)
@@ -99,14 +99,14 @@ def test_halves_of_characters(pieces: list[str], text: str) -> None:
     *first, last = pieces
     events = [*(event({"choices": [{"text": piece}]}) for piece in first), event(choice([], last, "stop"))]
     answer = read(events)
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, CompletionResponse)
     assert answer.text == text
 
 
 def test_text_that_never_ends() -> None:
     """A server of text can't be held to a number of tokens, but to some number of pieces."""
-    answer = Answer(stream=True, max_tokens=2)
-    with pytest.raises(AnswerError, match=r"^it goes on after the 2 tokens that were asked for$"):
+    answer = CompletionResponse(stream=True, max_tokens=2)
+    with pytest.raises(AnswerError, match=r"^it sent more than the 2 requested tokens$"):
         for _ in range(1000):
             answer.feed(event(choice(text="t")), 0.0)
 
@@ -126,7 +126,7 @@ def test_bytes_for_ever_without_an_event(piece: bytes) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_json_nested_too_deep(stream: bool) -> None:
-    answer = Answer(stream, max_tokens=6)
+    answer = CompletionResponse(stream, max_tokens=6)
     nested = b"[" * 200_000
     with pytest.raises(AnswerError, match="it sent something that is not JSON"):
         answer.feed(event(nested) * 2 if stream else nested, 0.0)

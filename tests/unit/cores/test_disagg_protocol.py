@@ -24,10 +24,13 @@ def test_kv_transfer_params() -> None:
     assert asked["kv_transfer_params"]["do_remote_decode"] is True
     assert asked["kv_transfer_params"]["remote_block_ids"] is None
     handed = {"do_remote_prefill": True, "remote_block_ids": [[3]]}
-    assert protocol.handed(answer(params=handed)) == handed and protocol.handed(answer("stop")) is None
+    assert (
+        protocol.handoff_params(answer(params=handed)) == handed
+        and protocol.handoff_params(answer("stop")) is None
+    )
     assert protocol.for_generation(REQUEST, handed) == REQUEST | {"kv_transfer_params": handed}
-    with pytest.raises(ValueError, match="its kv_transfer_params are no object"):
-        protocol.handed(answer(params=[1]))
+    with pytest.raises(ValueError, match="its kv_transfer_params are not an object"):
+        protocol.handoff_params(answer(params=[1]))
 
 
 def test_disaggregated_params() -> None:
@@ -39,7 +42,7 @@ def test_disaggregated_params() -> None:
     (protocol, _) = protocols
     assert isinstance(protocol, DisaggregatedParams)
     said = {"request_type": "context_only", "first_gen_tokens": [5]}
-    handed = protocol.handed(answer("not_finished", of_choice=said))
+    handed = protocol.handoff_params(answer("not_finished", of_choice=said))
     assert handed == said | {"request_type": "generation_only"}
-    assert protocol.handed(answer("stop", of_choice=said)) is None, "the first token was the last"
+    assert protocol.handoff_params(answer("stop", of_choice=said)) is None, "the first token was the last"
     assert protocol.for_generation(REQUEST, handed)["disaggregated_params"] == handed

@@ -205,7 +205,7 @@ def test_wrong_options(options: dict[str, Any], words: str) -> None:
 
 def test_stop_words_of_several_tokens() -> None:
     with (
-        pytest.raises(ConfigError, match=r"--stop_words \[13, 13\]: a server takes"),
+        pytest.raises(ConfigError, match=r"--stop_words \[13, 13\]: a server accepts"),
         core_of("localhost:1", "--stop_words=[[13, 13]]"),
     ):
         pass

@@ -10,9 +10,9 @@ from typing import cast
 
 import pytest
 
-from mpillm.cores.openai_client.client import Call, Client, Listener, seconds_of
+from mpillm.cores.openai_client.client import Call, CallListener, Client, seconds_of
 from mpillm.cores.openai_client.dialect import Sampling
-from mpillm.cores.openai_client.endpoint import Endpoint
+from mpillm.cores.openai_client.endpoint import RemoteServer
 from mpillm.errors import RunError
 from tests.helpers.endpoint_cores import (
     CANCELLED,
@@ -60,7 +60,7 @@ FAULTS: dict[str, tuple[Reply, str]] = {
     ),
     "a line that is no event": (
         Reply([STREAM, FIRST_TOKEN, chunk(b"HTTP/1.1 500 Internal Server Error\r\n\r\n")]),
-        "it sent a line that is no server-sent event: b'HTTP/1.1 500",
+        "it sent a line that is not a server-sent event: b'HTTP/1.1 500",
     ),
     "JSON that is no completion": (
         Reply([STREAM, chunk(event([1]))]),
@@ -131,7 +131,7 @@ FAULTS: dict[str, tuple[Reply, str]] = {
     "HTTP 404": (plain({"detail": "no such model"}, "404 Not Found"), "HTTP 404: no such model$"),
     "a page": (
         Reply([head(Content_Type="text/html", Content_Length=21) + b"<!doctype html>\n\nHi.\n"]),
-        "it sent a line that is no server-sent event: b'<!doctype html>'$",
+        "it sent a line that is not a server-sent event: b'<!doctype html>'$",
     ),
     "a redirection": (
         Reply([head("307 Temporary Redirect", Location="https://other/v1", Content_Length=0)]),
@@ -139,11 +139,11 @@ FAULTS: dict[str, tuple[Reply, str]] = {
     ),
     "a compressed body": (
         Reply([head(Content_Encoding="gzip", Content_Length=4) + b"\x1f\x8b\x08\x00"]),
-        "it sent a body in Content-Encoding gzip, which was not asked for$",
+        "it sent a body in Content-Encoding gzip, which was not requested$",
     ),
     "an answer without an end": (
         Reply([STREAM, FIRST_TOKEN * 9], "hang"),
-        "it goes on after the 4 tokens that were asked for$",
+        "it sent more than the 4 requested tokens$",
     ),
     "an error without an end": (
         Reply([head("500 Internal Server Error"), b"x" * (1 << 17)], "hang"),
@@ -160,7 +160,7 @@ FAULTS: dict[str, tuple[Reply, str]] = {
     "a chunk without a size": (Reply([STREAM, b"hello" * 1000]), "it sent a chunk without a size"),
     "a chunk of a wrong size": (
         Reply([STREAM, b"3\r\nabcdef\r\n"]),
-        "it sent a chunk that is longer than it says",
+        "it sent a chunk that is longer than its size",
     ),
 }
 
@@ -185,18 +185,14 @@ def test_a_server_that_accepts_and_never_answers(streamed: bool) -> None:
         started(server, scenario, "--stall_timeout=1") as core,
     ):
         core.enqueue(requests())
-        assert (
-            failure(core) == f"{server.url}/v1/completions: it has said nothing for 0.9 s, and owes 4 answers"
-        )
+        assert failure(core) == f"{server.url}/v1/completions: silent for 0.9 s, with 4 outstanding requests"
 
 
 def test_a_server_that_stops_in_the_middle_and_stays_connected() -> None:
     half = once(lambda request: Reply([STREAM, FIRST_TOKEN], "hang"), 99)
     with ScriptedServer(half) as server, started(server, SERVER, "--stall_timeout=1") as core:
         core.enqueue(requests([[1]]))
-        assert (
-            failure(core) == f"{server.url}/v1/completions: it has said nothing for 0.9 s, and owes 1 answers"
-        )
+        assert failure(core) == f"{server.url}/v1/completions: silent for 0.9 s, with 1 outstanding requests"
 
 
 class Comments(list[bytes]):
@@ -247,11 +243,11 @@ def test_a_request_that_hangs_while_others_are_answered(reply: Reply, begun: boo
 
 
 def test_a_request_that_waits_for_its_turn_does_not_hang() -> None:
-    endpoint, listener = Endpoint("host:1"), cast(Listener, None)
+    endpoint, listener = RemoteServer("host:1"), cast(CallListener, None)
     client = Client([endpoint], listener, str, stream=True, silence_s=10, retry_s=0)
     call = Call(client, 1, [5], Sampling(max_tokens=4))
     assert not client._hangs(call, 1000.0), "it is not sent yet"
-    call.endpoint, call.sent_at, call.heard_at = endpoint, 100.0, 100.0
+    call.endpoint, call.sent_at, call.last_received = endpoint, 100.0, 100.0
     assert not client._hangs(call, 1000.0), "it is to be sent again"
     endpoint.calls.add(call)
     endpoint.answered = 109.0
@@ -259,7 +255,7 @@ def test_a_request_that_waits_for_its_turn_does_not_hang() -> None:
     endpoint.answered = 111.0
     assert client._hangs(call, 1000.0)
     assert not client._hangs(call, 109.0)
-    call.heard_at = 995.0
+    call.last_received = 995.0
     assert not client._hangs(call, 1000.0)
 
 
@@ -329,7 +325,7 @@ def test_a_retry_after_that_is_too_long() -> None:
     busy = plain({"error": "busy"}, "429 Too Many Requests", Retry_After=3600)
     with ScriptedServer(once(lambda request: busy, 99)) as server, started(server) as core:
         core.enqueue(requests([[1]]))
-        words = "HTTP 429: busy, it asks to wait 3600 s; retried 0 times, for at most 10 s"
+        words = "HTTP 429: busy, it sent Retry-After 3600; retried 0 times, for at most 10 s"
         assert failure(core) == f"{server.url}/v1/completions: {words}"
 
 
@@ -366,4 +362,4 @@ def test_another_server_takes_over() -> None:
 
 @pytest.mark.parametrize("url", ["host:1", "http://host:1/", "http://host:1/v1", "host:1/v1/"])
 def test_messages_name_a_server_without_the_end_that_each_path_begins_with(url: str) -> None:
-    assert Endpoint(url).url == "http://host:1"
+    assert RemoteServer(url).url == "http://host:1"

@@ -142,7 +142,7 @@ def test_a_request_that_is_refused_fails_alone() -> None:
     }
     told = {
         52: (400, "too\\x1b[31m long", 0),
-        53: (502, "the server behind this one did not answer; the log of its rank says why", 0),
+        53: (502, "the server behind this one did not answer; its rank's log has the cause", 0),
         54: (404, "no such model", 0),
         55: (413, "x" * 300, 0),
         56: (429, "full", 3601),

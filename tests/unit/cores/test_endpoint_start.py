@@ -76,7 +76,7 @@ def test_a_server_without_health() -> None:
 
 
 NONE_SENT = "no key was sent: set the environment variable OPENAI_API_KEY for all ranks$"
-SENT = "the key sent is that in the environment variable OPENAI_API_KEY$"
+SENT = "the sent key is from the environment variable OPENAI_API_KEY$"
 
 
 @pytest.mark.parametrize(("key", "advice"), [("", NONE_SENT), ("sk-1", SENT)])
@@ -228,7 +228,7 @@ def test_an_own_server_that_ends_before_the_test(then: str) -> None:
         core.load()
         assert isinstance(core, FindsServers)
         core.find_servers({0: server.url})
-        core.meanwhile = ends_soon()
+        core.check_run = ends_soon()
         with pytest.raises(LookupError, match="signal 9"):
             core.run_health_check()
 
@@ -240,7 +240,7 @@ def test_an_own_server_that_ends_in_the_test() -> None:
         core.find_servers({0: server.url})
         core.run_health_check()
         server.stop()
-        core.meanwhile = ends_soon()
+        core.check_run = ends_soon()
         core.enqueue(requests())
         with pytest.raises(LookupError, match="signal 9"):
             Rows(core).until(4)

@@ -14,11 +14,11 @@ from mpillm.core_names import BUILT_IN, DEFAULT, found_at
 from mpillm.cores.base import LLMCore
 from mpillm.cores.capabilities import (
     FindsServers,
-    HandsOver,
-    HandsOverToRuns,
     NamesFrameworks,
-    TellsCompilations,
-    TellsSteps,
+    RecordsSteps,
+    ReportsCompilations,
+    TransfersKv,
+    TransfersKvToRuns,
 )
 from mpillm.cores.dummy import DummyCore
 from mpillm.cores.registry import BackendRegistry
@@ -56,10 +56,10 @@ def test_what_classes_name_is_there(name: str) -> None:
 
 
 CAPABILITIES: dict[Any, set[str]] = {
-    HandsOver: {"dummy", DEFAULT},
-    HandsOverToRuns: {DEFAULT},
-    TellsSteps: {DEFAULT},
-    TellsCompilations: {DEFAULT},
+    TransfersKv: {"dummy", DEFAULT},
+    TransfersKvToRuns: {DEFAULT},
+    RecordsSteps: {DEFAULT},
+    ReportsCompilations: {DEFAULT},
     FindsServers: {"trtllm_endpoint", "trtllm_disagg", "triton_grpc"},
     NamesFrameworks: {"trtllm_endpoint", "trtllm_disagg", "triton_grpc"},
 }

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mpillm.comms.messages import RequestFlag
-from mpillm.cores.openai_client.endpoint import Endpoint
-from mpillm.cores.openai_client.server_counts import Reading, grown, of_iterations, read_one, reading_of
+from mpillm.cores.openai_client.endpoint import RemoteServer
+from mpillm.cores.openai_client.server_counts import ServerCounts, grown, of_iterations, read_one, reading_of
 from mpillm.report.validity_checks import doubts, server_checks
 from tests.helpers.endpoint_cores import Rows, requests, started
 from tests.helpers.scripted_server import Reply, Request, ScriptedServer, choice, good, head, plain
@@ -42,8 +42,8 @@ def test_cached_tokens_of_a_page(text: str, tokens: float | None) -> None:
 
 
 def test_what_has_grown() -> None:
-    def cached(*tokens: float | None) -> list[Reading]:
-        return [Reading(cached_tokens=one) for one in tokens]
+    def cached(*tokens: float | None) -> list[ServerCounts]:
+        return [ServerCounts(cached_tokens=one) for one in tokens]
 
     assert grown(cached(1, None, 5), cached(4, 7, None)) == {"cached_tokens": 3}
     assert grown(cached(9), cached(2)) == {"cached_tokens": 2}, "it was started again"
@@ -67,7 +67,9 @@ vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} 30
 vllm:prompt_tokens_by_source_total{engine="1",source="external_kv_transfer"} 40
 vllm:spec_decode_num_accepted_tokens_total 5
 """
-    said = Reading(7, None, 0.5, generated_tokens=10, transfers=6, failed_transfers=3, accepted_guesses=5)
+    said = ServerCounts(
+        7, None, 0.5, generated_tokens=10, transfers=6, failed_transfers=3, accepted_guesses=5
+    )
     said = said._replace(expired_leases=34, late_reads=26, computed_tokens=4, received_tokens=70)
     assert reading_of(page) == said
 
@@ -196,7 +198,7 @@ def test_a_server_that_does_not_say_in_time() -> None:
         ScriptedServer(good, {"/metrics": lambda _: Reply([], "hang")}) as server,
         started(server) as core,
     ):
-        core.meanwhile = meanwhile
+        core.check_run = meanwhile
         assert "server_cached_tokens" not in core.statistics() and next(heard) == 0
         core.flush()
         with pytest.raises(LookupError, match="the server has ended"):
@@ -269,8 +271,8 @@ ITERATION = {
 
 def test_iterations_of_tensorrt_llm() -> None:
     """Each answer has the iterations since the one before: counts are added up, the rest is the last's."""
-    first = of_iterations(json.dumps([ITERATION, ITERATION]), Reading())
-    assert first == Reading(5.0, 3.0, 0.6, cached_tokens=448.0, accepted_guesses=30.0)
+    first = of_iterations(json.dumps([ITERATION, ITERATION]), ServerCounts())
+    assert first == ServerCounts(5.0, 3.0, 0.6, cached_tokens=448.0, accepted_guesses=30.0)
     none = of_iterations("[]", first)
     assert none == first._replace(running=0.0, waiting=0.0)
     second = of_iterations(json.dumps([ITERATION]), none)
@@ -281,7 +283,7 @@ def test_iterations_of_tensorrt_llm() -> None:
     "text", ["[", "[1, null]", '[{"kvCacheStats": 3, "numActiveRequests": "many"}]', "[" * 10**5]
 )
 def test_iterations_that_are_none(text: str) -> None:
-    found = of_iterations(text, Reading(cached_tokens=4.0))
+    found = of_iterations(text, ServerCounts(cached_tokens=4.0))
     assert (found.kv_cache_usage, found.cached_tokens, found.accepted_guesses) == (None, 4.0, None)
 
 
@@ -289,8 +291,8 @@ def test_a_server_with_iterations_is_read_again() -> None:
     """As `trtllm-serve`: what it says is gone once it was read."""
     pages = [json.dumps([ITERATION]), "[]", json.dumps([ITERATION])]
 
-    async def read() -> list[Reading]:
-        endpoint = Endpoint("127.0.0.1:1")
+    async def read() -> list[ServerCounts]:
+        endpoint = RemoteServer("127.0.0.1:1")
 
         async def fetch(*_: object) -> tuple[int, dict[str, str], bytes]:
             return 200, {}, pages.pop(0).encode()

@@ -283,7 +283,7 @@ def test_a_servers_cookies_are_not_kept() -> None:
         (plain({"choices": []}), "its answer must have one choice"),
         (
             plain({"choices": [{"finish_reason": "not_finished", "disaggregated_params": "none"}]}),
-            "its disaggregated_params are no object",
+            "its disaggregated_params are not an object",
         ),
     ],
 )

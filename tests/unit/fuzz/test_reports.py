@@ -12,7 +12,7 @@ import yaml
 from hypothesis import strategies as st
 
 from disagg.errors import ConfigError
-from mpillm.cores.openai_client.server_counts import Reading, of_iterations
+from mpillm.cores.openai_client.server_counts import ServerCounts, of_iterations
 from mpillm.options.command_line import Parser
 from mpillm.options.values import collect
 from mpillm.programs.load_clients.kind import LoadSpec, Sample, Seeds
@@ -216,7 +216,7 @@ ITERATIONS = [
     found=[(json_bytes([{"numActiveRequests": 10**400}]),)],
 )
 def test_statistics_of_iterations(_: Path, data: bytes) -> None:
-    found = of_iterations(data.decode("utf-8", "replace"), Reading())
+    found = of_iterations(data.decode("utf-8", "replace"), ServerCounts())
     assert all(value is None or np.isfinite(value) for value in found)
 
 

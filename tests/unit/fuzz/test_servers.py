@@ -27,13 +27,13 @@ from tritonclient.grpc import InferResult, service_pb2
 
 from launch.safe_text import one_line
 from mpillm.cores.base import CoreConfig
-from mpillm.cores.openai_client.answer import Answer, AnswerError
+from mpillm.cores.openai_client.answer import AnswerError, CompletionResponse
 from mpillm.cores.openai_client.dialect import DIALECTS
 from mpillm.cores.openai_client.disagg_protocol import protocol_of
 from mpillm.cores.openai_client.endpoint import EndpointError
 from mpillm.cores.openai_client.http_connection import HttpError
 from mpillm.cores.openai_client.readiness import choose_dialect, find_model, framework_of, until_ready
-from mpillm.cores.openai_client.server_counts import Reading, grown, of_iterations, reading_of
+from mpillm.cores.openai_client.server_counts import ServerCounts, grown, of_iterations, reading_of
 from mpillm.errors import ExitCode
 from mpillm.nvidia.configs import TritonHarnessConfig
 from mpillm.report import tested_servers as report
@@ -134,10 +134,10 @@ HANDED = {
 )
 def test_what_a_context_server_hands_over(_: Path, data: bytes, name: str) -> None:
     """As `Client.ended` reads it, and writes it to the other server."""
-    (answer := Answer(False, 4)).feed(data, 0.0)
+    (answer := CompletionResponse(False, 4)).feed(data, 0.0)
     answer.finish(0.0)
     protocol = protocol_of(name, 0)
-    handed = protocol.handed(json.loads(answer.whole))
+    handed = protocol.handoff_params(json.loads(answer.body))
     if handed is not None:
         assert protocol.for_generation({}, handed) == {name: handed}
 
@@ -159,7 +159,7 @@ ITERATIONS = [{"numActiveRequests": 5, "kvCacheStats": {"usedNumBlocks": 6, "max
 def test_pages_of_metrics(_: Path, data: bytes) -> None:
     """Every count is a number or not known."""
     text = data.decode(errors="replace")
-    for reading in (reading_of(text), of_iterations(text, Reading())):
+    for reading in (reading_of(text), of_iterations(text, ServerCounts())):
         assert all(value is None or math.isfinite(value) for value in reading)
         assert all(by == 0 for by in grown([reading], [reading]).values())
 

@@ -24,7 +24,7 @@ from disagg.instances import Instance
 from launch.liveness_server import KEY, LivenessServer
 from mpillm.comms import messages
 from mpillm.comms.messages import REQUEST, RESPONSE, Batch, Refusal
-from mpillm.cores.openai_client.answer import Answer, AnswerError, failure_text, refusal_of
+from mpillm.cores.openai_client.answer import AnswerError, CompletionResponse, failure_text, refusal_of
 from mpillm.cores.openai_client.client import seconds_of
 from mpillm.cores.openai_client.disagg_protocol import CONTEXT_ONLY, GENERATION_ONLY
 from mpillm.cores.openai_client.http_connection import HttpConnection, HttpError
@@ -354,7 +354,7 @@ class Receiver:
     """Reads an answer as a client does."""
 
     def __init__(self, stream: bool) -> None:
-        self.answer = Answer(stream, 4)
+        self.answer = CompletionResponse(stream, 4)
         self.status = 0
         self.wait_s: float | None = None
         self.errors: list[Exception] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpillm.cores.openai_client.server_counts import Reading
+from mpillm.cores.openai_client.server_counts import ServerCounts
 from mpillm.triton.core.triton_counts import metrics_url, reading_of
 
 TRTLLM = """# HELP nv_trt_llm_request_metrics TRT LLM request metrics
@@ -30,13 +30,13 @@ nv_inference_pending_request_count{model="ensemble",version="1"} 40
 @pytest.mark.parametrize(
     ("page", "said"),
     [
-        (TRTLLM, Reading(5, 2, 0.9, prompt_tokens=1000, generated_tokens=77, cached_tokens=320)),
-        ('nv_inference_pending_request_count{model="a"} 3\n', Reading(waiting=3)),
-        ("nv_trt_llm_request_metrics nonsense\nnv_trt_llm_kv_cache_block_metrics{} 1\n", Reading()),
-        ("", Reading()),
+        (TRTLLM, ServerCounts(5, 2, 0.9, prompt_tokens=1000, generated_tokens=77, cached_tokens=320)),
+        ('nv_inference_pending_request_count{model="a"} 3\n', ServerCounts(waiting=3)),
+        ("nv_trt_llm_request_metrics nonsense\nnv_trt_llm_kv_cache_block_metrics{} 1\n", ServerCounts()),
+        ("", ServerCounts()),
     ],
 )
-def test_a_page(page: str, said: Reading) -> None:
+def test_a_page(page: str, said: ServerCounts) -> None:
     assert reading_of(page) == said
 
 
