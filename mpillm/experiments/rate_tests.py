@@ -22,7 +22,7 @@ from mpillm.report.goodput import late
 from mpillm.report.request_log import read_requests
 from mpillm.report.validity_checks import failed_checks, late_answers
 from mpillm.runtime.whole_runs import EndedRun, run_in
-from mpillm.workloads.early_stopping import SERVER_PERCENTILE, most_late, queries_needed
+from mpillm.workloads.early_stopping import SERVER_PERCENTILE, max_late, queries_needed
 
 _LOOK_S = 0.5
 _COUNTED_AS = {"ttft": "first tokens", "tpot": "answers by time per token", "e2el": "answers"}
@@ -81,14 +81,14 @@ def hopeless(rows: NDArray[np.void], limits: Mapping[str, float], queries: int, 
     """Return why a test of `queries` at `rate` per second cannot become VALID; "" if it can.
 
     Two rules: more requests are late than LoadGen's early stopping allows in the whole test (exact, see
-    `most_late`); or the queue grows. For the latter, the smallest likely slope of the first-token latency
+    `max_late`); or the queue grows. For the latter, the smallest likely slope of the first-token latency
     (`queue_slope`) must make more than twice the allowed number of requests late by the end.
 
     Args:
         rows: Records so far, in order of issue.
         limits: Milliseconds by ttft, tpot, e2el.
     """
-    allowed = most_late(queries, SERVER_PERCENTILE)
+    allowed = max_late(queries, SERVER_PERCENTILE)
     for name, count in late(rows, limits).items():
         if count > max(allowed, 0):
             return (

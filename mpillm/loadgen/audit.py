@@ -1,4 +1,4 @@
-"""The LoadGen settings of MLCommons' compliance tests: ``audit.config``, as mlcommons/inference has it."""
+"""The LoadGen settings of MLCommons' compliance tests: ``audit.config`` in mlcommons/inference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ALL = {"mode": 2, "accuracy_log_rng_seed": 720381539243781796, "min_duration": 
 _ALL |= {"sample_concatenate_permutation": 0}
 AUDITS: dict[str, dict[str, int]] = {
     "TEST06": {**_ALL, "accuracy_log_sampling_target": 100, "min_query_count": 100},
-    # Each sample of its own data set once.
+    # Each sample of the test's own data set once.
     "TEST07": {
         **_ALL,
         "accuracy_log_sampling_target": 990,
@@ -32,25 +32,25 @@ AUDITS: dict[str, dict[str, int]] = {
 def prepare_audit(
     compliance_test: str | None, audit_conf: str | None, run_directory: Path, n_samples: int | None = None
 ) -> str:
-    """Write a compliance run's ``audit.config``; return its path, or "" for another run. Raises OSError.
+    """Write a compliance run's ``audit.config`` and return its path; "" for another run. Raises OSError.
 
-    `n_samples`: of a scaled-down data set, which has fewer than a test asks for.
+    `n_samples`: size of a scaled-down data set, which is smaller than the test's minimum.
     """
-    kept = run_directory / "audit.config"
+    file = run_directory / "audit.config"
     if audit_conf:
         check_file(audit_conf, f"--audit_conf {audit_conf}")
         try:
             text = Path(audit_conf).read_bytes()
         except OSError as error:
             raise ConfigError(f"--audit_conf {audit_conf}: {error.strerror}", about=["audit_conf"]) from error
-        if Path(audit_conf).resolve() != kept.resolve():
-            kept.write_bytes(text)
+        if Path(audit_conf).resolve() != file.resolve():
+            file.write_bytes(text)
     elif compliance_test:
         settings = dict(AUDITS[compliance_test])
         if n_samples is not None and "performance_issue_unique" in settings:
             settings["min_query_count"] = min(n_samples, settings["min_query_count"])
         lines = (f"*.*.{key} = {value}\n" for key, value in settings.items())
-        kept.write_text("".join(lines), encoding="utf-8")
+        file.write_text("".join(lines), encoding="utf-8")
     else:
-        return ""  # a file that an earlier run left is not this run's
-    return str(kept)
+        return ""  # a file of an earlier run does not count
+    return str(file)

@@ -1,4 +1,4 @@
-"""What LoadGen will issue in a test, and when: known before it runs, for it draws from fixed seeds."""
+"""Prediction of the samples that LoadGen issues in a test, and of their times. LoadGen uses fixed seeds."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from disagg.errors import ConfigError
 from mpillm.loadgen.forecast import arrivals
 from mpillm.loadgen.settings import LoadGenSettings, log_settings
 
-_AT_ONCE_QPS = 1e6  # LoadGen draws the same samples at any rate
+_FAST_QPS = 1e6  # LoadGen draws the same samples at any rate
 
 
-class Issued(NamedTuple):
-    """The samples of a test in the order in which LoadGen issues them."""
+class IssueOrder(NamedTuple):
+    """The samples of a test, in the order of their issue."""
 
     indices: NDArray[np.int64]  # in the data set
     at: NDArray[np.float64]  # seconds from the test's start
 
 
-def issue_order(settings: LoadGenSettings, n_samples: int) -> Issued:
-    """Return what the Offline or Server test with these settings issues; `n_samples`: of the data set.
+def issue_order(settings: LoadGenSettings, n_samples: int) -> IssueOrder:
+    """Return the samples and times of an Offline or Server test; `n_samples`: size of the data set.
 
-    LoadGen itself says which samples, in a test of no time. Raises ConfigError for other scenarios, or more
-    queries than can be foreseen.
+    A LoadGen test without duration provides the samples. Raises ConfigError for other scenarios, or for too
+    many queries.
     """
     test, n = settings.test, settings.forecast.queries
     if test.scenario not in (lg.TestScenario.Offline, lg.TestScenario.Server) or n is None:
         raise ConfigError(
-            f"{test.scenario.name}: what it issues depends on the answers; only Offline and Server can be"
-            " foreseen",
+            f"{test.scenario.name}: the issued samples depend on the answers; only Offline and Server can be"
+            " predicted",
             about=["scenarios"],
         )
     at = np.zeros(n)
@@ -42,25 +42,25 @@ def issue_order(settings: LoadGenSettings, n_samples: int) -> Issued:
         at = arrivals(test, 0.0, n)[:n]
         if not len(at):
             raise ConfigError(
-                f"{n:,} queries are too many to simulate: give --min_query_count, --min_duration"
+                f"{n:,} queries are too many to simulate: lower --min_query_count, --min_duration"
             )
-    return Issued(_samples(test, n, n_samples), at)
+    return IssueOrder(_samples(test, n, n_samples), at)
 
 
 def _samples(test: Any, n: int, n_samples: int) -> NDArray[np.int64]:
-    """Return the samples of the first `n` queries, from a test with the same seeds that lasts no time."""
+    """Return the samples of the first `n` queries, from a test with the same seeds and no duration."""
     short = lg.TestSettings()
-    short.scenario, short.mode, short.server_target_qps = test.scenario, test.mode, _AT_ONCE_QPS
+    short.scenario, short.mode, short.server_target_qps = test.scenario, test.mode, _FAST_QPS
     for name in (
         *("qsl_rng_seed", "sample_index_rng_seed", "schedule_rng_seed", "performance_sample_count_override"),
         *("accuracy_sample_count_override", "performance_issue_unique", "sample_concatenate_permutation"),
     ):
         setattr(short, name, getattr(test, name))
     short.min_query_count, short.min_duration_ms = n, 0
-    found: list[NDArray[np.int64]] = []
+    issued: list[NDArray[np.int64]] = []
 
     def issue(samples: list[Any]) -> None:
-        found.append(np.fromiter((sample.index for sample in samples), np.int64, len(samples)))
+        issued.append(np.fromiter((sample.index for sample in samples), np.int64, len(samples)))
         lg.QuerySamplesComplete([lg.QuerySampleResponse(sample.id, 0, 0) for sample in samples])
 
     sut = lg.ConstructSUT(issue, lambda: None)
@@ -69,4 +69,4 @@ def _samples(test: Any, n: int, n_samples: int) -> NDArray[np.int64]:
         lg.StartTestWithLogSettings(sut, qsl, short, log_settings(Path(folder)), "")
     lg.DestroyQSL(qsl)
     lg.DestroySUT(sut)
-    return np.concatenate(found)[:n]
+    return np.concatenate(issued)[:n]

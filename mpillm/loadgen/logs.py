@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from disagg.errors import ConfigError
 
 _MARKER = ":::MLLOG "
-_PIECE = 1 << 20  # bytes of a log that are read at once
+_PIECE = 1 << 20  # bytes of a log in one read
 
 DETAIL = "mlperf_log_detail.txt"
 SUMMARY = "mlperf_log_summary.txt"
@@ -40,24 +40,21 @@ class LoggedAnswer:
 
 
 def read_detail(directory: Path) -> dict[str, Any]:
-    """Return the values of ``mlperf_log_detail.txt`` by key, the last of a repeated one; {} without it."""
+    """Return the last values in ``mlperf_log_detail.txt`` by key; empty without the file."""
     return {entry["key"]: entry["value"] for entry in _entries(directory / DETAIL)}
 
 
 def quantile(values: NDArray[Any], q: float) -> float:
-    """Return a quantile as LoadGen reports it: of n > 0 sorted values the one at floor(q * n), q < 1.
+    """Return a quantile as LoadGen computes it: the value at floor(q * n) of n > 0 sorted values, q < 1.
 
-    No mean of neighbours: 0.99 of fewer than 100 values is the largest.
+    It does not interpolate: the quantile 0.99 of fewer than 100 values is the maximum.
     """
     at = int(q * len(values))
     return float(np.partition(values, at)[at])
 
 
 def latencies_ms(directory: Path) -> dict[str, float] | None:
-    """Return mean, p50, p90 and p99 of the time from a sample's issue to its whole answer.
-
-    None: LoadGen logged none.
-    """
+    """Return mean, p50, p90 and p99 of the samples' latencies to the last token; None if not logged."""
     detail = read_detail(directory)
     names = {"mean": "mean", "p50": "50.00_percentile", "p90": "90.00_percentile", "p99": "99.00_percentile"}
     keys = {short: f"result_{name}_latency_ns" for short, name in names.items()}
@@ -69,12 +66,12 @@ def logged_errors(directory: Path) -> list[str]:
     return [
         str(entry["value"])
         for entry in _entries(directory / DETAIL)
-        if isinstance(said := entry.get("metadata"), dict) and said.get("is_error")
+        if isinstance(metadata := entry.get("metadata"), dict) and metadata.get("is_error")
     ]
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the entries with a key and a value; none of a file that can't be read, or has no whole line."""
+    """Yield the entries with a key and a value; none if the file cannot be read."""
     try:
         text = path.read_text(errors="replace")
     except OSError:
@@ -84,7 +81,7 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
             continue
         try:
             entry = json.loads(line[len(_MARKER) :])
-        except (ValueError, RecursionError):  # the last line of a log that was cut off
+        except (ValueError, RecursionError):  # the last line of a truncated log
             continue
         if isinstance(entry, dict) and isinstance(entry.get("key"), str) and "value" in entry:
             yield entry
@@ -93,8 +90,8 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
 def read_answers(path: Path) -> list[LoggedAnswer]:
     """Return the entries, in order, of an accuracy log whose answers are int32 tokens.
 
-    Of an index logged twice the first counts, as in MLCommons' accuracy scripts. Raises ConfigError if the
-    file can't be read, was cut, is empty, or holds something else.
+    If LoadGen logs an index twice, use the first entry, as MLCommons' accuracy scripts do. Raises ConfigError
+    if the file cannot be read, or is truncated, empty or damaged.
     """
     try:
         entries = json.loads(path.read_bytes())
@@ -128,22 +125,22 @@ def _tokens(text: str) -> NDArray[np.int32]:
 
 
 def digest(path: Path) -> str:
-    """Return the SHA-256 of a log, hexadecimal, by which MLCommons identifies a whole accuracy log.
+    """Return the SHA-256 of a log in hexadecimal, MLCommons' identification of an accuracy log.
 
-    Raises ConfigError if the file can't be read.
+    Raises ConfigError if the file cannot be read.
     """
     try:
-        found = hashlib.sha256()
+        sha256 = hashlib.sha256()
         with path.open("rb") as file:
             while piece := file.read(_PIECE):
-                found.update(piece)
-        return found.hexdigest()
+                sha256.update(piece)
+        return sha256.hexdigest()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
 
 
 def unsatisfied(directory: Path) -> list[str]:
-    """Return the conditions that a test lacks to be VALID ("Early stopping satisfied: NO" in the summary)."""
+    """Return the failed conditions of an INVALID test ("Early stopping satisfied: NO" in the summary)."""
     path = directory / SUMMARY
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
     conditions = [
@@ -153,28 +150,28 @@ def unsatisfied(directory: Path) -> list[str]:
 
 
 def advice(directory: Path) -> list[str]:
-    """LoadGen's advice on an INVALID test: which latency is over its limit, how many queries it lacks.
+    """Return LoadGen's advice on an INVALID test: latencies above their limits, and the missing queries.
 
-    From ``result_invalid_reason`` and ``early_stopping_*result`` in the detailed log of version 6.0; empty
-    for some tests.
+    Source: ``result_invalid_reason`` and ``early_stopping_*result`` in the detailed log of version 6.0. Some
+    tests have none.
     """
     detail = read_detail(directory)
-    said = [" ".join(text.split()) for text in str(detail.get("result_invalid_reason", "")).split(" * ")]
+    texts = [" ".join(text.split()) for text in str(detail.get("result_invalid_reason", "")).split(" * ")]
     for key, latency in (
         ("early_stopping_result", ""),
         ("early_stopping_ttft_result", "TTFT: "),
         ("early_stopping_tpot_result", "TPOT: "),
     ):
         if "unsuccessful" in (text := str(detail.get(key, ""))):
-            said.append(latency + " ".join(text.replace(" * ", " ").split()))
-    return [text for text in said if text]
+            texts.append(latency + " ".join(text.replace(" * ", " ").split()))
+    return [text for text in texts if text]
 
 
 def verdict(directory: Path, test_mode: str) -> str | None:
-    """``VALID`` or ``INVALID``; None if LoadGen's logs are missing or incomplete.
+    """Return ``VALID`` or ``INVALID``; None if LoadGen's logs are missing or incomplete.
 
-    LoadGen does not judge an accuracy test: it is VALID if the accuracy log has every sample of the data set
-    and no error was logged.
+    LoadGen has no verdict on an accuracy test. It is VALID if the accuracy log has every sample of the data
+    set, and the detailed log has no error.
     """
     detail = read_detail(directory)
     if test_mode == "PerformanceOnly":
@@ -187,11 +184,11 @@ def verdict(directory: Path, test_mode: str) -> str | None:
     expected = accuracy_samples(detail)
     if not answers or expected is None:
         return None
-    whole = len({answer["qsl_idx"] for answer in answers}) == expected
-    return "VALID" if whole and not detail.get("num_errors") else "INVALID"
+    is_complete = len({answer["qsl_idx"] for answer in answers}) == expected
+    return "VALID" if is_complete and not detail.get("num_errors") else "INVALID"
 
 
 def accuracy_samples(detail: dict[str, Any]) -> int | None:
-    """Return how many samples an accuracy run must answer, from its detailed log; None if that was cut."""
+    """Return the samples of an accuracy run from its detailed log; None if the log is truncated."""
     count = detail.get("effective_accuracy_sample_count", detail.get("qsl_reported_total_count"))
     return None if count is None else int(count)

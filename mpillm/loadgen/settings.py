@@ -1,4 +1,4 @@
-"""From our options to LoadGen's test and log settings: all through one user.conf, which the run keeps."""
+"""LoadGen's test and log settings from mpillm's options, all through one user.conf in the run directory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mpillm.workloads.rounds import Round, round_named, round_of, why_not
 ANY_MODEL = "mpillm"  # has no section in mlperf.conf, so only the rules for every model apply
 
 _SCENARIOS = ("SingleStream", "MultiStream", "Server", "Offline", "*")
-# The keys that `TestSettings::FromConfig` (loadgen/test_settings_internal.cc) reads from a user's file; it
+# Keys that `TestSettings::FromConfig` (loadgen/test_settings_internal.cc) reads from a user's file. It
 # silently ignores all others.
 _KEYS = (
     "mode", "use_token_latencies", "ttft_latency", "tpot_latency", "infer_token_latencies",
@@ -33,16 +33,18 @@ _KEYS = (
     "min_duration", "max_duration", "min_query_count", "max_query_count", "print_timestamps",
     "performance_sample_count_override", "accuracy_sample_count_override",
 )  # fmt: skip
-# Keys that generators of user.conf write, and LoadGen does not read; each with the one that it reads.
+# Keys that generators of user.conf write but LoadGen does not read, each with LoadGen's key.
 _WITHOUT_EFFECT = {"performance_sample_count": "performance_sample_count_override"}
-# All other keys take whole numbers: LoadGen would read 1 from 1.5, and 6 from 6e5.
+# All other keys need whole numbers: LoadGen reads 1.5 as 1, and 6e5 as 6.
 _FRACTIONAL = ("target_qps", "target_latency", "target_latency_percentile")
-_WHOLE = re.compile(r"0|[1-9][0-9]{0,17}|0[xX][0-9a-fA-F]{1,15}")  # not 010, which LoadGen reads as 8
+_INTEGER = re.compile(r"0|[1-9][0-9]{0,17}|0[xX][0-9a-fA-F]{1,15}")  # not 010, which LoadGen reads as 8
 _DECIMAL = re.compile(r"([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,2})?")
-_LINE = re.compile(r"(?P<key>[^\s=]+)\s+=\s+(?P<value>[^\s=]+)")  # no comment after it: LoadGen refuses that
+_LINE = re.compile(
+    r"(?P<key>[^\s=]+)\s+=\s+(?P<value>[^\s=]+)"
+)  # LoadGen does not accept a comment after the value
 _TARGETS = {"Server": "server_target_qps", "Offline": "offline_expected_qps"}
-_TEST07_SAMPLES = 990  # of the data set that this test has for itself
-_LEAST_QUERIES = {
+_TEST07_SAMPLES = 990  # in the test's own data set
+_MIN_QUERIES = {
     "Server": queries_needed(SERVER_PERCENTILE),
     "SingleStream": queries_needed(SINGLE_STREAM_PERCENTILE, late=1),
 }
@@ -50,21 +52,23 @@ _LEAST_QUERIES = {
 
 @dataclass(frozen=True)
 class LoadGenConfig:
-    """One test: values by the keys of user.conf; LoadGen has the others."""
+    """A test's values by the keys of user.conf; LoadGen's defaults apply to the others."""
 
     scenario: str
     test_mode: str
-    model: str = ANY_MODEL  # as mlperf.conf names it
-    scaled: Mapping[str, float] = field(default_factory=dict)  # the workload's, if LoadGen has others
-    user_conf: str | None = None  # a file; overrides these
-    given: Mapping[str, float] = field(default_factory=dict)  # on the command line; overrides the file
-    round: Round | None = None  # whose seeds are taken; None: those of the installed LoadGen
+    model: str = ANY_MODEL  # name in mlperf.conf
+    scaled: Mapping[str, float] = field(
+        default_factory=dict
+    )  # values of the workload that differ from LoadGen's
+    user_conf: str | None = None  # a file; overrides `scaled`
+    explicit: Mapping[str, float] = field(default_factory=dict)  # from the command line; overrides the file
+    round: Round | None = None  # the round with the seeds to use; None: the installed LoadGen's seeds
 
     @staticmethod
     def from_run(config: RunConfig) -> LoadGenConfig:
-        """Return the test that the options of a run describe.
+        """Return the test for the options of a run.
 
-        Raises ConfigError if the workload does not count in the round that was asked for.
+        Raises ConfigError if the workload does not count in the round in --round.
         """
         workload = config.workload
         of_round = round_named(config.round) if config.round else None
@@ -72,46 +76,46 @@ class LoadGenConfig:
             about = ["round", "benchmarks", "accuracy_target"]
             raise ConfigError(f"{config.named('round')}: {why}", about=about)
         scaled: dict[str, float] = {}
-        given: dict[str, float] = {}
+        explicit: dict[str, float] = {}
         if workload is not None and workload.scaled:
             scaled["performance_sample_count_override"] = workload.n_samples
             if WORKLOADS[workload.name].accuracy_samples is not None:
                 scaled["accuracy_sample_count_override"] = workload.n_samples
         elif config.compliance_test == "TEST07":
             scaled["performance_sample_count_override"] = _TEST07_SAMPLES
-        durations = ("min_duration", "max_duration")  # seconds; LoadGen's are milliseconds
+        durations = ("min_duration", "max_duration")  # seconds; milliseconds in LoadGen
         options = {name: name for name in (*durations, "min_query_count", "max_query_count")}
         if config.scenario in _TARGETS:
             options["target_qps"] = _TARGETS[config.scenario]
         for key, name in options.items():
             if (value := getattr(config, name)) is not None:
-                (given if config.is_user_set(name) else scaled)[key] = (
+                (explicit if config.is_user_set(name) else scaled)[key] = (
                     round(value * 1000) if key in durations else value
                 )
         if config.goodput:
-            # LoadGen knows no limit of the whole answer beside those of tokens.
-            given |= {
+            # With token latencies, LoadGen has no limit on the whole answer.
+            explicit |= {
                 f"{name}_latency": int(config.goodput.get(name, NO_LIMIT_MS)) for name in ("ttft", "tpot")
             }
-            given |= {"target_latency": NO_LIMIT_MS, "use_token_latencies": 1}
+            explicit |= {"target_latency": NO_LIMIT_MS, "use_token_latencies": 1}
         model = workload.loadgen_model if workload else ANY_MODEL
         return LoadGenConfig(
-            config.scenario, config.test_mode, model, scaled, config.user_conf, given, of_round
+            config.scenario, config.test_mode, model, scaled, config.user_conf, explicit, of_round
         )
 
 
 @dataclass(frozen=True)
 class LoadGenSettings:
-    """The settings to start LoadGen with."""
+    """The settings of a LoadGen test."""
 
     test: Any  # a `TestSettings`
-    user_conf: str  # the text it was read from
+    user_conf: str  # source text of `test`
     model: str
     forecast: Forecast
-    notes: tuple[str, ...] = ()  # for the user: what of the user's file has no effect
+    notes: tuple[str, ...] = ()  # for the user: keys of the user's file without effect
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings that decide the result, for result.json; a missing latency limit is None."""
+        """Return the settings that affect the result, for result.json; a missing latency limit is None."""
         s = self.test
         is_server = s.scenario == lg.TestScenario.Server
         limits = {"ttft_latency_ms": s.ttft_latency / 1e6, "tpot_latency_ms": s.tpot_latency / 1e6}
@@ -131,12 +135,12 @@ class LoadGenSettings:
 
     @property
     def round(self) -> Round | None:
-        """The round whose seeds LoadGen has, if it is known here."""
+        """The known round with LoadGen's seeds, or None."""
         s = self.test
         return round_of((s.qsl_rng_seed, s.sample_index_rng_seed, s.schedule_rng_seed))
 
     def _target_qps(self) -> float | None:
-        """Return the rate; None for SingleStream, which has none."""
+        """Return the rate; None in SingleStream."""
         s = self.test
         return {
             lg.TestScenario.Server: s.server_target_qps,
@@ -144,7 +148,7 @@ class LoadGenSettings:
         }.get(s.scenario)
 
     def describe(self) -> str:
-        """Return the same in words, in one line."""
+        """Return the settings as one line of text."""
         values = self.to_json()
         limits = [
             f"{name.upper()} {ms:g} ms"
@@ -157,16 +161,17 @@ class LoadGenSettings:
             else ""
         )
         seconds = values["min_duration_ms"] / 1000
-        least = f"{self.model}: at least {values['min_query_count']} samples and {seconds:g} s"
-        return ", ".join(text for text in (least, rate, *limits) if text)
+        minimum = f"{self.model}: at least {values['min_query_count']} samples and {seconds:g} s"
+        return ", ".join(text for text in (minimum, rate, *limits) if text)
 
 
 def load_settings(config: LoadGenConfig, n_samples: int) -> LoadGenSettings:
-    """Return LoadGen's settings: from the mlperf.conf in it, the user's file and the command line; the last
-    wins. Call this once per process: LoadGen reads its own values only at the first call. Raises ConfigError
-    if a line of the user's file is wrong, a Server test has no rate, or the data set has too few samples for
-    the test."""
-    text = "# What this run asked of LoadGen, over the mlperf.conf inside it.\n"
+    """Return LoadGen's settings. The command line overrides the user's file, which overrides mlperf.conf.
+
+    Call this once per process: LoadGen reads its own values only in the first call. Raises ConfigError for a
+    wrong line in the user's file, a Server test without a rate, or a data set with too few samples.
+    """
+    text = "# This run's settings, which override LoadGen's mlperf.conf.\n"
     if config.scaled:
         text += "# the workload's\n" + _lines("*.*", config.scaled)
     if config.user_conf is not None:
@@ -175,8 +180,8 @@ def load_settings(config: LoadGenConfig, n_samples: int) -> LoadGenSettings:
     section = f"{config.model}.{config.scenario}"
     if config.model == ANY_MODEL:
         text += "# no workload\n" + _lines(section, _without_a_workload(text, config, n_samples))
-    if config.given:
-        text += "# options\n" + _lines(section, config.given)
+    if config.explicit:
+        text += "# options\n" + _lines(section, config.explicit)
     settings = lg.TestSettings()
     settings.scenario = getattr(lg.TestScenario, config.scenario)
     settings.mode = getattr(lg.TestMode, config.test_mode)
@@ -185,7 +190,7 @@ def load_settings(config: LoadGenConfig, n_samples: int) -> LoadGenSettings:
         file.flush()
         if settings.FromConfig(file.name, config.model, config.scenario):
             raise ConfigError(f"LoadGen can't read this user.conf:\n{text}", about=["user_conf"])
-    if config.round is not None:  # no user.conf can set them
+    if config.round is not None:  # a user.conf cannot set seeds
         settings.qsl_rng_seed, settings.sample_index_rng_seed, settings.schedule_rng_seed = config.round.seeds
     needed = settings.performance_sample_count_override
     if config.test_mode == "AccuracyOnly":
@@ -224,7 +229,7 @@ def _unused_keys(user_conf: str | None) -> tuple[str, ...]:
 
 
 def _is_set(text: str, config: LoadGenConfig, key: str) -> bool:
-    """Return whether a user.conf sets `key` for this test: under its model and scenario, or * for either."""
+    """Return whether a user.conf sets `key` for this test's model and scenario, or for *."""
     keys = {line.partition("=")[0].strip() for line in text.splitlines()}
     return any(
         f"{model}.{scenario}.{key}" in keys
@@ -238,24 +243,24 @@ def _lines(section: str, values: Mapping[str, float]) -> str:
 
 
 def _without_a_workload(text: str, config: LoadGenConfig, n_samples: int) -> dict[str, float]:
-    """Return the values of a test without an MLPerf workload that the user's file, in `text`, leaves open.
+    """Return the defaults of a test without an MLPerf workload, for keys that `text` does not set.
 
-    Each sample once, or as many as early stopping needs; token latencies are measured, without limits.
-    LoadGen has others for every model, but they are the benchmarks'.
+    The test issues each sample once, or as many samples as early stopping needs. Token latencies are measured
+    without limits. LoadGen's own defaults are for the benchmarks.
     """
     values: dict[str, float] = {
         "min_duration": 0,
-        "min_query_count": max(n_samples, _LEAST_QUERIES.get(config.scenario) or 0),
+        "min_query_count": max(n_samples, _MIN_QUERIES.get(config.scenario) or 0),
     }
     if config.scenario == "Server":
         values |= dict.fromkeys(("ttft_latency", "tpot_latency", "target_latency"), NO_LIMIT_MS)
-    left = {key: value for key, value in values.items() if not _is_set(text, config, key)}
-    return left | {"use_token_latencies": int(config.scenario != "Offline")}
+    unset = {key: value for key, value in values.items() if not _is_set(text, config, key)}
+    return unset | {"use_token_latencies": int(config.scenario != "Offline")}
 
 
 @about("user_conf")
 def _user_lines(file: Path) -> str:
-    """Return the text of a user's user.conf, checked: LoadGen ignores unknown keys."""
+    """Read and check a user's user.conf, because LoadGen ignores unknown keys."""
     text = read_text(str(file), "--user_conf ")
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -264,19 +269,19 @@ def _user_lines(file: Path) -> str:
         match = _LINE.fullmatch(line.strip())
         if match is None:
             raise ConfigError(f"{where}: {line.strip()!r} is not 'model.scenario.key = number'")
-        _, _, rest = match["key"].partition(".")
+        _, _, after_model = match["key"].partition(".")
         scenario, _, key = match["key"].rpartition(".")
         scenario = scenario.rpartition(".")[2]
-        if not rest or scenario not in _SCENARIOS:
+        if not after_model or scenario not in _SCENARIOS:
             raise ConfigError(
                 f"{where}: {scenario or match['key']} is not a scenario{nearest(scenario, _SCENARIOS)}:"
                 f" {', '.join(_SCENARIOS)}"
             )
         if key not in _KEYS and key not in _WITHOUT_EFFECT:
             raise ConfigError(f"{where}: LoadGen takes no {key} from a user.conf{nearest(key, _KEYS)}")
-        whole = key not in _FRACTIONAL or (key, scenario) == ("target_latency", "Server")
-        if not _WHOLE.fullmatch(match["value"]) and (whole or not _DECIMAL.fullmatch(match["value"])):
-            number_of = "a whole number" if whole else "a number"
+        is_integer = key not in _FRACTIONAL or (key, scenario) == ("target_latency", "Server")
+        if not _INTEGER.fullmatch(match["value"]) and (is_integer or not _DECIMAL.fullmatch(match["value"])):
+            number_of = "a whole number" if is_integer else "a number"
             raise ConfigError(
                 f"{where}: {match['value']} is not {number_of} of at least 0, which {key} takes"
             )

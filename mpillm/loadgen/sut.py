@@ -33,7 +33,7 @@ class LoadGenTest:
     def __init__(
         self, settings: Any, n_samples: int, directory: Path, audit_conf: str, loop: EventLoop
     ) -> None:
-        """`loop`: the main thread's, which is told whenever `issued` or `finished` has changed."""
+        """`loop`: the main thread's event loop, woken by changes of `issued` or `finished`."""
         self.issued: deque[Query] = deque()
         self.finished = False
         self.error: BaseException | None = None
@@ -42,28 +42,28 @@ class LoadGenTest:
         )
         self._loop = loop
         self._arguments = (settings, log_settings(directory), audit_conf)
-        # Fast: it passes on plain numbers, not an object for each sample.
+        # The fast variant passes plain numbers instead of an object for each sample.
         self._sut = lg.ConstructFastSUT(self._issue, lambda: None)
         # The data set stays in memory for the whole run: there is nothing to load or unload.
         self._qsl = lg.ConstructQSL(n_samples, n_samples, lambda indices: None, lambda indices: None)
         self._thread = threading.Thread(target=self._run, name="mpillm-loadgen", daemon=True)
 
     def start(self) -> None:
-        """Start the test; `finished` is set when it has ended."""
+        """Start the test. `finished` becomes True at its end."""
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self._thread.start()
 
     def first_tokens(self, responses: list[Any]) -> None:
-        """Tell LoadGen the first tokens of samples."""
+        """Report the first tokens of samples to LoadGen."""
         lg.FirstTokenComplete(responses)
 
     def complete(self, responses: list[Any]) -> None:
-        """Tell LoadGen the answers of samples; when this returns, it has copied what it keeps."""
+        """Report the answers of samples to LoadGen, which copies the tokens before this returns."""
         lg.QuerySamplesComplete(responses)
 
     def _issue(self, ids: list[int], indices: list[int]) -> None:
         self.issued.append(Query(np.array(ids, np.uint64), np.array(indices, np.int64), time.perf_counter()))
-        # Many samples are the main thread's: LoadGen's has more queries to issue.
+        # The main thread handles several samples, because LoadGen's thread must issue further queries.
         (self._loop.run_inline_or_wake if len(ids) == 1 else self._loop.wake)()
 
     def _run(self) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpillm.report.request_log import tpot_s
-from mpillm.workloads.early_stopping import SERVER_PERCENTILE, most_late
+from mpillm.workloads.early_stopping import SERVER_PERCENTILE, max_late
 
 _SECONDS: dict[str, Callable[[NDArray[np.void]], NDArray[Any]]] = {
     "ttft": lambda rows: rows["ttft"],
@@ -40,5 +40,5 @@ def goodput(rows: NDArray[np.void], limits: Mapping[str, float], seconds: float)
         "limits_ms": dict(limits),
         "good_requests_per_second": round(good(rows, limits) / seconds, 4) if seconds > 0 else 0.0,
         "late": late(rows, limits),
-        "late_allowed": max(0, most_late(len(rows), SERVER_PERCENTILE)),
+        "late_allowed": max(0, max_late(len(rows), SERVER_PERCENTILE)),
     }

@@ -46,7 +46,7 @@ from mpillm.roles.role import Role
 from mpillm.runtime.join import Planned, Prepared, prepare
 from mpillm.runtime.run_session import announced, opened
 from mpillm.runtime.serve_session import ServeSession
-from mpillm.workloads.rounds import allows_guesses
+from mpillm.workloads.rounds import allows_speculation
 
 _ASK_S = 30.0
 # What the run's own endpoint has counted, beside the client's figures.
@@ -217,7 +217,7 @@ class HarnessSession(ServeSession):
         workload = config.workload
         rules = {
             "reuse_allowed": config.enable_kv_cache_reuse,
-            "speculation_forbidden": workload is not None and not allows_guesses(workload),
+            "speculation_forbidden": workload is not None and not allows_speculation(workload),
         }
         if checks := server_checks(result, **rules):
             result["server_checks"] = checks

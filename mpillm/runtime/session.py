@@ -34,7 +34,7 @@ from mpillm.roles.harness import Harness, Sampling, Totals
 from mpillm.roles.role import Role
 from mpillm.runtime.join import Planned, Prepared, prepare
 from mpillm.runtime.run_session import RunSession, announced, opened
-from mpillm.workloads.rounds import allows_guesses
+from mpillm.workloads.rounds import allows_speculation
 
 _log = logging.getLogger(__name__)
 _PROGRESS_S = 0.1
@@ -163,7 +163,7 @@ class Session(RunSession):
         workload = self._config.workload
         rules = {
             "reuse_allowed": self._config.enable_kv_cache_reuse,
-            "speculation_forbidden": workload is not None and not allows_guesses(workload),
+            "speculation_forbidden": workload is not None and not allows_speculation(workload),
         }
         if checks := server_checks(result, **rules):
             result["server_checks"] = checks

@@ -24,7 +24,7 @@ from mpillm.options.disagg_values import (
 from mpillm.options.disagg_yaml import ROLE_SECTIONS
 from mpillm.options.run_config import RunConfig
 from mpillm.programs.servers.kinds import kind_of
-from mpillm.workloads.rounds import why_no_guesses
+from mpillm.workloads.rounds import speculation_rule
 
 
 def check_yaml(config: RunConfig) -> list[str]:
@@ -150,7 +150,7 @@ def _check_guesses(config: RunConfig) -> None:
     """Raise ConfigError if tokens are guessed for a workload whose rules forbid it."""
     each = config.sections.values() or [config]
     if config.workload is not None and any(section.speculative_config for section in each):
-        why = f"--speculative_config: {why_no_guesses(config.workload)}; leave out --benchmarks, or this"
+        why = f"--speculative_config: {speculation_rule(config.workload)}; leave out --benchmarks, or this"
         raise ConfigError(why, about=["speculative_config"])
 
 

@@ -1,4 +1,4 @@
-"""The MLPerf Inference LLM workloads: all that is known of each, names, `tiny` forms, early stopping."""
+"""The MLPerf Inference LLM workloads: their properties, names, `tiny` forms, and early stopping."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ TARGETS = {"-99": 0.99, "-99.9": 0.999}
 
 
 def get(name: str, scale: str = "full") -> Workload:
-    """Return the workload of this name, in full or ``tiny``; ConfigError names the nearest match."""
+    """Return a workload by name, in full or ``tiny``. Raises ConfigError with the nearest name."""
     if name not in WORKLOADS:
         raise ConfigError(f"there is no workload {name}{nearest(name, WORKLOADS)}")
     return WORKLOADS[name] if scale == "full" else tiny(WORKLOADS[name])
 
 
 def accuracy_of(benchmark: str) -> tuple[str, float | None]:
-    """Return the workload that a name means, and its accuracy target, if it has one: llama2-70b-99.9."""
+    """Return the workload and the accuracy target, if any, of a name such as llama2-70b-99.9."""
     for suffix, target in TARGETS.items():
         if benchmark.endswith(suffix):
             return benchmark.removesuffix(suffix), target
@@ -27,7 +27,7 @@ def accuracy_of(benchmark: str) -> tuple[str, float | None]:
 
 
 def plain_form(name: str) -> str:
-    """Return the name of the workload of which this one is the interactive form, or `name` itself."""
+    """Return the plain form's name of an interactive workload; otherwise `name` itself."""
     return (name in WORKLOADS and WORKLOADS[name].interactive_of) or name
 
 

@@ -1,12 +1,15 @@
-"""The MLPerf Inference LLM workloads. One `Workload(…)` is all that mpillm knows of a benchmark.
+"""The MLPerf Inference LLM workloads. One `Workload(…)` has all properties of a benchmark.
 
-Sources, all in mlcommons/inference (August 2026): ``language/<workload>/README.md`` (models, data sets,
-reference accuracy), ``SUT.py``, ``SUT_VLLM.py`` and deepseek-r1's ``utils/backend_registry.py`` there (how
-answers are generated), ``dataset.py`` and ``evaluate-accuracy.py`` there (columns, scores),
-``loadgen/mlperf.conf`` (LoadGen's names of the models), and
-``tools/submission/submission_checker/constants.py`` (rounds v6.0 and v6.1: targets, limits, scenarios).
-Draft heads: appendix Speculative Decoding of mlcommons/inference_policies, ``inference_rules.adoc`` there.
-LoadGen itself brings latency limits, sample counts and durations, in the mlperf.conf inside it.
+Sources in mlcommons/inference (August 2026):
+
+- ``language/<workload>/README.md``: models, data sets, reference accuracy
+- ``SUT.py``, ``SUT_VLLM.py`` and deepseek-r1's ``utils/backend_registry.py`` there: generation of answers
+- ``dataset.py`` and ``evaluate-accuracy.py`` there: columns, scores
+- ``loadgen/mlperf.conf``: LoadGen's names of the models
+- ``tools/submission/submission_checker/constants.py``: rounds v6.0 and v6.1 with targets, limits, scenarios
+
+Draft heads: ``inference_rules.adoc`` in mlcommons/inference_policies, appendix Speculative Decoding.
+LoadGen's own mlperf.conf has latency limits, sample counts and durations.
 """
 
 from __future__ import annotations
@@ -95,7 +98,7 @@ LLAMA3_1_405B = Workload(
     n_samples=8313,
     max_input_len=20000,
     max_output_len=2000,
-    # Of the model's generation_config.json, as the reference's vLLM reads it.
+    # From the model's generation_config.json, which the reference's vLLM reads.
     end_ids=(128001, 128008, 128009),
     accuracy=Accuracy(
         metric="long_context",
@@ -207,7 +210,7 @@ GPT_OSS_120B = Workload(
     max_output_len=10240,
     end_ids=(200002, 199999, 200012),  # <|return|>, <|endoftext|>, <|call|>
     sampling={"temperature": 1.0, "top_p": 1.0, "top_k": 0},
-    loadgen={"Offline": {"min_query_count": 6396}},  # mlperf.conf has none, and the checker asks for it
+    loadgen={"Offline": {"min_query_count": 6396}},  # missing in mlperf.conf, but the checker requires it
     compliance=("TEST07", "TEST09"),
     accuracy_samples=4395,
     accuracy_output_len=32768,

@@ -1,7 +1,7 @@
-"""The rounds of MLPerf Inference, and in which of them a workload counts.
+"""The rounds of MLPerf Inference, and the workloads that count in each.
 
-The seeds are those of ``loadgen/mlperf.conf`` in mlcommons/inference; between these two rounds nothing
-else in it changed for the workloads here. Which benchmark a round has is in its `Workload`.
+The seeds come from ``loadgen/mlperf.conf`` in mlcommons/inference. For these workloads, the two rounds differ
+only in the seeds there. `Workload` has the rounds of each benchmark.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mpillm.workloads.workload import Workload
 
 @dataclass(frozen=True)
 class Round:
-    """A round of MLPerf Inference. A run belongs to the round whose seeds it had."""
+    """A round of MLPerf Inference. A run belongs to the round with its seeds."""
 
     name: str  # the submission checker's
     seeds: tuple[int, int, int]  # qsl, sample index, schedule
@@ -28,28 +28,28 @@ ROUNDS = (  # the newest first
 
 
 def round_named(name: str) -> Round:
-    """Return the round of this name, which is one of `ROUNDS`."""
+    """Return a round of `ROUNDS` by name."""
     return next(r for r in ROUNDS if r.name == name)
 
 
 def round_of(seeds: tuple[object, ...]) -> Round | None:
-    """Return the round with these seeds (qsl, sample index, schedule); None if none known here has them."""
+    """Return the round with these seeds (qsl, sample index, schedule), or None."""
     return next((r for r in ROUNDS if r.seeds == seeds), None)
 
 
 def round_of_client(sample_index: object, schedule: object) -> Round | None:
-    """Do as `round_of`, of a client that draws all of the data set, so that it has no seed for that."""
+    """Return the round of a load client, which uses the whole data set and so has no qsl seed."""
     return next((r for r in ROUNDS if r.seeds[1:] == (sample_index, schedule)), None)
 
 
-def allows_guesses(workload: Workload) -> bool:
-    """Return whether `workload` may be computed with speculative decoding, by the head that it names."""
+def allows_speculation(workload: Workload) -> bool:
+    """Return whether the rules allow speculative decoding for `workload`, with its `draft_head`."""
     return bool(workload.interactive_of and workload.submission.draft_head)
 
 
-def why_no_guesses(workload: Workload) -> str:
-    """Return why our engine may not compute `workload` with speculative decoding: the rules' reason."""
-    if allows_guesses(workload):
+def speculation_rule(workload: Workload) -> str:
+    """Return the rule that forbids speculative decoding in mpillm's engine for `workload`."""
+    if allows_speculation(workload):
         head = workload.submission.draft_head
         return f"MLPerf's rules allow {workload.name} speculative decoding with {head} only"
     return (
@@ -59,7 +59,7 @@ def why_no_guesses(workload: Workload) -> str:
 
 
 def why_not(workload: Workload, accuracy_target: float, name: str) -> str:
-    """Return why a result of `workload` does not count in round `name`; "" if it does."""
+    """Return the reason why a result of `workload` does not count in round `name`; empty if it counts."""
     rounds = workload.submission.rounds
     benchmarks = rounds.get(name, ())
     if workload.benchmark(accuracy_target) in benchmarks:

@@ -1,9 +1,8 @@
-"""``--model_scale tiny``: a workload small enough for any machine, run by the code of the full one.
+"""``--model_scale tiny``: a workload for any machine that runs the code of the full workload.
 
-The model is a preset with random weights; the data set is generated, in the published format; LoadGen's
-sample count and duration are reduced through settings that it records. Everything else is the benchmark's:
-LoadGen's name of the model and so its latency limits, the loader, the handling of end and stop tokens, the
-columns.
+The model is a preset with random weights. The data set is generated in the published format. LoadGen records
+the reduced sample count and duration. Everything else equals the benchmark: LoadGen's name of the model, and
+so its latency limits, the loader, the handling of end and stop tokens, and the columns.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _QUERIES = queries_needed(SERVER_PERCENTILE)
 
 
 def tiny(workload: Workload) -> Workload:
-    """Return `workload` scaled down, as its `scaled` says; `data.tiny_dataset` makes its data set."""
+    """Return a scaled-down workload. `data.tiny_dataset` writes its data set."""
     model = workload.tiny_model
     small = replace(
         workload,
@@ -44,7 +43,7 @@ def tiny(workload: Workload) -> Workload:
     return replace(
         small,
         scaled=f"model {model} with random weights instead of {workload.hf_model},"
-        f" {small.n_samples} made samples instead of {workload.n_samples},"
+        f" {small.n_samples} generated samples instead of {workload.n_samples},"
         f" prompts to {small.max_input_len} tokens instead of {workload.max_input_len},"
         f" answers to {small.max_output_len} instead of {workload.max_output_len},"
         f" token ids below {_VOCAB_SIZE};"

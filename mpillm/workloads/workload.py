@@ -1,4 +1,4 @@
-"""What a workload is: one record, which every other room reads."""
+"""The record of a workload, the only source of its properties for all other packages."""
 
 from __future__ import annotations
 
@@ -7,67 +7,64 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Metric = Literal["rouge", "openorca_gsm8k_mbxp", "long_context", "by_reference"]
-"""How answers are scored: the names of the functions in `mpillm.submission.scores`."""
+"""Scoring method: name of a function in `mpillm.submission.scores`."""
 
 FORM = "-interactive"
-"""The end of an interactive form's names, NVIDIA's and LoadGen's alike."""
+"""Suffix of an interactive form's names in NVIDIA's harness and LoadGen."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The names of a published data frame's columns."""
+    """Names of columns in a published data frame."""
 
     tokens: str = "tok_input"
-    lengths: str | None = None  # of `tokens`, as a check
-    stop_words: str | None = None  # as tokens; a sample with only the end token has none
-    references: tuple[str, ...] = ()  # which answers are scored against
+    lengths: str | None = None  # lengths of `tokens`, for a check
+    stop_words: str | None = None  # tokens; a sample with only the end token has no stop word
+    references: tuple[str, ...] = ()  # reference answers
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How a benchmark is scored.
+    """Scoring rules of a benchmark.
 
-    A score must reach its reference times the accuracy target; the answers' length must be within bounds.
+    A score must reach its reference times the accuracy target. The answers' length must be within bounds.
     """
 
     metric: Metric
-    references: Mapping[str, float]  # by the scores' names
-    length: str  # the name of the score that bounds it: tokens_per_sample, gen_len (characters of all)
-    bounds: tuple[float, float]  # least and most
-    evaluator: str = ""  # by_reference: the script in mlcommons/inference whose output has the scores
+    references: Mapping[str, float]  # by score
+    length: str  # name of the length score: tokens_per_sample, or gen_len (characters of all answers)
+    bounds: tuple[float, float]  # minimum and maximum
+    evaluator: str = ""  # by_reference: the script in mlcommons/inference that prints the scores
 
 
 @dataclass(frozen=True)
 class LatencyLimits:
-    """The latencies that the submission checker allows a Server run."""
+    """The submission checker's latency limits for a Server run."""
 
     ttft_ms: float
     tpot_ms: float
-    target_ms: float  # of a whole answer, if user.conf sets one
+    target_ms: float  # for a whole answer, if user.conf sets a limit
 
 
 @dataclass(frozen=True)
 class Submission:
-    """What the submission checker has of a benchmark."""
+    """The submission checker's rules for a benchmark."""
 
-    rounds: Mapping[str, tuple[str, ...]]  # its names of the benchmark, by round
-    limits: LatencyLimits  # of Server; of LoadGen's runs those of Interactive, too
+    rounds: Mapping[str, tuple[str, ...]]  # the checker's names of the benchmark, by round
+    limits: LatencyLimits  # for Server, and for Interactive in LoadGen's runs
     scenarios: tuple[tuple[str, ...], ...]  # a closed datacenter submission needs one of each
-    # The only head that its interactive form may guess tokens with (speculative decoding); "": none
-    draft_head: str = ""
-    two_targets: bool = False  # accuracy targets of 99 % and 99.9 %: its names contain the target
-    interactive: LatencyLimits | None = (
-        None  # of Interactive, in results of MLCommons' client; None: it has none
-    )
+    draft_head: str = ""  # the only draft head that the interactive form may use; empty: none
+    two_targets: bool = False  # accuracy targets of 99 % and 99.9 %; the names contain the target
+    interactive: LatencyLimits | None = None  # for Interactive in results of MLCommons' client
 
     def limits_of(self, scenario: str) -> LatencyLimits:
-        """Return the limits of a run of MLCommons' client."""
+        """Return the limits of a run with MLCommons' client."""
         return self.interactive or self.limits if scenario == "Interactive" else self.limits
 
 
 @dataclass(frozen=True)
 class Endpoints:
-    """How MLPerf Endpoints names a workload, and the data set that its points are measured with."""
+    """MLPerf Endpoints' names of a workload and of its data set."""
 
     model: str
     dataset: str
@@ -77,18 +74,18 @@ class Endpoints:
 
 @dataclass(frozen=True)
 class Workload:
-    """One benchmark. Lengths are in tokens."""
+    """A benchmark. Lengths are in tokens."""
 
     name: str
-    aliases: tuple[str, ...]  # NVIDIA's and LoadGen's names of it
+    aliases: tuple[str, ...]  # NVIDIA's and LoadGen's names
     members: tuple[str, ...]  # names in `Benchmark`, for a configuration in Python
-    loadgen_model: str  # as mlperf.conf names it
-    hf_model: str  # its name on Hugging Face
+    loadgen_model: str  # name in mlperf.conf
+    hf_model: str  # name on Hugging Face
     architecture: str  # in its config.json
     model_path: str  # default folder, or a preset
-    tensor_parallelism: int  # fewest GPUs of 141 GB that hold its weights in bf16, as a power of two
+    tensor_parallelism: int  # minimum GPUs of 141 GB for its weights in bf16, as a power of two
     dataset_path: str  # default: NVIDIA's folders
-    frame_file: str  # MLCommons' name of its data frame
+    frame_file: str  # MLCommons' name of the data frame
     columns: Columns
     n_samples: int
     max_input_len: int
@@ -97,22 +94,22 @@ class Workload:
     accuracy: Accuracy
     submission: Submission
     tiny_model: str  # the preset of --model_scale tiny
-    tiny_divisor: int  # of a prompt's length there
+    tiny_divisor: int  # divides the prompts' lengths
     min_output_len: int = 1
-    stop_words: tuple[tuple[int, ...], ...] = ()  # as tokens; the data set says which samples have one
+    stop_words: tuple[tuple[int, ...], ...] = ()  # tokens; the data set assigns them to samples
     scenarios: tuple[str, ...] = ("Offline", "Server")
     sampling: Mapping[str, float] = field(default_factory=dict)  # options; empty: answers are greedy
-    compliance: tuple[str, ...] = ("TEST06",)  # the tests that the closed division asks for
-    # If an accuracy run has a data set of its own: its samples, and the longest answer there.
+    compliance: tuple[str, ...] = ("TEST06",)  # tests that the closed division requires
+    # If an accuracy run has another data set: its samples, and the maximum output length.
     accuracy_samples: int | None = None
     accuracy_output_len: int | None = None
-    endpoints: Endpoints | None = None  # if MLPerf Endpoints has it
-    interactive_of: str = ""  # the workload of which this is the interactive form
+    endpoints: Endpoints | None = None  # None: not in MLPerf Endpoints
+    interactive_of: str = ""  # name of the plain form, if this is an interactive form
     loadgen: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # options, by scenario
-    scaled: str = ""  # what is smaller than in the benchmark; empty: nothing
+    scaled: str = ""  # differences from the full benchmark; empty: none
 
     def benchmark(self, accuracy_target: float) -> str:
-        """Return the submission checker's name of it, which for some contains the accuracy target."""
+        """Return the submission checker's name; for some benchmarks it contains the accuracy target."""
         name = self.interactive_of or self.name
         return f"{name}-{100 * accuracy_target:g}" if self.submission.two_targets else name
 
@@ -122,7 +119,7 @@ class Workload:
         return f"{self.name} (tiny)" if self.scaled else self.name
 
     def interactive(self) -> Workload:
-        """Return its interactive form: Server with stricter limits, a LoadGen model of its own."""
+        """Return the interactive form: Server with stricter limits, and another LoadGen model."""
         return replace(
             self,
             name=self.name + FORM,

@@ -20,7 +20,7 @@ from mpillm.experiments.advise.simulated_instances import (
 from mpillm.experiments.advise.simulated_slots import SlotInstance
 from mpillm.experiments.advise.simulator import At, Make, Simulation, System, latencies
 from mpillm.experiments.advise.step_times import ALONE, fit
-from mpillm.loadgen.issue_order import Issued
+from mpillm.loadgen.issue_order import IssueOrder
 from mpillm.loadgen.logs import quantile
 from mpillm.report.request_log import read_requests
 from mpillm.report.run_files import RunFiles
@@ -35,7 +35,7 @@ _UNBOUNDED = 1 << 40  # tokens of a KV cache that a core does not have
 class Load:
     """Load of a test: the samples that LoadGen issues, and their lengths by index in the data set."""
 
-    issued: Issued
+    issued: IssueOrder
     n_prompt: NDArray[np.int64]
     max_output: NDArray[np.int64]
 

@@ -36,7 +36,7 @@ def samples_per_second(n: int, n_tokens: int, *, fast: bool) -> float:
         answered_at = time.perf_counter()
 
     values = {"min_query_count": n, "min_duration": 0}
-    settings = load_settings(LoadGenConfig("Offline", "PerformanceOnly", given=values), _DATASET)
+    settings = load_settings(LoadGenConfig("Offline", "PerformanceOnly", explicit=values), _DATASET)
     construct, destroy, called = (
         (lg.ConstructFastSUT, lg.DestroyFastSUT, issue_numbers)
         if fast

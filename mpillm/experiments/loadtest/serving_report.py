@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpillm.experiments.loadtest.load_test import Record
-from mpillm.workloads.early_stopping import SERVER_PERCENTILE, most_late, queries_needed
+from mpillm.workloads.early_stopping import SERVER_PERCENTILE, max_late, queries_needed
 
 _TITLES = {
     "ttft": ("TTFT", "Time to First Token"),
@@ -86,7 +86,7 @@ def judged(records: Sequence[Record], limits_ms: Mapping[str, float]) -> dict[st
         name: sum(bool(one.error) or times[name](one) > limit / 1e3 for one in records)
         for name, limit in limits_ms.items()
     }
-    allowed = max(0, most_late(len(records), SERVER_PERCENTILE))
+    allowed = max(0, max_late(len(records), SERVER_PERCENTILE))
     met = all(count <= allowed for count in late.values())
     return {"limits_ms": dict(limits_ms), "late": late, "late_allowed": allowed, "limits_met": met}
 

@@ -13,7 +13,7 @@ from mpillm.experiments.advise.planning import plan_of
 from mpillm.experiments.advise.prediction import Load, predict, with_steps_of
 from mpillm.experiments.advise.simulated_slots import SlotTimes
 from mpillm.experiments.advise.step_times import ALONE, CoreSharing, LinearTime, StepTimes
-from mpillm.loadgen.issue_order import Issued
+from mpillm.loadgen.issue_order import IssueOrder
 from mpillm.report.request_log import RECORD
 from mpillm.report.run_directory import REQUESTS
 from mpillm.report.run_files import RunFiles
@@ -22,7 +22,7 @@ from mpillm.telemetry.recorder import StepSums
 N, TOKENS = 64, 16
 TIMES = StepTimes((1, 4), (2e-3, 3e-3), (1e-3, 1e-5, 0.0, 1e-6))
 SLOWER = TIMES.scaled(1.4)
-LOAD = Load(Issued(np.arange(N), np.zeros(N)), np.full(N, 20), np.full(N, TOKENS))
+LOAD = Load(IssueOrder(np.arange(N), np.zeros(N)), np.full(N, 20), np.full(N, TOKENS))
 
 
 def costs(times: StepTimes, contexts: int) -> dict[str, list[float]]:

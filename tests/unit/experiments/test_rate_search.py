@@ -18,7 +18,7 @@ from mpillm.loadgen.forecast import arrivals
 from mpillm.options.options import parse_run
 from mpillm.report.arrivals import queue_slope
 from mpillm.report.request_log import RECORD
-from mpillm.workloads.early_stopping import most_late, queries_needed
+from mpillm.workloads.early_stopping import max_late, queries_needed
 
 SEED = 16159082839903944936  # of round v6.1
 
@@ -47,7 +47,7 @@ class Queue:
         rows = self.records(rate, 120 if full else 12)
         late = int((rows["ttft"] > self.limit_s).sum())
         ended = float((rows["issued"] + rows["latency"]).max())
-        return RateTrial(rate, full, late <= most_late(len(rows), 0.99), f"{late} late", len(rows) / ended)
+        return RateTrial(rate, full, late <= max_late(len(rows), 0.99), f"{late} late", len(rows) / ended)
 
 
 @pytest.mark.parametrize(
@@ -111,17 +111,17 @@ def test_a_run_that_fails_ends_the_search() -> None:
 def test_most_late_is_the_inverse_of_queries_needed() -> None:
     for late in range(25):
         needed = queries_needed(0.99, late)
-        assert needed is not None and (most_late(needed, 0.99), most_late(needed - 1, 0.99)) == (
+        assert needed is not None and (max_late(needed, 0.99), max_late(needed - 1, 0.99)) == (
             late,
             late - 1,
         )
-    assert 49_000 < most_late(5_000_000, 0.99) < 50_000  # no overflow
+    assert 49_000 < max_late(5_000_000, 0.99) < 50_000  # no overflow
 
 
 def test_too_many_late_ones_are_hopeless_and_one_fewer_are_not() -> None:
     rows = np.zeros(100, RECORD)
     rows["issued"], rows["ttft"] = np.arange(100) / 10, 0.1
-    allowed = most_late(1000, 0.99)
+    allowed = max_late(1000, 0.99)
     rows["ttft"][:allowed] = 2.0
     assert hopeless(rows, {"ttft": 1000}, 1000, 10.0) == ""
     rows["ttft"][: allowed + 1] = 2.0

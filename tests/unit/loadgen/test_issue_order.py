@@ -7,7 +7,7 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm.loadgen.forecast import arrivals
-from mpillm.loadgen.issue_order import Issued, issue_order
+from mpillm.loadgen.issue_order import IssueOrder, issue_order
 from mpillm.loadgen.settings import LoadGenConfig, LoadGenSettings, load_settings
 from mpillm.options.options import parse_run
 
@@ -22,7 +22,7 @@ def settings(*words: str) -> LoadGenSettings:
     return made
 
 
-def order(*words: str) -> Issued:
+def order(*words: str) -> IssueOrder:
     return issue_order(settings(*words), N_SAMPLES)
 
 
