@@ -356,15 +356,15 @@ class TorchCore(LLMCore):
         return Credits(2 * self.config.engine.scheduler.max_batch_size, n_caches * self.info.kv_cache_tokens)
 
     def enqueue(self, requests: Batch) -> None:
-        self.enqueue_special(requests, {})
+        self.enqueue_with_extras(requests, {})
 
     @property
-    def takes_special(self) -> bool:
+    def takes_extras(self) -> bool:
         return self.info.layout.pp_size == 1
 
     @property
     def takes_adapters(self) -> bool:
-        return self.takes_special and self.config.engine.gpu_bytes is None
+        return self.takes_extras and self.config.engine.gpu_bytes is None
 
     def make_adapter(self, weights: NDArray[Any], config: NDArray[np.int32]) -> Adapter:
         from mpillm.engine.extras.lora import Adapter
@@ -372,22 +372,22 @@ class TorchCore(LLMCore):
         assert self.worker is not None
         return Adapter(weights, config, self.info.config, self.worker.part.dtype, self.info.layout)
 
-    def enqueue_special(self, requests: Batch, specials: Mapping[int, RequestExtras]) -> None:
+    def enqueue_with_extras(self, requests: Batch, extras_by_id: Mapping[int, RequestExtras]) -> None:
         from mpillm.engine.refusal import refusal
 
         offsets = requests.offsets()
         for i, row in enumerate(requests.rows):
             sequence = new_sequence(row, requests.tokens[offsets[i] : offsets[i + 1]])
-            special = specials.get(sequence.id) if specials else None
-            if special is not None:
-                sequence.extras, sequence.salt = special, special.salt
+            extras = extras_by_id.get(sequence.id) if extras_by_id else None
+            if extras is not None:
+                sequence.extras, sequence.salt = extras, extras.salt
             why = refusal(sequence, self.info, self.engine.config)
             if why is None:
                 self.engine.add(sequence)
             else:
                 _log.error("request %d: %s", sequence.id, why)
-                if special is not None:
-                    special.error = why
+                if extras is not None:
+                    extras.error = why
                 self._refused.append(sequence.id)
 
     def cancel(self, ids: Iterable[int]) -> None:

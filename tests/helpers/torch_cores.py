@@ -109,11 +109,11 @@ def answer(core: TorchCore, batch: Batch) -> Tokens:
     return answers.tokens()
 
 
-def answer_specials(
-    core: TorchCore, prompts: Tokens, specials: dict[int, RequestExtras], max_output: int, **fields: Any
+def answer_with_extras(
+    core: TorchCore, prompts: Tokens, extras_by_id: dict[int, RequestExtras], max_output: int, **fields: Any
 ) -> Tokens:
     """Return the answers to prompts, some of which ask for what plain requests can't."""
-    core.enqueue_special(make_batch(prompts, max_output=max_output, **fields), specials)
+    core.enqueue_with_extras(make_batch(prompts, max_output=max_output, **fields), extras_by_id)
     whole: dict[int, list[int]] = {}
     while len(whole) < len(prompts):
         for row in (core.poll_responses() or make_batch([])).split():

@@ -32,7 +32,7 @@ from mpillm.engine.shape.engine_config import EngineConfig, SchedulerConfig
 from mpillm.files import excerpt
 from mpillm.triton.models.engine_metrics import EngineMetrics
 from mpillm.triton.models.engine_ranks import join, make_core
-from mpillm.triton.models.engine_thread import EngineResponse, EngineThread, TakesSpecial
+from mpillm.triton.models.engine_thread import EngineResponse, EngineThread, TakesExtras
 from mpillm.triton.models.requests import PromptRequest, RequestError, Tensors, read
 from mpillm.triton.parameters import text_parameter, unused_parameters
 
@@ -174,11 +174,11 @@ class TritonPythonModel:
             self._engine.submit(opened.responses)
 
     def _read(self, tensors: Tensors) -> PromptRequest:
-        can = self._core if isinstance(self._core, TakesSpecial) else None
+        can = self._core if isinstance(self._core, TakesExtras) else None
         return read(
             tensors,
             self._exclude_input,
-            takes_special=can is not None and can.takes_special,
+            takes_extras=can is not None and can.takes_extras,
             max_beam_width=self._max_beam_width,
             find_adapter=self._adapter if can is not None and can.takes_adapters else None,
         )
@@ -186,7 +186,7 @@ class TritonPythonModel:
     def _adapter(self, task_id: int, weights: NDArray[Any] | None, config: NDArray[Any] | None) -> Adapter:
         def make() -> Adapter:
             assert weights is not None and config is not None
-            assert isinstance(self._core, TakesSpecial)
+            assert isinstance(self._core, TakesExtras)
             return self._core.make_adapter(weights, config)
 
         try:
@@ -300,8 +300,8 @@ class _OpenRequest:
             "cum_log_probs": sums,
             "output_log_probs": log_probs,
         }
-        if request.special is not None:
-            outputs |= _logits(request.special, new)
+        if request.extras is not None:
+            outputs |= _logits(request.extras, new)
         if request.num_input_tokens:
             outputs["num_input_tokens"] = np.array([[len(request.prompt)]], np.int32)
         if request.num_output_tokens:
@@ -309,12 +309,12 @@ class _OpenRequest:
         return outputs
 
 
-def _logits(special: RequestExtras, new: slice) -> dict[str, Any]:
+def _logits(extras: RequestExtras, new: slice) -> dict[str, Any]:
     """Return requested logits: of the prompt (in each response, like TensorRT-LLM), and of `new` tokens."""
     logits = {}
-    if special.keeps_context_logits and special.context_logits:
-        logits["context_logits"] = np.concatenate(special.context_logits)[None]
-    if special.keeps_generation_logits:
-        rows = special.generation_logits[new]
+    if extras.keeps_context_logits and extras.context_logits:
+        logits["context_logits"] = np.concatenate(extras.context_logits)[None]
+    if extras.keeps_generation_logits:
+        rows = extras.generation_logits[new]
         logits["generation_logits"] = np.array([[rows]], np.float32)
     return logits

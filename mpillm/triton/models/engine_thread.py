@@ -73,10 +73,10 @@ class EngineResponse:
 
     def beams(self) -> list[tuple[list[int], list[float], float]]:
         """Return tokens, log probabilities and their sum of each beam, best first; [] without beam search."""
-        special = self.request.special
-        if special is None or special.beams is None:
+        extras = self.request.extras
+        if extras is None or extras.beams is None:
             return []
-        return [(beam.tokens, beam.logprobs, beam.sum) for beam in special.beams.answers()]
+        return [(beam.tokens, beam.logprobs, beam.sum) for beam in extras.beams.answers()]
 
     def send(self, is_final: bool, error: str = "") -> None:
         """Pass on the new tokens, if the request streams or this is the end."""
@@ -88,18 +88,18 @@ class EngineResponse:
 
 
 @runtime_checkable
-class TakesSpecial(Protocol):
+class TakesExtras(Protocol):
     """A core that accepts `RequestExtras`."""
 
     @property
-    def takes_special(self) -> bool:
-        """Whether `enqueue_special` works: not with pipeline parallelism. Known after `load`."""
+    def takes_extras(self) -> bool:
+        """Whether `enqueue_with_extras` works: not with pipeline parallelism. Known after `load`."""
 
     @property
     def takes_adapters(self) -> bool:
         """Whether `make_adapter` works: only on CPUs."""
 
-    def enqueue_special(self, requests: Batch, specials: Mapping[int, RequestExtras]) -> None:
+    def enqueue_with_extras(self, requests: Batch, extras_by_id: Mapping[int, RequestExtras]) -> None:
         """Enqueue requests, with the extras of some by id. Results are stored in the extras."""
 
     def make_adapter(self, weights: NDArray[Any], config: NDArray[np.int32]) -> Adapter:
@@ -199,10 +199,10 @@ class EngineThread:
             new = [self._mailbox.popleft() for _ in range(len(self._mailbox))]
             if new:
                 batch = self._batch(new)
-                specials = {one.id: one.request.special for one in new if one.request.special is not None}
-                if specials:
-                    assert isinstance(self.core, TakesSpecial)  # requests with extras are rejected otherwise
-                    self.core.enqueue_special(batch, specials)
+                extras_by_id = {one.id: one.request.extras for one in new if one.request.extras is not None}
+                if extras_by_id:
+                    assert isinstance(self.core, TakesExtras)  # requests with extras are rejected otherwise
+                    self.core.enqueue_with_extras(batch, extras_by_id)
                 else:
                     self.core.enqueue(batch)
             cancelled = [self._cancelled.popleft() for _ in range(len(self._cancelled))]
@@ -230,9 +230,7 @@ class EngineThread:
             row["max_output"], row["min_output"] = request.max_output, request.min_output
             row["temperature"], row["top_k"] = request.temperature, request.top_k
             row["top_p"], row["seed"] = request.top_p, request.seed
-            row["logprobs"] = request.log_probs and (
-                request.special is None or request.special.beam_width == 1
-            )
+            row["logprobs"] = request.log_probs and (request.extras is None or request.extras.beam_width == 1)
             row["generation"] = NO_INSTANCE
         return Batch(rows, np.array([token for a in responses for token in a.request.prompt], np.int32))
 
@@ -259,8 +257,8 @@ class EngineThread:
             if response.is_done:
                 continue
             if flags & ResponseFlag.ERROR:
-                special = response.request.special
-                response.send(True, special.error if special is not None and special.error else _REFUSED)
+                extras = response.request.extras
+                response.send(True, extras.error if extras is not None and extras.error else _REFUSED)
                 continue
             response.tokens = tokens if is_final else response.tokens + tokens
             if response.truncate() and not is_final:

@@ -113,7 +113,7 @@ class PromptRequest:
     num_input_tokens: bool = False  # include it in the response
     num_output_tokens: bool = False
     log_probs: bool = False
-    special: RequestExtras | None = None
+    extras: RequestExtras | None = None
 
 
 FindAdapter = Callable[[int, NDArray[Any] | None, NDArray[Any] | None], Adapter]
@@ -124,7 +124,7 @@ def read(
     tensors: Tensors,
     exclude_input: bool,
     *,
-    takes_special: bool = True,
+    takes_extras: bool = True,
     max_beam_width: int = 4,
     find_adapter: FindAdapter | None = None,
 ) -> PromptRequest:
@@ -132,7 +132,7 @@ def read(
 
     Args:
         exclude_input: Default of the input `exclude_input_in_output`.
-        takes_special: Whether the engine accepts extras (see `TakesSpecial`).
+        takes_extras: Whether the engine accepts extras (see `TakesExtras`).
         find_adapter: None if the engine does not accept adapters.
     """
     _check_supported(tensors)
@@ -160,28 +160,28 @@ def read(
     greedy = top_k == 1 or temperature == 0
     end_id = number("end_id", int, OWN_END)
     n_before_end = number("min_tokens", int, 0)
-    special, because = _special(tensors, temperature or 1.0)
-    if special is not None and not takes_special:
+    extras, because = _request_extras(tensors, temperature or 1.0)
+    if extras is not None and not takes_extras:
         raise RequestError(f"{because}: the embedded engine has it only without pipeline parallelism")
     task_id = number("lora_task_id", int, 0)
     if task_id or _has_value(tensors, "lora_weights"):
         if find_adapter is None:
             name = "lora_task_id" if task_id else "lora_weights"
             raise RequestError(f"{name}: the embedded engine has it only on CPUs, so far")
-        special = special or RequestExtras()
-        special.adapter = find_adapter(task_id, tensors.get("lora_weights"), tensors.get("lora_config"))
-    if n_before_end and end_id >= 0 and takes_special:
-        special = special or RequestExtras()
-        special.not_yet = (end_id,)
-    if special is not None and special.beam_width > 1:
-        if special.beam_width > max_beam_width:
+        extras = extras or RequestExtras()
+        extras.adapter = find_adapter(task_id, tensors.get("lora_weights"), tensors.get("lora_config"))
+    if n_before_end and end_id >= 0 and takes_extras:
+        extras = extras or RequestExtras()
+        extras.not_yet = (end_id,)
+    if extras is not None and extras.beam_width > 1:
+        if extras.beam_width > max_beam_width:
             raise RequestError(
-                f"beam_width {special.beam_width}: the model's max_beam_width is {max_beam_width}"
+                f"beam_width {extras.beam_width}: the model's max_beam_width is {max_beam_width}"
             )
         _check_beams(tensors, temperature, greedy=greedy)
-        special.length_penalty = number("len_penalty", float, special.length_penalty)
-        special.early_stopping = number("early_stopping", bool, special.early_stopping)
-        special.ends = None if end_id == OWN_END else (end_id,) if end_id >= 0 else ()
+        extras.length_penalty = number("len_penalty", float, extras.length_penalty)
+        extras.early_stopping = number("early_stopping", bool, extras.early_stopping)
+        extras.ends = None if end_id == OWN_END else (end_id,) if end_id >= 0 else ()
     return PromptRequest(
         prompt,
         max_output,
@@ -197,11 +197,11 @@ def read(
         number("return_num_input_tokens", bool, False),
         number("return_num_output_tokens", bool, False),
         number("return_log_probs", bool, False),
-        special,
+        extras,
     )
 
 
-def _special(tensors: Tensors, temperature: float) -> tuple[RequestExtras | None, str]:
+def _request_extras(tensors: Tensors, temperature: float) -> tuple[RequestExtras | None, str]:
     """Return a prompt's extras, and the name of an input that needs them. Raises RequestError."""
     values = {name: float(tensors[name].reshape(-1)[0]) for name in _SPECIAL if _has_value(tensors, name)}
     bad_words = word_list(tensors.get("bad_words_list"))

@@ -340,8 +340,8 @@ def tensors(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @fuzz(tensors(), st.booleans(), refused_by=RequestError, examples=200)
-def test_tensors_of_triton(_: Path, given: dict[str, Any], special: bool) -> None:
-    asked = read_tensors(given, False, takes_special=special)
+def test_tensors_of_triton(_: Path, given: dict[str, Any], extras: bool) -> None:
+    asked = read_tensors(given, False, takes_extras=extras)
     assert asked.prompt and asked.max_output >= 1
 
 

@@ -36,7 +36,7 @@ def test_what_is_said() -> None:
         exclude_input_in_output=[True],
     )
     expected = PromptRequest([5, 6, 7], 4, 2, 1, ((7,), (8, 9)), 0.5, 3, 0.25, 9, True, True)
-    assert replace(said, special=None) == expected
+    assert replace(said, extras=None) == expected
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_weights_without_an_id_are_of_their_request() -> None:
 
     tensors = {**BASE, "lora_weights": [[1.0, 2.0]], "lora_config": [[1, 0, 1]]}
     arrays = {name: np.array(value) for name, value in tensors.items()}
-    special = read(arrays, exclude_input=False, find_adapter=find).special
-    assert special is not None and special.adapter is adapter
+    extras = read(arrays, exclude_input=False, find_adapter=find).extras
+    assert extras is not None and extras.adapter is adapter
     assert found == [(0, [[1.0, 2.0]], [[1, 0, 1]])]
 
 
@@ -122,7 +122,7 @@ def test_what_few_ask_for() -> None:
         return_generation_logits=[False],
         min_tokens=[2],
         end_id=[3],
-    ).special
+    ).extras
     assert said is not None and said.bias is not None and said.bias.tolist() == [0, 1]
     penalties = said.repetition_penalty, said.presence_penalty, said.frequency_penalty
     assert penalties == (1.5, 0.5, 1.0), "presence and frequency count after the temperature"
@@ -145,7 +145,7 @@ def test_an_engine_that_can_not(tensors: dict[str, Any]) -> None:
     with pytest.raises(
         RequestError, match=f"^{next(iter(tensors))}: the embedded engine has it only without"
     ):
-        read(values, exclude_input=False, takes_special=False)
+        read(values, exclude_input=False, takes_extras=False)
 
 
 def test_words_there_and_back() -> None:

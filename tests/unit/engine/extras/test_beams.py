@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from mpillm.engine.extras.request_extras import RequestExtras
-from tests.helpers.oracle import Oracle
-from tests.helpers.special_checks import (
+from tests.helpers.extras_checks import (
     AS_ON_A_GPU,
     BEAM_PROMPTS,
     N_BEAM_OUTPUT,
@@ -17,6 +16,7 @@ from tests.helpers.special_checks import (
     check_beams_beside_others,
     check_beams_that_end,
 )
+from tests.helpers.oracle import Oracle
 from tests.helpers.torch_cores import make_batch, make_core
 
 
@@ -55,15 +55,15 @@ def test_as_on_a_gpu(n_tokens: int | None, folder: Path, oracle: Oracle) -> None
 def test_forks_share_full_blocks(folder: Path) -> None:
     """Only the last block of a beam is copied; the blocks of the prompt exist once."""
     core = make_core(folder)
-    special = RequestExtras(beam_width=4, ends=())
-    core.enqueue_special(make_batch([BEAM_PROMPTS[1]], max_output=N_BEAM_OUTPUT), {0: special})
+    extras = RequestExtras(beam_width=4, ends=())
+    core.enqueue_with_extras(make_batch([BEAM_PROMPTS[1]], max_output=N_BEAM_OUTPUT), {0: extras})
     total = core.engine.blocks.n_free
     copied = 0
     while core.has_work():
         core.poll_responses()
-        if special.beams is None or not special.beams._tables or special.beams.is_done:
+        if extras.beams is None or not extras.beams._tables or extras.beams.is_done:
             continue
-        tables = special.beams._tables
+        tables = extras.beams._tables
         assert all(table[:5] == tables[0][:5] for table in tables), "43 tokens: five full blocks"
         assert len({table[-1] for table in tables}) == 4, "nobody writes to another's block"
         copied = max(copied, total - core.engine.blocks.n_free)
@@ -82,22 +82,22 @@ def test_forks_share_full_blocks(folder: Path) -> None:
 )
 def test_no_room(options: dict[str, Any], message: str, folder: Path) -> None:
     core = make_core(folder, **options)
-    special = RequestExtras(beam_width=4)
-    beam_answers(core, [BEAM_PROMPTS[0]], {0: special})
-    assert message in special.error
+    extras = RequestExtras(beam_width=4)
+    beam_answers(core, [BEAM_PROMPTS[0]], {0: extras})
+    assert message in extras.error
 
 
 def test_cancelled(folder: Path) -> None:
     core = make_core(folder)
     free = core.engine.blocks.n_free
-    special = RequestExtras(beam_width=4, ends=())
-    core.enqueue_special(make_batch([BEAM_PROMPTS[0]], max_output=N_BEAM_OUTPUT), {0: special})
+    extras = RequestExtras(beam_width=4, ends=())
+    core.enqueue_with_extras(make_batch([BEAM_PROMPTS[0]], max_output=N_BEAM_OUTPUT), {0: extras})
     for _ in range(4):
         core.poll_responses()
     core.cancel([0])
     while core.has_work():
         core.poll_responses()
-    assert special.beams is not None and 0 < len(special.beams.answers()[0].tokens) < N_BEAM_OUTPUT
+    assert extras.beams is not None and 0 < len(extras.beams.answers()[0].tokens) < N_BEAM_OUTPUT
     assert core.engine.blocks.n_free == free
     assert beam_answers(core, [BEAM_PROMPTS[0]], {}) == beam_answers(
         make_core(folder), [BEAM_PROMPTS[0]], {}

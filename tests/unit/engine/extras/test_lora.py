@@ -17,7 +17,7 @@ from mpillm.engine.weights.sources import save_preset
 from mpillm.triton.peft_adapter import convert
 from tests.helpers.adapters import make_adapter, with_adapter
 from tests.helpers.oracle import Oracle
-from tests.helpers.torch_cores import answer_specials, make_core
+from tests.helpers.torch_cores import answer_with_extras, make_core
 
 PROMPTS = [[5, 6, 7], [100 + i for i in range(40)], [9, 3], [8, 8, 8, 8]]
 N_OUTPUT = 9
@@ -45,8 +45,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("lora"))
 
 
-def run(core: TorchCore, prompts: list[list[int]], specials: dict[int, RequestExtras]) -> list[list[int]]:
-    return answer_specials(core, prompts, specials, N_OUTPUT)
+def run(core: TorchCore, prompts: list[list[int]], extras_by_id: dict[int, RequestExtras]) -> list[list[int]]:
+    return answer_with_extras(core, prompts, extras_by_id, N_OUTPUT)
 
 
 @pytest.mark.parametrize("options", [{}, {"enable_kv_cache_reuse": True, "max_num_tokens": 24}])
@@ -63,8 +63,8 @@ def test_mixed_in_a_batch(options: dict[str, Any], models: Models) -> None:
     expected = [models.answer(model, prompt) for model, prompt in zip(which, prompts, strict=True)]
     assert len({tuple(answer) for answer in expected}) == len(expected)
     for _ in range(2):
-        specials = {i: RequestExtras(adapter=adapters[model]) for i, model in enumerate(which) if model}
-        assert run(core, prompts, specials) == expected
+        extras_by_id = {i: RequestExtras(adapter=adapters[model]) for i, model in enumerate(which) if model}
+        assert run(core, prompts, extras_by_id) == expected
     assert ("reused_blocks" in core.statistics()) == bool(options)
 
 
@@ -72,15 +72,15 @@ def test_beams_and_logits_with_an_adapter(models: Models) -> None:
     core = make_core(models.folder)
     weights, config = convert(models.adapters[1], "float32")
     adapter = core.make_adapter(weights[0], config[0])
-    specials = {
+    extras_by_id = {
         0: RequestExtras(adapter=adapter, beam_width=3, ends=()),
         1: RequestExtras(adapter=adapter, keeps_context_logits=True),
     }
-    answers = run(core, PROMPTS, specials)
+    answers = run(core, PROMPTS, extras_by_id)
     assert answers[0] == models.answer(1, PROMPTS[0], num_beams=3)
     assert answers[1:] == [models.answer(i, PROMPTS[n]) for i, n in ((1, 1), (0, 2), (0, 3))]
     logits = models.of[1].logits(PROMPTS[1]).numpy()
-    np.testing.assert_allclose(np.concatenate(specials[1].context_logits), logits, atol=1e-3)
+    np.testing.assert_allclose(np.concatenate(extras_by_id[1].context_logits), logits, atol=1e-3)
 
 
 @pytest.mark.parametrize(

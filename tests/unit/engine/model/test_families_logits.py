@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mpillm.engine.shape.families.known import FAMILIES
-from tests.helpers.special_checks import AS_ON_A_GPU, check_family_logits
+from tests.helpers.extras_checks import AS_ON_A_GPU, check_family_logits
 
 pytest.importorskip("transformers")
 

@@ -1,4 +1,4 @@
-"""What few requests ask for (`engine.special`), on two ranks of an engine: the answers are those of one."""
+"""Requests with extras (`engine.extras`) get the same answers from two ranks of an engine as from one."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ BIAS = np.sin(np.arange(512)).astype(np.float32)
 
 
 def ask(core: TorchCore, adapter: Any) -> tuple[list[list[int]], list[Any]]:
-    """Return the answers to prompts that each ask for something else, and what was left in their specials."""
+    """Return the answers to prompts with different extras, and the results that are in their extras."""
     from mpillm.engine.extras.request_extras import RequestExtras
-    from tests.helpers.torch_cores import answer_specials
+    from tests.helpers.torch_cores import answer_with_extras
 
-    specials = {
+    extras_by_id = {
         0: RequestExtras(keeps_context_logits=True, keeps_generation_logits=True, adapter=adapter),
         1: RequestExtras(keeps_context_logits=True, beam_width=3, ends=(), length_penalty=1.0),
         2: RequestExtras(
@@ -35,9 +35,13 @@ def ask(core: TorchCore, adapter: Any) -> tuple[list[list[int]], list[Any]]:
         ),
         3: RequestExtras(adapter=adapter, beam_width=2, ends=()),
     }
-    answers = answer_specials(core, PROMPTS, specials, N_OUTPUT, min_output=[0, 0, 0, 0, 4])
-    beams = [beam for i in (1, 3) if (search := specials[i].beams) for beam in search.answers()]
-    left = [*specials[0].context_logits, *specials[0].generation_logits, *specials[1].context_logits]
+    answers = answer_with_extras(core, PROMPTS, extras_by_id, N_OUTPUT, min_output=[0, 0, 0, 0, 4])
+    beams = [beam for i in (1, 3) if (search := extras_by_id[i].beams) for beam in search.answers()]
+    left = [
+        *extras_by_id[0].context_logits,
+        *extras_by_id[0].generation_logits,
+        *extras_by_id[1].context_logits,
+    ]
     return [*answers, *(beam.tokens for beam in beams)], [*left, np.array([beam.sum for beam in beams])]
 
 
@@ -54,7 +58,7 @@ def test_two_ranks_answer_as_one(tmp_path: Path, on_gpus: bool) -> None:
     from mpillm.engine.weights.sources import save_preset
     from mpillm.triton.peft_adapter import convert
     from tests.helpers.adapters import make_adapter
-    from tests.helpers.torch_cores import answer_specials, make_core
+    from tests.helpers.torch_cores import answer_with_extras, make_core
 
     folder = Path(world.bcast(str(tmp_path)))
     if world.rank == 0:
@@ -71,7 +75,7 @@ def test_two_ranks_answer_as_one(tmp_path: Path, on_gpus: bool) -> None:
         options |= on_one | {"gpu": world.rank}
     core = TorchCore(CoreConfig("torch", engine_config(tp_size=2, tp_rank=world.rank, **options)), comms)
     core.load()
-    assert core.takes_special and core.takes_adapters != on_gpus
+    assert core.takes_extras and core.takes_adapters != on_gpus
     if world.rank:
         follow(core, world)
         assert core.worker is not None
@@ -89,8 +93,8 @@ def test_two_ranks_answer_as_one(tmp_path: Path, on_gpus: bool) -> None:
     for found, wanted in zip(left, expected_left, strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-4)
     del adapter
-    plain = answer_specials(core, PROMPTS[:1], {}, N_OUTPUT)
-    assert plain == answer_specials(alone, PROMPTS[:1], {}, N_OUTPUT)
+    plain = answer_with_extras(core, PROMPTS[:1], {}, N_OUTPUT)
+    assert plain == answer_with_extras(alone, PROMPTS[:1], {}, N_OUTPUT)
     assert (plain == answers[:1]) == on_gpus  # where nothing adapted it
     world.send(None, 1, STOP)
     assert world.recv(source=1, tag=STOP) == 0, "adapters that are kept"

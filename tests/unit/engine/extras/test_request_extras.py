@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from mpillm.engine.extras.request_extras import RequestExtras
-from tests.helpers.oracle import Oracle
-from tests.helpers.special_checks import (
+from tests.helpers.extras_checks import (
     AS_ON_A_GPU,
     N_OUTPUT,
     PROMPTS,
@@ -20,6 +19,7 @@ from tests.helpers.special_checks import (
     check_logits,
     check_presence_frequency_bias_and_minimum,
 )
+from tests.helpers.oracle import Oracle
 from tests.helpers.torch_cores import make_core
 
 
@@ -56,35 +56,35 @@ def test_presence_frequency_bias_and_an_end_that_may_not_come_yet(
 
 
 @pytest.mark.parametrize(
-    ("special", "message"),
+    ("extras", "message"),
     [
         (RequestExtras(bias=np.zeros(5, np.float32)), "embedding_bias has 5 numbers, the vocabulary 512"),
         (RequestExtras(bad_words=((3, 512),)), "bad_words_list has a token that is not in the vocabulary"),
     ],
 )
 def test_what_the_vocabulary_does_not_have(
-    special: RequestExtras, message: str, folder: Path, on: dict[str, Any]
+    extras: RequestExtras, message: str, folder: Path, on: dict[str, Any]
 ) -> None:
-    answers(core := make_core(folder, **on), {0: special})
-    assert message in special.error and not core.has_work()
+    answers(core := make_core(folder, **on), {0: extras})
+    assert message in extras.error and not core.has_work()
 
 
 def test_more_rows_than_are_chosen_at_once(folder: Path, oracle: Oracle, on: dict[str, Any]) -> None:
     """A step's choice goes in pieces: each adjusts its own rows, a search takes its beams out of several."""
     core = make_core(folder, **on)
     core.engine.worker.chooser.max_rows = 2
-    specials = {
+    extras_by_id = {
         0: RequestExtras(repetition_penalty=1.7),
         1: RequestExtras(beam_width=4, ends=(), keeps_context_logits=True),
         3: RequestExtras(bad_words=((8,),), keeps_generation_logits=True),
     }
-    found = answers(core, specials, min_output=[0, 0, 4, 0])
+    found = answers(core, extras_by_id, min_output=[0, 0, 4, 0])
     assert found[0] == oracle.tokens(PROMPTS[0], N_OUTPUT, repetition_penalty=1.7)
-    assert specials[1].beams is not None
-    beams = [beam.tokens for beam in specials[1].beams.answers()]
+    assert extras_by_id[1].beams is not None
+    beams = [beam.tokens for beam in extras_by_id[1].beams.answers()]
     assert beams == [tokens for tokens, _ in oracle.beams(PROMPTS[1], N_OUTPUT, 4)]
-    context = torch.from_numpy(np.concatenate(specials[1].context_logits))
+    context = torch.from_numpy(np.concatenate(extras_by_id[1].context_logits))
     torch.testing.assert_close(context, oracle.logits(PROMPTS[1]), atol=1e-4, rtol=1e-4)
     assert found[2] == oracle.tokens(PROMPTS[2], N_OUTPUT)
     assert found[3] == oracle.tokens(PROMPTS[3], N_OUTPUT, bad_words_ids=[[8]])
-    assert len(specials[3].generation_logits) == N_OUTPUT
+    assert len(extras_by_id[3].generation_logits) == N_OUTPUT
