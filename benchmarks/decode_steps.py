@@ -141,7 +141,7 @@ def context_steps(config: EngineConfig, batch: int, context: int) -> int:
 def _admit(engine: Engine, sequence: Sequence) -> None:
     """Begin in generation, as if handed over by a context instance."""
     sequence.output, sequence.n_cached = [2 + sequence.id], len(sequence.prompt)
-    blocks = engine.scheduler.reserve(len(sequence.prompt), sequence.n_cached_at_most)
+    blocks = engine.scheduler.reserve(len(sequence.prompt), sequence.max_cached)
     assert blocks is not None
     sequence.blocks = blocks
     engine.scheduler.admit(sequence)

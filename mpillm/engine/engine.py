@@ -27,9 +27,9 @@ from mpillm.telemetry.recorder import Recorder
 
 
 class StepCounts(NamedTuple):
-    """Of a step: sequences in their context and generating ones, and the tokens of the former.
+    """Counts of a step: sequences in their context, generating sequences, and tokens of contexts.
 
-    The pairs are those of a token and one that it attends to, of all sequences of a kind.
+    A pair is a token and a token that it attends to.
     """
 
     contexts: int
@@ -57,9 +57,9 @@ class InFlight(NamedTuple):
     """A step that is being computed."""
 
     sequences: list[Sequence]
-    sampled: list[Sequence]  # those of the rows that get a token
+    sampled: list[Sequence]  # see `Step`
     tokens: SampledTokens | None  # with a single stage
-    begun: float
+    started_at: float
     counts: StepCounts
 
 
@@ -67,9 +67,9 @@ class Engine:
     """One copy of a model, on this rank alone or with the ranks that follow it (see `worker.Follower`)."""
 
     def __init__(
-        self, info: ModelInfo, config: SchedulerConfig, worker: Worker, max_moving_tokens: int | None = None
+        self, info: ModelInfo, config: SchedulerConfig, worker: Worker, max_arriving_tokens: int | None = None
     ) -> None:
-        """`max_moving_tokens`: of arriving KV caches, for which the buffers have room; None: for any."""
+        """`max_arriving_tokens`: of all arriving KV caches that the buffers hold together; None: no limit."""
         self.info = info
         self.config = config
         self.worker = worker
@@ -98,7 +98,7 @@ class Engine:
         self.speculation: Speculation | None = None
         self._adapters = SharedAdapters()
         self.handoffs = EngineHandoffs(
-            self.scheduler, worker, info.max_seq_len, max_moving_tokens, self.window_blocks
+            self.scheduler, worker, info.max_seq_len, max_arriving_tokens, self.window_blocks
         )
         self._end_ids = set(info.end_ids)
         self._stops: dict[int, list[list[int]]] = {}  # last token -> stop words
@@ -148,8 +148,8 @@ class Engine:
         """End a sequence in any state: queued, in its context, generating, or with its KV cache arriving.
 
         `step` returns it once. A sequence in flight ends with its step, which still writes to its blocks. A
-        sequence that has ended or is being handed over is left alone: its receiver must cancel it, and its
-        blocks come back with `EngineHandoffs.release`.
+        sequence that has ended or is being handed over does not change. Its receiver must cancel it, and
+        `EngineHandoffs.release` frees its blocks.
         """
         self.handoffs.cancel(sequence_id)
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
@@ -159,7 +159,7 @@ class Engine:
                     self._end_cancelled(sequence)
 
     def _is_handed_over(self, sequence: Sequence) -> bool:
-        """Return whether it has blocks for its receiver, or had: a preempted one is computed again."""
+        """Return whether a sequence has blocks for its receiver, or had blocks before a preemption."""
         return self.handoffs.leaves(sequence.id) and (
             bool(sequence.blocks) or self.handoffs.has_started(sequence.id)
         )
@@ -174,10 +174,10 @@ class Engine:
         """Start a step of at most `max_num_tokens` tokens if another may be in flight; collect ended steps.
 
         Returns the `Progress` of the steps that ended. There are as many steps in flight as stages, each with
-        sequences of its own, so that every stage has work. A worker that feeds a token to the next step by
-        itself (`n_ahead`) gets that step before the token is read. If a sequence turns out to have ended,
-        what that step computes for it is dropped; its blocks may already belong to another sequence of a
-        later step. Before a step that tests guesses, and after it, all tokens must be read.
+        different sequences, so that every stage has work. A worker that feeds a token to the next step by
+        itself (`n_ahead`) gets that step before the token is read. If the token ends its sequence, the engine
+        drops the sequence's result of that step. The sequence's blocks may already belong to another sequence
+        of a later step. Before a step that verifies draft tokens, and after it, all tokens must be read.
         """
         plan = self.scheduler.plan() if self._may_start() else []
         if plan and self.speculation is not None:
@@ -203,11 +203,11 @@ class Engine:
         for sequence in step.sampled:
             sequence.n_unread += 1
         for sequence, _ in plan:
-            most = 1 if sequence.hand_over else sequence.max_output
+            max_output = 1 if sequence.hand_over else sequence.max_output
             waits = not self.worker.steps.n_ahead or (sequence.extras is not None and sequence.n_unread > 0)
-            sequence.in_flight = waits or sequence.n_output >= most
+            sequence.in_flight = waits or sequence.n_output >= max_output
         self.prompt_tokens += counts.context_tokens
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         tokens = self.worker.run(step)
         if not plan:
             return
@@ -216,10 +216,10 @@ class Engine:
         self.n_steps += 1
         self.last_step = counts
         sequences = [sequence for sequence, _ in plan]
-        self._in_flight.append(InFlight(sequences, step.sampled, tokens, begun, counts))
+        self._in_flight.append(InFlight(sequences, step.sampled, tokens, started_at, counts))
 
     def _collect(self) -> list[Progress]:
-        """Take the tokens of the oldest step in flight, which are there."""
+        """Take the tokens of the oldest step in flight, which have arrived."""
         numbers, self._arrived = self._arrived or [], None
         step = self._in_flight.popleft()
         self._note_step(step)
@@ -229,10 +229,12 @@ class Engine:
             sequence.in_flight &= sequence.n_unread > 0
             if sequence.is_cancelled and not sequence.is_done and not sequence.in_flight:
                 self._end_cancelled(sequence)
-        width = len(numbers) // len(step.sampled) if step.sampled else 1  # 1 unless it has log probabilities
+        width = len(numbers) // len(step.sampled) if step.sampled else 1  # 1 without log probabilities
         places = zip(step.sampled, range(0, len(numbers), width), strict=True)
-        kept = self.speculation.accepted(places, numbers) if self.speculation else places
-        every = (self._append(sequence, numbers[at], numbers[at + 1 : at + width]) for sequence, at in kept)
+        accepted = self.speculation.accepted(places, numbers) if self.speculation else places
+        every = (
+            self._append(sequence, numbers[at], numbers[at + 1 : at + width]) for sequence, at in accepted
+        )
         return [progress for progress in every if progress is not None]
 
     def _may_start(self) -> bool:
@@ -241,11 +243,11 @@ class Engine:
         return len(self._in_flight) < self._n_stages + (0 if waits else self.worker.steps.n_ahead)
 
     def _note_step(self, step: InFlight) -> None:
-        """Note a step that has ended. One that began during another counts from that one's end."""
-        now, begun = time.perf_counter(), max(step.begun, self._ended)
+        """Record a step that has ended. If it started during the step before it, it counts from that end."""
+        now, started_at = time.perf_counter(), max(step.started_at, self._ended)
         if self.recorder is not None:
-            self.recorder.step(begun, now, *step.counts[:3])
-            self.recorder.costs.add(now - (self._ended if self._goes_on else begun), *step.counts)
+            self.recorder.step(started_at, now, *step.counts[:3])
+            self.recorder.costs.add(now - (self._ended if self._goes_on else started_at), *step.counts)
         self._ended = now
 
     def _has_tokens(self) -> bool:
@@ -260,7 +262,7 @@ class Engine:
     def _append(self, sequence: Sequence, token: int, logprobs: list[int]) -> Progress | None:
         """Append a token; return its progress, if any.
 
-        `logprobs`: the rest of its row (see `Worker.run`), maybe of more tokens than `sequence` wants.
+        `logprobs`: the numbers after the token (see `Worker.run`), maybe of more tokens than requested.
         """
         if sequence.is_done or sequence.is_cancelled:
             return None
@@ -292,10 +294,10 @@ class Engine:
         return Progress(sequence, is_first=True, is_final=True)
 
     def _is_stopped(self, sequence: Sequence) -> bool:
-        """Return whether the answer ends with a stop word and is long enough to end."""
+        """Return whether the output ends with a stop word and is long enough to end."""
         output = sequence.output
-        words = () if sequence.ignore_stop else self._stops.get(output[-1], ())
-        return len(output) >= sequence.min_output and any(output[-len(word) :] == word for word in words)
+        stop_words = () if sequence.ignore_stop else self._stops.get(output[-1], ())
+        return len(output) >= sequence.min_output and any(output[-len(word) :] == word for word in stop_words)
 
     def poll_kv(self) -> list[int]:
         """Return the sequences whose KV cache has left this instance, or arrived."""

@@ -26,7 +26,7 @@ class _Leaving:
 class _Coming:
     blocks: list[int]
     window_blocks: list[int]
-    n_at_most: int  # tokens cached at the end of the longest answer
+    max_cached: int  # tokens cached at the end of the longest answer
     is_cancelled: bool = False
 
 
@@ -47,17 +47,17 @@ class EngineHandoffs:
         scheduler: Scheduler,
         worker: Worker,
         max_seq_len: int,
-        max_moving_tokens: int | None,
+        max_arriving_tokens: int | None,
         window_blocks: WindowBlocks | None,
     ) -> None:
-        """`max_moving_tokens`: see `Engine`."""
+        """`max_arriving_tokens`: see `Engine`."""
         self._window_blocks = window_blocks
         self._scheduler = scheduler
         self._worker = worker
         layout = worker.part.groups.layout
         self._n_ranks = layout.tp_size * layout.pp_size
         self._max_seq_len = max_seq_len
-        self._max_moving_tokens = max_moving_tokens
+        self._max_arriving_tokens = max_arriving_tokens
         self._leaving: dict[int, _Leaving] = {}
         self._not_started: list[int] = []  # leaving sequences that may have no blocks yet
         self._coming: dict[int, _Coming] = {}
@@ -109,7 +109,7 @@ class EngineHandoffs:
             self._scheduler.free(leaving.sequence)
         else:
             coming = self._coming.pop(sequence_id)
-            self._scheduler.give_up(coming.blocks, coming.n_at_most)
+            self._scheduler.give_up(coming.blocks, coming.max_cached)
             if self._window_blocks is not None:
                 self._window_blocks.give_up(coming.window_blocks)
 
@@ -164,15 +164,15 @@ class EngineHandoffs:
                 f" exceed max_seq_len {self._max_seq_len}"
             )
         n_moving = sum(moving.n_tokens for moving in self._moving.values())
-        most = self._max_moving_tokens
-        if n_moving and most is not None and n_moving + n_prompt > most:
+        limit = self._max_arriving_tokens
+        if n_moving and limit is not None and n_moving + n_prompt > limit:
             return False
-        n_at_most = n_prompt + max_output - 1
-        blocks = self._scheduler.reserve(n_prompt, n_at_most)
+        max_cached = n_prompt + max_output - 1
+        blocks = self._scheduler.reserve(n_prompt, max_cached)
         if blocks is None:
             return False
         window_blocks = [] if self._window_blocks is None else self._window_blocks.reserve(n_prompt)
-        self._coming[sequence_id] = _Coming(blocks, window_blocks, n_at_most)
+        self._coming[sequence_id] = _Coming(blocks, window_blocks, max_cached)
         self._order(Kind.RECEIVE, sequence_id, sender, slot, n_prompt, blocks, window_blocks)
         return True
 

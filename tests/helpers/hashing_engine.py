@@ -188,7 +188,7 @@ def make_sequences(n: int, random: np.random.Generator) -> list[Sequence]:
 
 def check_blocks(engine: Engine) -> None:
     """Check that each block is free, left for reuse, or held by as many sequences as the allocator counts."""
-    held = [block for s in engine.scheduler.running for block in s.blocks[s.n_gone :]]
+    held = [block for s in engine.scheduler.running for block in s.blocks[s.n_blocks_freed :]]
     assert not any(s.blocks for s in engine.scheduler.waiting)
     assert engine.blocks.n_free == engine.blocks.n_blocks - len(set(held))
     assert isinstance(engine.blocks, PrefixCache) or len(set(held)) == len(held)
@@ -205,7 +205,7 @@ def check_empty(engine: Engine) -> None:
     assert not engine.has_work()
     assert engine.blocks.n_free == engine.blocks.n_blocks
     assert sorted(engine.scheduler._slots) == list(range(engine.config.max_batch_size))
-    assert engine.scheduler._n_owed == 0
+    assert engine.scheduler._n_promised == 0
     for allocator in (
         engine.blocks,
         *([engine.window_blocks.blocks] if engine.window_blocks is not None else []),

@@ -40,23 +40,23 @@ class MpiLink:
     """Its messages go over MPI; nothing is copied."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self._rooms, self._puts = (Notes(comm, 1 - comm.rank, message) for message in (TARGETS, PUT))
-        self.put_rooms: list[PutTarget] = []
+        self._targets, self._puts = (Notes(comm, 1 - comm.rank, message) for message in (TARGETS, PUT))
+        self.put_targets: list[PutTarget] = []
 
     def mark(self) -> Mark:
         return Mark()
 
     def send_targets(self, targets: list[PutTarget]) -> None:
-        self._rooms.send(targets)
+        self._targets.send(targets)
 
     def targets(self) -> list[PutTarget]:
-        return [room for targets in self._rooms.take() for room in targets]
+        return [target for targets in self._targets.take() for target in targets]
 
     def n_bytes(self, part: CacheSlice) -> int:
         return part.cached.n_tokens
 
     def put(self, parts: list[tuple[CacheSlice, PutTarget]], ready: list[Event]) -> Mark:
-        self.put_rooms += [room for _, room in parts]
+        self.put_targets += [target for _, target in parts]
         return Mark()
 
     def send_put(self, tags: list[int]) -> None:
@@ -67,7 +67,7 @@ class MpiLink:
 
 
 def test_package_layers_and_puts(pair: MPI.Intracomm) -> None:
-    """Each part is put into the room of its tag, whichever end is first, and both ends hear of it."""
+    """Each part is put into the target of its tag, whichever end is first, and both ends hear of it."""
     link = MpiLink(pair)
     links: dict[int, PutLink] = {1 - pair.rank: link}
     mover = PeerMover(links, sends=pair.rank == 0)
@@ -82,8 +82,11 @@ def test_package_layers_and_puts(pair: MPI.Intracomm) -> None:
         assert time.monotonic() < end
         mover.poll()
     if pair.rank == 0:
-        assert sorted(room.tag for room in link.put_rooms) == list(range(40, 80))
-        assert all(room == PutTarget(room.tag, 0, 1, room.tag, [100 + room.tag]) for room in link.put_rooms)
+        assert sorted(target.tag for target in link.put_targets) == list(range(40, 80))
+        assert all(
+            target == PutTarget(target.tag, 0, 1, target.tag, [100 + target.tag])
+            for target in link.put_targets
+        )
     pair.Barrier()
 
 

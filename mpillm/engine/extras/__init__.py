@@ -1,1 +1,1 @@
-"""What few requests ask for: beams, LoRA adapters, penalties, kept logits."""
+"""Optional features of requests: beams, LoRA adapters, penalties, returned logits, forbidden words."""

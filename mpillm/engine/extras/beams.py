@@ -1,13 +1,13 @@
 """Beam search: the best `width` continuations of a prompt, in the blocks of one sequence.
 
-For the scheduler a beam search is one sequence that holds, from its start, all blocks that it can ever need:
-it is never evicted. Beams share the full blocks of what they have in common; a block that several have, and
-one is about to write to, is copied first.
+For the scheduler, a beam search is one sequence that holds all blocks that it can need from its start, so
+it is never preempted. Beams share the full blocks of their common tokens. Before a beam writes to a shared
+block, the block is copied.
 
-Scores, candidates, and when to stop are those of transformers' `generate(num_beams=…)`: of the best
-(1 + number of end tokens) × `width` continuations of all beams, those among the first `width` that end are
-finished answers, the first `width` that don't go on. A finished answer's score is the sum of its log
-probabilities over its length to the power of `length_penalty`.
+Scores, candidates and the end of a search follow transformers' `generate(num_beams=…)`. The candidates are
+the best (1 + number of end tokens) × `width` continuations of all beams. If one of the first `width`
+candidates ends, it is a finished answer. The first `width` candidates that do not end are the next beams. A
+finished answer's score is the sum of its log probabilities over its length to the power of `length_penalty`.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class Beams:
 
     @staticmethod
     def candidates(width: int, n_ends: int) -> int:
-        """Return how many continuations are looked at."""
+        """Return the number of candidates of a step."""
         return max(2, 1 + n_ends) * width
 
     def answers(self) -> list[Beam]:
-        """Return the best `width`, the best first; fewer only if it was given up early."""
+        """Return the best `width` answers, the best first; fewer only if the search was cancelled."""
         return (self.finished if self.is_done else self.running)[: self.width]
 
     # --- choice ---
@@ -74,7 +74,7 @@ class Beams:
     def take(self, logprobs: Tensor) -> None:
         """Take a running beam's log probabilities of the next token: [vocab] (float32).
 
-        The beams' turn is their order; with the last one's all go on.
+        Call it for each running beam in order. The last call continues all beams.
         """
         self._logprobs.append(logprobs)
         if len(self._logprobs) == len(self.running):
@@ -118,13 +118,13 @@ class Beams:
     # --- blocks ---
 
     def first_table(self, blocks: list[int], n_prompt: int) -> list[int]:
-        """Return the prompt's blocks: the first ones. The sequence's others are for what beams add."""
+        """Return the prompt's blocks, which are the first. The other blocks are for the beams' tokens."""
         return blocks[: -(-n_prompt // self._size)]
 
     def tables(self, blocks: list[int], n_cached: int, copies: list[tuple[int, int]]) -> Iterator[list[int]]:
         """Yield each running beam's blocks for `n_cached` tokens and one more, among the sequence's.
 
-        `copies` gets (from, to): blocks to copy before anything is written.
+        Appends blocks (from, to) to `copies`, which must be copied before the step writes to any.
         """
         if not self._tables:
             self._tables = [self.first_table(blocks, n_cached)]

@@ -66,13 +66,13 @@ class ExtendedRun:
             self._adapted = AdaptedProducts(self._part.model)
         return self._adapted.active(extras.adapters)
 
-    def _keep_logits(self, x: Tensor, kept: list[NDArray[np.float32]] | None) -> None:
+    def _keep_logits(self, x: Tensor, results: list[NDArray[np.float32]] | None) -> None:
         """Append the logits of all rows of `x` to a list on the root rank, whose host waits. Collective."""
         for first in range(0, len(x), self._chooser.max_rows):
             some = x[first : first + self._chooser.max_rows]
             gathered = self._chooser.gather(self._part.model.logits(some))
-            if kept is not None and gathered is not None:
-                kept.append(gathered.cpu().numpy())
+            if results is not None and gathered is not None:
+                results.append(gathered.cpu().numpy())
 
 
 def _adjust(extras: StepExtras, logits: Tensor, first: int) -> None:

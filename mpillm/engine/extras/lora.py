@@ -1,8 +1,8 @@
-"""LoRA: low-rank changes of a model's products, another one for each request, or none, in the same step.
+"""LoRA: low-rank changes of a model's products. Requests of one step may have different adapters, or none.
 
-An adapter comes as TensorRT-LLM's tensors (its `hf_lora_convert.py` writes them, and so does our
-`hf-lora-convert`): a row of `lora_weights` is A [rank, in] and B [out, rank] back to back, padded with zeros;
-a row of `lora_config` is the module's id, the layer, and the rank. The scale is in B.
+An adapter arrives as tensors of TensorRT-LLM, which its `hf_lora_convert.py` and our `hf-lora-convert` write.
+A row of `lora_weights` is A [rank, in] and B [out, rank] back to back, padded with zeros. A row of
+`lora_config` is the module's id, the layer, and the rank. The scale is in B.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class AdapterTensors(NamedTuple):
 
 
 class Adapter:
-    """What an adapter adds to the products of each layer: ``(x @ A.T) @ B.T``, A [r, in], B [out, r].
+    """Summands of the products of each layer: ``(x @ A.T) @ B.T``, A [r, in], B [out, r].
 
-    With tensor parallelism it is this rank's part, as that of the weights: of the rows of B where ranks have
-    rows of a product, of the columns of A where they add up parts of a sum.
+    With tensor parallelism, this rank has its part, like its part of the weights: rows of B where ranks have
+    rows of a product, columns of A where ranks add up parts of a sum.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Adapter:
         layout: RankLayout = RankLayout(),  # noqa: B008 - it is frozen
     ) -> None:
         """Read `weights` [modules, width] and `config` [modules, 3]. Raises ValueError if they do not fit."""
-        self.salt = secrets.token_bytes(16)  # no cached block of another adapter fits
+        self.salt = secrets.token_bytes(16)  # blocks computed with different adapters differ
         self.number = next(_numbers)
         self.tensors = AdapterTensors(self.number, weights, config) if layout.tp_size > 1 else None
         self.n_bytes = weights.nbytes if layout.tp_size > 1 else 0
@@ -99,7 +99,7 @@ class Adapter:
         dtype: torch.dtype,
         layout: RankLayout,
     ) -> tuple[Tensor, Tensor]:
-        """Return A and B of one product from those of its parts: B has zeros where a part adds nothing."""
+        """Return A and B of one product from its parts: B has zeros where a part adds nothing."""
         a = torch.cat([part for part, _, _ in parts]).to(dtype)
         b = torch.zeros(_N_OUT[product](model), len(a), dtype=dtype)
         column = 0
@@ -179,16 +179,18 @@ def _reordered(name: str, b: Tensor, model: ModelConfig) -> Tensor:
 
 
 class Adapters:
-    """Those that have come with a request, by task id: the longest unused are forgotten first."""
+    """Cache of adapters by task id. It drops the least recently used adapter first."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._of: dict[int, Adapter] = {}  # the longest unused first
 
     def get(self, task_id: int, make: Callable[[], Adapter] | None) -> Adapter:
-        """Return the one of `task_id`, which `make` makes if it is not there. That of 0 is not kept.
+        """Return the adapter of `task_id`. If it is not cached, call `make`. Task 0 is never cached.
 
-        Raises LookupError if it is not there and nothing makes it, ValueError if it is too large.
+        Raises:
+            LookupError: It is not cached, and `make` is None.
+            ValueError: It exceeds the size of the cache.
         """
         adapter = self._of.pop(task_id, None)
         if adapter is None:

@@ -7,8 +7,8 @@ its next step (see `Steps.n_ahead`).
 Extras require an instance of one pipeline stage. The other ranks receive only `StepExtras`. The root rank
 gathers their logits and samples.
 
-The penalties and their order are those of TensorRT-LLM's `penaltyKernels.cu`: bias, then repetition,
-presence and frequency, over the prompt and the output so far.
+Penalties follow TensorRT-LLM's `penaltyKernels.cu`: bias, then repetition, presence and frequency, over the
+prompt and the output so far.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class RequestExtras:
     not_yet: tuple[int, ...] = ()  # tokens that are forbidden before `Sequence.min_output`
     keeps_context_logits: bool = False
     keeps_generation_logits: bool = False
-    # Logits of the model itself. Of the prompt's tokens: [tokens, vocab] for each computed piece. Of the
-    # output: [vocab] for each token that was chosen from them.
+    # Logits before any change: [tokens, vocab] for each computed piece of the prompt, and [vocab] for the
+    # choice of each output token.
     context_logits: list[NDArray[np.float32]] = field(default_factory=list)
     generation_logits: list[NDArray[np.float32]] = field(default_factory=list)
 
@@ -82,8 +82,8 @@ class RequestExtras:
             return why
         if self.bias is not None and len(self.bias) != info.vocab_size:
             return f"embedding_bias has {len(self.bias)} numbers, the vocabulary {info.vocab_size}"
-        words = [token for word in self.bad_words for token in word]
-        if words and not 0 <= min(words) <= max(words) < info.vocab_size:
+        tokens = [token for word in self.bad_words for token in word]
+        if tokens and not 0 <= min(tokens) <= max(tokens) < info.vocab_size:
             return f"bad_words_list has a token that is not in the vocabulary (0 to {info.vocab_size - 1})"
         return None
 
@@ -122,7 +122,7 @@ class RequestExtras:
     def n_blocks(self, sequence: Sequence, tokens_per_block: int) -> int:
         """Return how many blocks hold the prompt once, and the rest of each beam."""
         n_shared = len(sequence.prompt) // tokens_per_block
-        n_per_beam = -(-sequence.n_cached_at_most // tokens_per_block)
+        n_per_beam = -(-sequence.max_cached // tokens_per_block)
         return n_shared + self.beam_width * (n_per_beam - n_shared)
 
     def update_output(self, sequence: Sequence) -> bool:
@@ -143,9 +143,10 @@ class RequestExtras:
         else:
             self._add_beams(self.beams, step, sequence)
         extras, rows = StepExtras.of(step), slice(n_tokens, len(step.tokens))
-        if kept := self._rows_to_keep(len(sequence.prompt), start, start + n):
+        if missing := self._missing_logits(len(sequence.prompt), start, start + n):
             shift = n_tokens - start
-            extras.context_logits.append((self.context_logits, slice(kept.start + shift, kept.stop + shift)))
+            part = slice(missing.start + shift, missing.stop + shift)
+            extras.context_logits.append((self.context_logits, part))
         if self.adapter is not None:
             extras.adapters.append((self.adapter, rows))
         for beam, row in enumerate(range(n_sampled, len(step.sampled))):
@@ -163,12 +164,12 @@ class RequestExtras:
             step.sampled.append(sequence)
             step.places.append(sequence.n_output)
 
-    def _rows_to_keep(self, n_prompt: int, start: int, end: int) -> range:
-        """Return which of the tokens [start, end) of a sequence still lack their context logits."""
+    def _missing_logits(self, n_prompt: int, start: int, end: int) -> range:
+        """Return the tokens among [start, end) of a sequence that still lack their context logits."""
         if not self.keeps_context_logits:
             return range(0)
-        n_kept = sum(map(len, self.context_logits))  # a preempted sequence computes its prompt again
-        return range(max(start, n_kept), min(end, n_prompt))
+        n_done = sum(map(len, self.context_logits))  # a preempted sequence computes its prompt again
+        return range(max(start, n_done), min(end, n_prompt))
 
     def _adjust(self, sequence: Sequence, beam: int, logits: Tensor) -> None:
         """Change the logits of the next token in place: float32 [vocab]."""

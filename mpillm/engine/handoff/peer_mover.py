@@ -1,8 +1,8 @@
 """Put KV caches into the blocks of another rank's GPU on the same host, without a buffer at either end.
 
-The receiver tells the sender over MPI which blocks a cache shall have (a room), once its GPU has done all
-that may still touch them. When keys and values are computed, a kernel of the sender writes them there over
-NVLink, and its host tells the receiver's. So the receiver launches nothing, and no byte is copied twice.
+The receiver sends the target blocks of a cache over MPI, once its GPU has finished all work on them. When
+keys and values are computed, a kernel of the sender writes them there over NVLink, and its host reports the
+end to the receiver's host. The receiver launches nothing, and no byte is copied twice.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class TokenChooser:
         return tokens, numbers
 
     def gather(self, logits: Tensor) -> Tensor | None:
-        """Return the logits of all columns (float32), or None, as `Groups.gather`."""
+        """Return the logits of all columns (float32), or None (see `Groups.gather`)."""
         return self._groups.gather(logits.float(), self._n_columns)
 
     def _choose(

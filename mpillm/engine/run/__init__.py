@@ -1,1 +1,1 @@
-"""How a rank computes a step: the worker, on CPUs and on GPUs."""
+"""Computation of steps on a rank: the worker, on CPUs and on GPUs."""

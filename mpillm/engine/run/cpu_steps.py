@@ -23,7 +23,7 @@ from mpillm.engine.shape.model_config import ModelConfig
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
-class _Linear(ctypes.Structure):
+class _CLinear(ctypes.Structure):
     _fields_ = (
         ("multiply", _POINTER),
         ("weights", _POINTER),
@@ -33,16 +33,16 @@ class _Linear(ctypes.Structure):
     )
 
 
-class _Layer(ctypes.Structure):
+class _CLayer(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("input_norm", "post_norm")),
-        *((name, _Linear) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, _CLinear) for name in ("qkv", "o", "gate_up", "down")),
         *((name, _POINTER) for name in ("keys", "values")),
         ("feature", _INT),
     )
 
 
-class _Attention(ctypes.Structure):
+class _CAttention(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("rotations", "slots", "rows", "tables")),
         *((name, _INT) for name in ("n_rows", "longest")),
@@ -52,9 +52,9 @@ class _Attention(ctypes.Structure):
 class CpuLayers:
     """The layers of a dense model on an instance's only rank, or of a stage of it."""
 
-    def __init__(self, part: ModelPart, kernels: CpuKernels, layers: list[_Layer]) -> None:
+    def __init__(self, part: ModelPart, kernels: CpuKernels, layers: list[_CLayer]) -> None:
         self._part = part
-        self._layers = (_Layer * len(layers))(*layers)
+        self._layers = (_CLayer * len(layers))(*layers)
         self._run = kernels.library.run_layers
         self._run.argtypes = [_POINTER, _INT, *[_POINTER] * 5, *[_INT] * 5, ctypes.c_float]
         self._run.restype = None
@@ -66,7 +66,7 @@ class CpuLayers:
 
     @classmethod
     def of(cls, part: ModelPart, kernels: CpuKernels) -> CpuLayers | None:
-        """None if something is between its products, or some of them are not compiled."""
+        """Return None if a layer has more than these operations, or a product is not compiled."""
         if part.groups.layout.tp_size > 1 or not part.model.in_parts:
             return None
         config = part.info.config
@@ -84,15 +84,15 @@ class CpuLayers:
             norms = address(layer.norm.weight), address(layer.post_norm.weight)
             cached = address(part.cache.keys[i]), address(part.cache.values[i])
             layers.append(
-                _Layer(*norms, *linears, *cached, feature_layers.index(i) if i in feature_layers else -1)
+                _CLayer(*norms, *linears, *cached, feature_layers.index(i) if i in feature_layers else -1)
             )
         return cls(part, kernels, layers)
 
     def __call__(self, x: Tensor, attention: ByRow) -> Tensor:
-        """Compute all that is before `Decoder.leave`: its x [rows, hidden], in place, and its `attended`."""
+        """Compute the arguments of `Decoder.leave`: x [rows, hidden], in place, and `attended`."""
         n, (kv_heads, size) = len(x), self._part.cache.keys.shape[2:4]
         attended, scratch = x.new_empty(n, self._attended), x.new_empty(n, self._scratch_per_row)
-        step = _Attention(
+        step = _CAttention(
             *map(address, (attention.rotations, attention.slots, attention.rows, attention.tables)),
             len(attention.rows),
             attention.longest,
@@ -112,11 +112,11 @@ def _is_llama(config: ModelConfig, index: int) -> bool:
     return config.layer(index) == llama.layer(config, index) and not config.window(index)
 
 
-def _linear(linear: Linear) -> _Linear | None:
+def _linear(linear: Linear) -> _CLinear | None:
     if (product := linear.compiled()) is None:
         return None
     function, weights, scales = product
-    return _Linear(
+    return _CLinear(
         function,
         address(weights),
         None if scales is None else address(scales),

@@ -1,11 +1,13 @@
 """Compute steps on a GPU: the same model, with `kernels` between the products. The host never waits.
 
 Only a step's tokens go back to the host, which reads them while the next step runs. A new token stays on the
-device under its sequence's slot, and a row whose token the host does not know yet (`UNREAD`) takes it from
-there. Block tables are on the device, too. A step in which every sequence adds one token, and maybe guesses
-(decode), is a CUDA graph, captured at load for each size of a ladder; fewer rows are padded with rows of an
-unused slot, whose block is `NULL_BLOCK`. Of other steps, what lies between two attentions is a graph
-(`LayerGraphs`), unless they are long enough to hide the launches of all kernels.
+device under its sequence's slot. A row with a token that the host has not read yet (`UNREAD`) takes it from
+there. Block tables are also on the device.
+
+If every sequence of a step adds one token, and maybe draft tokens (decode), the step is a CUDA graph. Graphs
+are captured at load for each size of a ladder. Fewer rows are padded with rows of an unused slot, whose block
+is `NULL_BLOCK`. In other steps, the operations between two attentions are a graph (`LayerGraphs`), unless the
+step is long enough to hide the launches of all kernels.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ from mpillm.engine.tensors.graphs import capture, gpu_ms, ladder, too_slow
 from mpillm.engine.tensors.segments import grow_segments
 from mpillm.engine.tensors.staging import last_of_each, to_device
 
-_LEAST_GRAPH_ROWS = 16  # of a step with contexts whose layers are graphs
-# In which a host launches the products of one expert of a layer, and what a GPU computes: measured on H200s.
+_MIN_GRAPH_ROWS = 16  # of a step with contexts whose layers are graphs
+# A host's time for launching the products of an expert of a layer, and a GPU's speed: measured on H200s.
 _HOST_S, _FLOPS_PER_S = 0.3e-3, {"none": 0.6e15, "fp8": 1.2e15}
 _SAMPLED_ROWS = 16  # in the warm-up, which runs only PyTorch's kernels; logits of more rows take gigabytes
 
@@ -51,9 +53,9 @@ def use_gpu(device: str) -> Any:
 
 
 def rows_that_hide_launches(info: ModelInfo) -> int:
-    """Return how many rows of a step keep a GPU busy for an expert as long as its host takes to launch that.
+    """Return how many rows of a step keep a GPU busy with an expert while its host launches the next.
 
-    Experts are as if chosen equally often.
+    Assumes that all experts are chosen equally often.
     """
     c = info.config
     if not c.n_experts or info.quantization not in _FLOPS_PER_S:
@@ -83,7 +85,7 @@ class GpuSteps:
         self.n_ahead = 1 if part.groups.layout.pp_size == 1 else 0
         self._max_batch_size = max_batch_size
         self._decode_rows = decode_rows or max_batch_size
-        self._nobody = max_batch_size  # the slot of rows that pad a graph
+        self._padding_slot = max_batch_size  # of rows that pad a graph
         with torch.inference_mode():
             self._rotations = torch.view_as_real(part.model.rotations).flatten(1).contiguous()
             n_per_slot = part.cache.blocks_for(info.max_seq_len)
@@ -113,8 +115,8 @@ class GpuSteps:
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._layers: LayerGraphs | None = None  # made by the warm-up
         if device.type == "cuda":
-            least = max(self._decode_rows, MOST_GRAPH_ROWS, rows_that_hide_launches(info))
-            part.model.read_choices_above(least)
+            min_rows = max(self._decode_rows, MOST_GRAPH_ROWS, rows_that_hide_launches(info))
+            part.model.read_choices_above(min_rows)
             self._capture(ladder(self._decode_rows))
 
     # --- a step ---
@@ -142,7 +144,7 @@ class GpuSteps:
         self._last.index_copy_(0, self._token_slots, tokens)
 
     def _decode(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Run a step of which each row gets a token.
+        """Run a step in which each row gets a token.
 
         Returns this stage's output, and the slots that the tokens go to.
         """
@@ -157,12 +159,12 @@ class GpuSteps:
             graph.replay()
         else:
             out = self._forward_decode(size)
-        fed = last_of_each(rows[1], self._nobody)
+        fed = last_of_each(rows[1], self._padding_slot)
         is_each = np.array_equal(fed, rows[1])
         return out[:n], self._rows[size : size + n] if is_each else to_device(fed, self._part.device)
 
     def _forward_decode(self, size: int) -> Tensor:
-        """Run a decode step on what the buffers hold."""
+        """Run a decode step on the contents of the buffers."""
         tokens, slots, positions = self._rows[: 3 * size].view(3, size)
         x = (
             self._embed(tokens, slots, positions)
@@ -190,7 +192,7 @@ class GpuSteps:
         size = (self._layers.size_for(n) if self._layers is not None else None) or n
         plan = self._plan_contexts(step.spans[n_decoding:], starts[n_decoding:])
         logits_rows = np.array(step.logits_rows, np.int64)
-        fed = last_of_each(rows[1, logits_rows], self._nobody)
+        fed = last_of_each(rows[1, logits_rows], self._padding_slot)
         if all_rows:
             logits_rows = np.arange(n)
         arrays = [self._padded(rows, size), logits_rows, fed, *plan.tiles, plan.copies]
@@ -208,9 +210,9 @@ class GpuSteps:
         return self._part.model.forward(x, attention, device_logits_rows, layer_stored), token_slots
 
     def _padded(self, rows: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-        """Return tokens, slots and positions with rows of nobody after them."""
+        """Return tokens, slots and positions, followed by rows of the padding slot."""
         padded = np.zeros((3, size), np.int64)
-        padded[1] = self._nobody
+        padded[1] = self._padding_slot
         padded[:, : rows.shape[1]] = rows
         return padded
 
@@ -258,7 +260,7 @@ class GpuSteps:
         )
 
     def _write(self, table: Tensor, rows: list[tuple[int, int, list[int]]]) -> None:
-        """Write blocks into a table: of a slot, after so many."""
+        """Write blocks of slots into a table. `rows`: slot, number of its earlier blocks, blocks."""
         at: list[int] = []
         blocks: list[int] = []
         width = table.shape[1]
@@ -278,7 +280,7 @@ class GpuSteps:
         for size in reversed(sizes):
             with torch.inference_mode():
                 self._rows.zero_()  # a larger size's slots would be read as positions past a sequence's end
-                self._rows[size : 2 * size] = self._nobody
+                self._rows[size : 2 * size] = self._padding_slot
                 self._forward_decode(size)  # compiles kernels and lets libraries allocate their workspaces
                 graph, out = capture(functools.partial(self._forward_decode, size), pool)
             pool = pool or graph.pool()
@@ -293,14 +295,14 @@ class GpuSteps:
     def _replay_ms(self, size: int) -> float:
         """Replay a graph on padding rows and return how long it takes."""
         self._rows.zero_()
-        self._rows[size : 2 * size] = self._nobody
+        self._rows[size : 2 * size] = self._padding_slot
         return gpu_ms(self._graphs[size][0].replay)
 
     # --- warm-up ---
 
     @torch.inference_mode()
     def warm_up(self, max_num_tokens: int, run: Callable[[Step], object]) -> None:
-        for step in self._nobodys_steps(max_num_tokens):
+        for step in self._padding_steps(max_num_tokens):
             run(step)
         if self._part.device.type == "cuda":
             torch.cuda.synchronize()
@@ -308,61 +310,62 @@ class GpuSteps:
 
     def _capture_layers(self, max_num_tokens: int, run: Callable[[Step], object]) -> None:
         """Capture graphs of steps with contexts, as far as launching the kernels takes longer."""
-        sizes = [size for size in ladder(min(max_num_tokens, MOST_GRAPH_ROWS)) if size >= _LEAST_GRAPH_ROWS]
+        sizes = [size for size in ladder(min(max_num_tokens, MOST_GRAPH_ROWS)) if size >= _MIN_GRAPH_ROWS]
         if not sizes or not self._part.model.in_parts:
             return
         launched = []
         for _ in range(3):
             started = time.perf_counter()
-            run(self._nobodys([1, min(2 * _LEAST_GRAPH_ROWS, self._part.info.max_seq_len)]))
+            run(self._padding_step([1, min(2 * _MIN_GRAPH_ROWS, self._part.info.max_seq_len)]))
             launched.append(1e3 * (time.perf_counter() - started))
             torch.cuda.synchronize()
         layers = self._new_layers(sizes[-1])
         layers.fill(sizes, min(launched))
         self._layers = layers
 
-    def _new_layers(self, most: int) -> LayerGraphs:
+    def _new_layers(self, max_rows: int) -> LayerGraphs:
         return LayerGraphs(
             self._part,
             self._embed,
             lambda slots, positions: self._attention(slots, positions, 0, None),
-            self._nobody,
-            most,
+            self._padding_slot,
+            max_rows,
             next((graph.pool() for graph, _ in self._graphs.values()), None),
         )
 
-    def _nobodys_steps(self, max_num_tokens: int) -> Iterator[Step]:
+    def _padding_steps(self, max_num_tokens: int) -> Iterator[Step]:
         """Yield steps that write only to `NULL_BLOCK`.
 
-        What Triton compiles for a kernel depends on the number of rows at most through the power of two below
-        it.
+        Numbers of rows with the same largest power of two in them use the same compilations of Triton.
         """
-        longest, most = self._part.info.max_seq_len, self._max_batch_size
-        largest = min(max_num_tokens, most * longest)
+        longest = self._part.info.max_seq_len
+        largest = min(max_num_tokens, self._max_batch_size * longest)
         for n_tokens in [largest, *(1 << i for i in reversed(range(1, (largest - 1).bit_length())))]:
-            ones = 1 if n_tokens > 2 and most > 1 else 0  # decode and contexts
+            ones = 1 if n_tokens > 2 and self._max_batch_size > 1 else 0  # decode and contexts
             n_contexts = -(-(n_tokens - ones) // longest)
             contexts = [len(part) for part in np.array_split(range(n_tokens - ones), n_contexts)]
-            yield self._nobodys([1] * ones + sorted(contexts))
+            yield self._padding_step([1] * ones + sorted(contexts))
         for n_new in (2, LEAST_QUERIES):  # chunks that are not their contexts' first
             if largest >= n_new and longest > n_new:
-                yield self._nobodys([n_new], n_cached=1)
+                yield self._padding_step([n_new], n_cached=1)
         for n_rows in reversed(ladder(self._decode_rows)):
-            yield self._nobodys([1] * n_rows)
-        for n_rows in {1, min(most, _SAMPLED_ROWS)}:
+            yield self._padding_step([1] * n_rows)
+        for n_rows in {1, min(self._max_batch_size, _SAMPLED_ROWS)}:
             for sampling in (
                 SamplingParams(1.0),
                 SamplingParams(1.0, top_k=8),
                 SamplingParams(1.0, top_p=0.9),
             ):
-                yield self._nobodys([1] * n_rows, sampling)
+                yield self._padding_step([1] * n_rows, sampling)
 
-    def _nobodys(self, counts: list[int], sampling: SamplingParams | None = None, n_cached: int = 0) -> Step:
-        """Return a step whose sequences add these numbers of tokens (ones first) and each get one more."""
+    def _padding_step(
+        self, counts: list[int], sampling: SamplingParams | None = None, n_cached: int = 0
+    ) -> Step:
+        """Return a step whose sequences add these numbers of tokens (ones first) and each get a token."""
         width = self._table.shape[1]
-        # As in a real step, one sequence begins a table and the others have theirs.
-        spans = [Span(self._nobody, n_cached, counts[0], 0, [NULL_BLOCK] * width)]
-        spans += [Span(self._nobody, 0, n, width) for n in counts[1:]]
+        # As in a real step, one sequence begins a table, and the others have a table.
+        spans = [Span(self._padding_slot, n_cached, counts[0], 0, [NULL_BLOCK] * width)]
+        spans += [Span(self._padding_slot, 0, n, width) for n in counts[1:]]
         step = Step(spans, [0] * sum(counts), (np.cumsum(counts) - 1).tolist())
         if sampling is not None:
             step.sampling, step.places, step.not_end = (

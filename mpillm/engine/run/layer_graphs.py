@@ -1,9 +1,9 @@
 """CUDA graphs of what lies between the attentions of a step with contexts.
 
 Launching the kernels of such a step one by one takes a host 5 to 30 ms, longer than a GPU needs for a few
-hundred rows. Attention depends on who attends to how much; all else depends on the number of rows alone. So
-for some sizes a layer is one graph, from an attention to the next one, and only attention is launched anew.
-Fewer rows are padded with rows of a slot that nobody has.
+hundred rows. Attention depends on the lengths of contexts, all other operations only on the number of rows.
+So for some sizes a layer is one graph, from an attention to the next, and the host launches only attention.
+Fewer rows are padded with rows of an unused slot.
 """
 
 from __future__ import annotations
@@ -29,26 +29,30 @@ class LayerGraphs:
         part: ModelPart,
         embed: Callable[[Tensor, Tensor, Tensor], Tensor],
         attention: Callable[[Tensor, Tensor], PagedAttention],
-        nobody: int,
-        most: int,
+        padding_slot: int,
+        max_rows: int,
         pool: Any,
     ) -> None:
-        """Make room for graphs of up to `most` rows.
+        """Allocate buffers for graphs of up to `max_rows` rows.
 
-        `embed` gets tokens, slots and positions, `attention` slots and positions; `nobody`: the slot of
-        padding; `pool`: the memory pool of the decode graphs, which never run at the same time.
+        Args:
+            embed: Takes tokens, slots and positions.
+            attention: Takes slots and positions.
+            pool: The memory pool of the decode graphs, which never run at the same time.
         """
         model, device = part.model, part.device
         self._part, self._embed, self._attention = part, embed, attention
-        self._nobody, self._pool = nobody, pool
+        self._padding_slot, self._pool = padding_slot, pool
         self._pieces: dict[int, list[Callable[[], None]]] = {}  # size -> replay the graph of each layer
         config = part.info.config
         n_all = part.n_heads + 2 * part.cache.keys.shape[2]
         # Tokens, slots, positions.
-        self._rows = torch.zeros(3 * most, dtype=torch.int64, device=device)
-        self._x = torch.zeros(most, config.hidden_size, dtype=part.dtype, device=device)
-        self._turned = torch.zeros(most, n_all, config.head_dim, dtype=part.dtype, device=device)
-        self._attended = torch.zeros(most, part.n_heads * config.head_dim, dtype=part.dtype, device=device)
+        self._rows = torch.zeros(3 * max_rows, dtype=torch.int64, device=device)
+        self._x = torch.zeros(max_rows, config.hidden_size, dtype=part.dtype, device=device)
+        self._turned = torch.zeros(max_rows, n_all, config.head_dim, dtype=part.dtype, device=device)
+        self._attended = torch.zeros(
+            max_rows, part.n_heads * config.head_dim, dtype=part.dtype, device=device
+        )
         self._n_layers = len(model.layers)
 
     def fill(self, sizes: Iterable[int], launch_ms: float) -> None:
@@ -58,8 +62,8 @@ class LayerGraphs:
             self.add(size)
             took_ms = self.replay_ms(size)
             # Ranks of a TP group wait for each other in each layer: all need the sizes of the first.
-            seen = torch.tensor([1e6 * took_ms, took_ms > launch_ms], device=self._part.device).long()
-            times[size], is_slow = self._part.groups.broadcast(seen).tolist()
+            measured = torch.tensor([1e6 * took_ms, took_ms > launch_ms], device=self._part.device).long()
+            times[size], is_slow = self._part.groups.broadcast(measured).tolist()
             if is_slow:
                 del self._pieces[size], times[size]
                 break
@@ -70,7 +74,7 @@ class LayerGraphs:
         return size in self._pieces
 
     def size_for(self, n_rows: int) -> int | None:
-        """Return the least size that has so many rows."""
+        """Return the smallest size with at least `n_rows` rows."""
         return next((size for size in self._pieces if size >= n_rows), None)
 
     def run(
@@ -81,10 +85,11 @@ class LayerGraphs:
         logits_rows: Tensor,
         layer_stored: Callable[[int], None] | None,
     ) -> Tensor:
-        """Run a step of `n` rows, and return what `Decoder.forward` does.
+        """Run a step of `n` rows, and return the result of `Decoder.forward`.
 
-        rows [3, size] (int64): tokens, slots and positions, with the padding after the real ones. `attention`
-        is that of the real ones.
+        Args:
+            rows: Tokens, slots and positions, with the padding last: int64 [3, size].
+            attention: Attention without the padding.
         """
         size, part = rows.shape[1], self._part
         self._rows[: 3 * size].copy_(rows.view(-1))
@@ -112,13 +117,13 @@ class LayerGraphs:
 
     @torch.inference_mode()
     def add(self, size: int) -> None:
-        """Capture the graphs of a size, at most `most`. On a CPU there are none, and `run` just computes."""
+        """Capture the graphs of a size, at most `max_rows`. On a CPU, `run` computes without graphs."""
         pieces = [functools.partial(self._piece, layer, size) for layer in range(self._n_layers)]
         if self._part.device.type != "cuda":
             self._pieces[size] = list(pieces)
             return
         self._rows.zero_()
-        self._rows[size : 2 * size] = self._nobody
+        self._rows[size : 2 * size] = self._padding_slot
         for piece in pieces:  # compiles kernels and lets libraries allocate their workspaces
             piece()
         self._pieces[size] = [capture(piece, self._pool)[0].replay for piece in pieces]

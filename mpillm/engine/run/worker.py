@@ -1,6 +1,6 @@
-"""Run steps on a rank of an instance: its own engine's, or those that the leader's engine sends.
+"""Run steps on a rank of an instance: steps of its own engine, or steps that the root rank's engine sends.
 
-What all devices share is here; `cpu_steps` and `gpu_steps` compute a step on theirs.
+This file contains the code for all devices. `cpu_steps` and `gpu_steps` compute a step on a device.
 """
 
 from __future__ import annotations
@@ -69,10 +69,13 @@ class Worker:
     ) -> Worker:
         """Load the weights and capture the graphs, which takes seconds, or minutes for a large model.
 
-        `device` may be a CPU with plain `kernels`, slowly and without graphs. With `shares_rows` a kernel,
-        not NCCL, adds the rows of a TP group, if its GPUs reach each other's memory. `decode_rows`: those of
-        a step of last tokens and guesses, at most; `max_batch_size` if nobody guesses. `fp8_contexts`: long
-        ones are multiplied so (see `kernels.fp8_contexts`).
+        Args:
+            device: May be a CPU with plain `kernels`, slowly and without graphs.
+            shares_rows: A kernel, not NCCL, adds the rows of a TP group, if its GPUs access each other's
+                memory.
+            decode_rows: The limit for rows of last tokens and draft tokens in a step; `max_batch_size`
+                without draft tokens.
+            fp8_contexts: Multiply long contexts in FP8 (see `kernels.fp8_contexts`).
         """
         kernels = kernels or use_gpu(device)
         part = ModelPart.load(info, tokens_per_block, groups, dummy=dummy, device=device, ops=kernels)
@@ -82,9 +85,9 @@ class Worker:
 
     @torch.inference_mode()
     def run(self, step: Step) -> SampledTokens | None:
-        """Run a step. On the first rank of the last stage, return a token for each wanted row.
+        """Run a step. On the first rank of the last stage, return a token for each of `Step.logits_rows`.
 
-        With `Step.logprobs` 1 + k these are rows of 2 + 2k numbers: the token, its log probability, the k
+        With `Step.logprobs` 1 + k, return rows of 2 + 2k numbers: the token, its log probability, the k
         likeliest tokens and their log probabilities, as the bits of float32. Returns None on the other ranks,
         and for a step without tokens.
         """
@@ -114,9 +117,9 @@ class Worker:
         return None if layout.tp_rank else SampledTokens(numbers)
 
     def logits(self, step: Step) -> Tensor:
-        """Run a step as far as the logits: this rank's columns for each wanted row.
+        """Run a step up to the logits: this rank's columns for each of `Step.logits_rows`.
 
-        For an instance of one stage, on all its ranks.
+        Collective. Requires an instance of one stage.
         """
         return self.part.model.logits(self.steps.forward(step))
 
@@ -126,9 +129,9 @@ class Worker:
 
 
 class Follower:
-    """A rank that does not lead: it runs the steps of the leader's `Engine` as soon as their input is here.
+    """Runner of the root rank's steps on another rank, as soon as their input has arrived.
 
-    Its sequences are the leader's, so it has no progress of its own to return.
+    The root rank has the sequences, so this rank returns no progress.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -136,8 +139,8 @@ class Follower:
         self._worker = worker
         self._peers = worker.peers
         self._step: Step | None = None
-        self._sampled: deque[SampledTokens] = deque()  # tokens that the leader waits for
-        self.recorder: Recorder | None = None  # on a GPU, which computes on, it notes when steps are launched
+        self._sampled: deque[SampledTokens] = deque()  # tokens that the root rank waits for
+        self.recorder: Recorder | None = None  # on a GPU, it records the launches of steps
 
     def has_work(self) -> bool:
         if self._sampled and self._sampled[0].ready():
@@ -147,13 +150,13 @@ class Follower:
         return self._step is not None and self._can_run()
 
     def is_quiet(self) -> bool:
-        """Return whether `has_work` stays False until a message comes, and no transfer is under way."""
+        """Return whether `has_work` stays False until a message arrives, and no transfer is active."""
         transfers = self._worker.transfers
         waits = self._step is None and not self._sampled and self._peers.is_quiet()
         return waits and (transfers is None or transfers.is_done())
 
     def step(self) -> list[Progress]:
-        """Run the step, and send the tokens, that `has_work` found."""
+        """Run the step that has arrived, and send tokens that are ready."""
         if self._step is not None and self._can_run():
             step, self._step = self._step, None
             started = time.perf_counter()
@@ -168,7 +171,7 @@ class Follower:
         return []
 
     def poll_kv(self) -> list[int]:
-        """Tell the leader which transfers are done on this rank."""
+        """Report to the root rank the transfers that are done on this rank."""
         if self._worker.transfers is not None and (done := self._worker.transfers.poll()):
             self._peers.send_moved(done)
         return []

@@ -1,7 +1,7 @@
 """Choose how many tokens of prompts a step takes beside the sequences that generate.
 
-Generating sequences wait for the whole step, so a piece is as small as the rate at which prompts are computed
-allows: below some size a step reads weights, or starts products, for too few rows.
+Generating sequences wait for the whole step, so a piece is small. Below some size, prompts are computed more
+slowly, because a step reads weights, or starts products, for too few rows.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ _SMALLEST = 32
 _WORTH_DOUBLING = 1.05  # times as many tokens/s
 
 
-def context_piece(seconds: Callable[[int], float], most: int) -> int:
-    """Return 32, 64, 128, … tokens: the first of which twice as many are not computed 5 % faster; or `most`.
+def context_piece(seconds: Callable[[int], float], max_tokens: int) -> int:
+    """Return 32, 64, 128, … tokens: the first of which twice as many are not computed 5 % faster; or
+    `max_tokens`.
 
     `seconds` measures a step of so many tokens of a prompt. It is called once for each size in order, up to
     twice the size returned.
     """
     size, rate = _SMALLEST, 0.0
-    while size <= most:
+    while size <= max_tokens:
         faster = size / seconds(size)
         if faster < _WORTH_DOUBLING * rate:
             return size // 2
         size, rate = 2 * size, faster
-    return most
+    return max_tokens

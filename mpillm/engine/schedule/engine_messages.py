@@ -1,8 +1,8 @@
 """The engine's own messages: for each tag its type, writer and reader.
 
-The ranks of an instance exchange PLAN, TOKENS, MOVED and `groups.HIDDEN`. NCCL_ID and NOTICE, or TARGETS and
-PUT, go between the GPUs of two instances that hand KV caches over. The caches themselves (`Tag.KV` and above)
-are bytes as `KVCache.read` returns them; both ends know their sizes.
+The ranks of an instance exchange PLAN, TOKENS, MOVED and `groups.HIDDEN`. For KV cache transfers, the GPUs of
+two instances exchange NCCL_ID and NOTICE, or TARGETS and PUT. The caches themselves (`Tag.KV` and above) are
+bytes as `KVCache.read` returns them. Both ends compute their sizes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from mpillm.engine.schedule.transfer import Kind, Transfer
 if TYPE_CHECKING:  # the module starts MPI
     from mpillm.comms.transport import Buffer
 
-# A step as int32: the head, a row for each span, the spans' blocks, each followed by its window blocks, a
-# row for each transfer, the transfers' blocks likewise, the tokens; then a row of `_SAMPLING` for each of
-# `logits_rows`, unless all are greedy; then the bytes of `Step.extras`. As `Step.add` makes them, a span's
-# last rows are in `logits_rows`, and the first of these are the rows that must not get an end token.
+# A step consists of int32: the head, a row for each span, blocks and window blocks of each span, a row for
+# each transfer, blocks and window blocks of each transfer, the tokens. Unless all requests are greedy, a row
+# of `_SAMPLING` for each of `logits_rows` follows. The bytes of `Step.extras` come last. As `Step.add` makes
+# them, a span's last rows are in `logits_rows`, and the first of these are the rows in `not_end`.
 _HEAD = 6  # spans, transfers, tokens, rows of `_SAMPLING`, `Step.logprobs`, whether there are `Step.extras`
 # Slot, cached, new, blocks sent before, sent now, window blocks likewise, in `logits_rows`, in `not_end`.
 _SPAN = 9
@@ -36,14 +36,14 @@ _SAMPLING = np.dtype(
 
 
 class Notice(NamedTuple):
-    """Tells the receiver of a buffer whose send was launched."""
+    """Report to the receiver of a buffer that its send was launched."""
 
     tag: int
     n_bytes: int
 
 
 class PutTarget(NamedTuple):
-    """Tells the sender where a piece of a KV cache shall be in the receiver's."""
+    """Destination of a piece of a KV cache in the receiver's cache."""
 
     tag: int
     layer: int  # the first of the piece
@@ -103,7 +103,7 @@ def _read_step(buffer: Buffer) -> Step:
             n_blocks,
             n_window_blocks_sent,
             n_window_blocks,
-            n_wanted,
+            n_logits_rows,
             n_not_end,
         ) = row
         blocks = numbers[at : at + n_blocks + n_window_blocks].tolist()
@@ -115,7 +115,7 @@ def _read_step(buffer: Buffer) -> Step:
                 n_new,
                 n_blocks_sent,
                 blocks[:n_blocks],
-                n_wanted > 1,
+                n_logits_rows > 1,
                 n_window_blocks_sent,
                 window_blocks,
             )
@@ -123,7 +123,7 @@ def _read_step(buffer: Buffer) -> Step:
         at += n_blocks + n_window_blocks
         end += n_new
         step.not_end += range(len(step.logits_rows), len(step.logits_rows) + n_not_end)
-        step.logits_rows += range(end - n_wanted, end)
+        step.logits_rows += range(end - n_logits_rows, end)
     heads = numbers[at : at + n_transfers * _TRANSFER]
     at += len(heads)
     for kind, ticket, peer, slot, length, n_blocks, n_window_blocks in heads.reshape(-1, _TRANSFER).tolist():
@@ -153,23 +153,29 @@ def _read_notices(buffer: Buffer) -> list[Notice]:
     return [Notice(*row) for row in buffer.view(np.int64).reshape(-1, 2).tolist()]
 
 
-def _write_targets(rooms: list[PutTarget]) -> Buffer:
+def _write_targets(targets: list[PutTarget]) -> Buffer:
     numbers: list[int] = []
-    for room in rooms:
-        numbers += *room[:4], len(room.blocks), len(room.window_blocks), *room.blocks, *room.window_blocks
+    for target in targets:
+        numbers += (
+            *target[:4],
+            len(target.blocks),
+            len(target.window_blocks),
+            *target.blocks,
+            *target.window_blocks,
+        )
     return _bytes(np.array(numbers, np.int32))
 
 
 def _read_targets(buffer: Buffer) -> list[PutTarget]:
-    numbers, at, rooms = buffer.view(np.int32).tolist(), 0, []
+    numbers, at, targets = buffer.view(np.int32).tolist(), 0, []
     while at < len(numbers):
         tag, layer, head, n_tokens, n_blocks, n_window_blocks = numbers[at : (at := at + 6)]
         blocks, window_blocks = (
             numbers[at : (at := at + n_blocks)],
             numbers[at : (at := at + n_window_blocks)],
         )
-        rooms.append(PutTarget(tag, layer, head, n_tokens, blocks, tuple(window_blocks)))
-    return rooms
+        targets.append(PutTarget(tag, layer, head, n_tokens, blocks, tuple(window_blocks)))
+    return targets
 
 
 def _bytes(array: NDArray[Any]) -> Buffer:
@@ -182,9 +188,9 @@ MOVED = _int32(Tag.MOVED)  # tickets of transfers
 NCCL_ID: Message[bytes] = Message(
     Tag.NCCL_ID, lambda unique: np.frombuffer(unique, np.uint8), lambda buffer: buffer.tobytes()
 )
-# What one launch sends over NCCL, in order.
+# The buffers that one launch sends over NCCL, in order.
 NOTICE: Message[list[Notice]] = Message(
     Tag.NOTICE, lambda together: _bytes(np.array(together, np.int64).reshape(-1)), _read_notices
 )
 TARGETS: Message[list[PutTarget]] = Message(Tag.TARGETS, _write_targets, _read_targets)
-PUT = _int32(Tag.PUT)  # tags of pieces that are in the receiver's blocks, in the order of their rooms
+PUT = _int32(Tag.PUT)  # tags of pieces that are in the receiver's blocks, in the order of their targets

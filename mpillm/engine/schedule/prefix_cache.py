@@ -1,9 +1,9 @@
 """Reuse blocks by their content: sequences with a common prefix compute it once.
 
-A full block is known by the hash of its tokens and of all tokens before them (its parent's hash seeds its
-own), as in vLLM's and TensorRT-LLM's block reuse. Several sequences may hold a block; nobody writes to a full
-one. A block that nobody holds keeps its content until its memory is needed; the least recently released goes
-first.
+A full block is found by the hash of its tokens and of all tokens before them (its parent's hash seeds its
+own), as in vLLM's and TensorRT-LLM's block reuse. Several sequences may hold a block, because no sequence
+writes to a full block. A block without a holder keeps its content until its memory is needed. The least
+recently released block is reused first.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class PrefixCache(BlockAllocator):
         if sequence.n_cached % self._tokens_per_block:
             return []
         hashes = self._hashes(sequence, (sequence.n_context - 1) // self._tokens_per_block)
-        found = map(self.find, hashes[sequence.n_cached // self._tokens_per_block :])
-        return list(itertools.takewhile(bool, found))
+        blocks = map(self.find, hashes[sequence.n_cached // self._tokens_per_block :])
+        return list(itertools.takewhile(bool, blocks))
 
     def find(self, hash_: bytes) -> int:
         """Return the block with a hash, or `NULL_BLOCK`."""
@@ -78,13 +78,13 @@ class PrefixCache(BlockAllocator):
         self.reused_blocks += len(blocks)
 
     def publish(self, plan: list[tuple[Sequence, int]], window_blocks: PrefixCache | None = None) -> None:
-        """Note that the step `plan` has started: later steps can find the blocks that it fills.
+        """Let later steps find the blocks that the step `plan` fills.
 
-        `window_blocks`: of the sequences' `window_blocks` blocks.
+        `window_blocks`: the allocator of the sequences' window blocks.
         """
         size = self._tokens_per_block
         for sequence, _ in plan:
-            n_known = len(sequence.prompt) + len(sequence.output)  # not on a device still, nor a guess
+            n_known = len(sequence.prompt) + len(sequence.output)  # without unread and draft tokens
             if sequence.extras is not None and sequence.extras.n_slots > 1:  # each slot has its own
                 n_known = len(sequence.prompt)
             first, end = sequence.n_published, min(sequence.n_cached, n_known) // size
@@ -96,7 +96,7 @@ class PrefixCache(BlockAllocator):
 
     def _note(self, hashes: list[bytes], blocks: list[int]) -> None:
         for hash_, block in zip(hashes, blocks, strict=True):
-            # Computed by two sequences at once: one block is enough.
+            # If two sequences compute the same tokens simultaneously, one block is enough.
             if block != NULL_BLOCK and hash_ not in self._block_of:
                 self._block_of[hash_], self._hash_of[block] = block, hash_
 

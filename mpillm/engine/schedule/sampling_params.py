@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen."""
+"""Sampling parameters of a request."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose a token.
+    """Parameters for the choice of a token.
 
     temperature 0 is greedy; top_k 0 and top_p 1 are off. top_k applies first, top_p to what is left.
     """

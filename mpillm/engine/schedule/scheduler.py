@@ -15,15 +15,14 @@ from mpillm.engine.shape.engine_config import SchedulerConfig
 
 
 class Scheduler:
-    """Fills a step with a token of every generating sequence, then with contexts as its policy says.
+    """Fills a step with a token of every generating sequence, then with contexts in the order of its policy.
 
-    Sequences start first come, first served: when all earlier ones have started and the policy finds enough
-    room in the KV cache. When a generating sequence finds no free block (possible only with `max_util`), the
-    youngest running sequence is preempted: it gives its blocks back and later computes its context again,
-    with the answer so far.
+    Sequences start first come, first served: after all earlier sequences, when the policy finds enough free
+    blocks. When a generating sequence needs a block and none is free (only with `max_util`), the youngest
+    running sequence is preempted. It returns its blocks, and later computes its prompt and its output again.
 
     With several steps in flight, a sequence is in at most one of them, and generating sequences are spread
-    over them.
+    over the steps.
     """
 
     def __init__(
@@ -37,34 +36,34 @@ class Scheduler:
         """Start without sequences.
 
         Args:
-            n_in_flight: Steps.
-            window: The tokens that a token sees in any layer, itself included, so that blocks of older ones
-                can be given back; 0: all.
-            window_blocks: The blocks of layers with a window, if others have none.
+            n_in_flight: Number of steps in flight.
+            window: Number of tokens that a token sees in any layer, including itself; 0: all. Blocks of older
+                tokens are freed.
+            window_blocks: Blocks of layers with a window, if other layers have none.
         """
         self._blocks = blocks
         self._known = blocks if isinstance(blocks, PrefixCache) else None
         self._tokens_per_block = config.tokens_per_block
         self._max_num_tokens = config.max_num_tokens
-        self.context_piece = config.max_num_tokens  # most tokens of contexts in a step
+        self.context_piece = config.max_num_tokens  # limit for the tokens of contexts in a step
         self._chunked = config.enable_chunked_context
         self._window = window
         self._window_blocks = window_blocks
         self._n_in_flight = n_in_flight
-        self._has_room = {
-            "max_util": self._room_to_start,
-            "no_evict": self._room_to_end,
-            "static": self._room_in_batch,
+        self._has_blocks = {
+            "max_util": self._has_blocks_to_start,
+            "no_evict": self._has_blocks_to_end,
+            "static": self._has_blocks_for_batch,
         }[config.batch_scheduler_policy]
         is_even = self._chunked and config.context_chunking_policy == "equal_progress"
         self._add_contexts = self._add_evenly if is_even else self._add_in_order
-        # Start at once whatever fits the cache, instead of waiting for a turn in a step.
+        # All sequences that fit the cache start immediately, instead of with their first step.
         self._starts_ahead = is_even or config.batch_scheduler_policy == "static"
         self._slots = list(range(config.max_batch_size))
         self._arrivals = 0
         self._reserved = 0  # sequences whose KV cache is arriving
-        self._n_owed = 0  # blocks that started sequences and reservations may still need
-        self._passed_over = False  # the last step had no room for the next context beside decode
+        self._n_promised = 0  # blocks that started sequences and reservations may still need
+        self._passed_over = False  # the next context did not fit into the last step beside decode
         self._batch_runs = False  # a step has run since `running` was empty
         self.waiting: deque[Sequence] = deque()  # by arrival
         self.running: list[Sequence] = []  # by arrival
@@ -120,16 +119,16 @@ class Scheduler:
         self._batch_runs &= bool(self.running)
 
     def free(self, sequence: Sequence) -> None:
-        if not sequence.blocks:  # preempted: it gave them back
+        if not sequence.blocks:  # preempted
             return
         if self._window_blocks is not None:
             self._window_blocks.free(sequence)
-        self._n_owed -= sequence.n_most - (len(sequence.blocks) - sequence.n_gone)
-        self._blocks.give_back(sequence.blocks[sequence.n_gone :])
-        sequence.blocks, sequence.n_gone = [], 0
+        self._n_promised -= sequence.max_blocks - (len(sequence.blocks) - sequence.n_blocks_freed)
+        self._blocks.give_back(sequence.blocks[sequence.n_blocks_freed :])
+        sequence.blocks, sequence.n_blocks_freed = [], 0
 
     def start_ahead(self) -> None:
-        """Give blocks to the contexts of the next steps, so that receivers can be asked early.
+        """Give blocks to the contexts of the next steps, so that receivers get early requests.
 
         Covers one step more than can be in flight.
         """
@@ -148,67 +147,67 @@ class Scheduler:
             self.free(sequence)
 
     def take_ahead(self, sequence: Sequence, n: int) -> int:
-        """Take blocks for up to `n` tokens after the next one of a sequence of the plan: return for how many.
+        """Take blocks for up to `n` tokens after the next token of a planned sequence; return for how many.
 
-        Never blocks that other sequences may need for their next tokens.
+        Leaves the blocks that other sequences may need for their next tokens.
         """
-        room = len(sequence.blocks) * self._tokens_per_block - sequence.n_cached - 1
-        while room < n and self._blocks.n_free > len(self.running) + self._reserved:
-            if len(sequence.blocks) - sequence.n_gone >= sequence.n_most:
+        n_free = len(sequence.blocks) * self._tokens_per_block - sequence.n_cached - 1
+        while n_free < n and self._blocks.n_free > len(self.running) + self._reserved:
+            if len(sequence.blocks) - sequence.n_blocks_freed >= sequence.max_blocks:
                 break
             sequence.blocks += self._blocks.take(1)
-            self._n_owed -= 1
-            room += self._tokens_per_block
-        return min(room, n)
+            self._n_promised -= 1
+            n_free += self._tokens_per_block
+        return min(n_free, n)
 
     # --- sequences whose context was computed elsewhere ---
 
-    def reserve(self, n_context: int, n_at_most: int) -> list[int] | None:
-        """Reserve blocks and a place for an arriving sequence, or return None.
+    def reserve(self, n_context: int, max_cached: int) -> list[int] | None:
+        """Reserve blocks and a slot for an arriving sequence, or return None.
 
-        Sequences preempted here come first. `n_at_most`: the tokens that it may have cached at its end.
+        Sequences that were preempted here come first. `max_cached`: see `Sequence`.
         """
         n = self._blocks_for(n_context)
-        n_most = self._most_blocks(n, n_at_most)
-        if self.waiting or not self._fits(n, n_most):
+        max_blocks = self._max_blocks(n, max_cached)
+        if self.waiting or not self._fits(n, max_blocks):
             return None
         self._reserved += 1
-        self._n_owed += n_most - n
+        self._n_promised += max_blocks - n
         return self._blocks.take(n)
 
-    def give_up(self, blocks: list[int], n_at_most: int) -> None:
+    def give_up(self, blocks: list[int], max_cached: int) -> None:
         """Cancel a reservation: its sequence will not run."""
         self._reserved -= 1
-        self._n_owed -= self._most_blocks(len(blocks), n_at_most) - len(blocks)
+        self._n_promised -= self._max_blocks(len(blocks), max_cached) - len(blocks)
         self._blocks.give_back(blocks)
 
     def admit(self, sequence: Sequence) -> None:
         """Run a sequence that holds the blocks of a reservation."""
         self._reserved -= 1
-        sequence.n_most = self._most_blocks(len(sequence.blocks), sequence.n_cached_at_most)
-        sequence.n_published = sequence.n_cached // self._tokens_per_block  # nobody here looks for a prompt
+        sequence.max_blocks = self._max_blocks(len(sequence.blocks), sequence.max_cached)
+        sequence.n_published = sequence.n_cached // self._tokens_per_block  # no sequence here has its prompt
         self._stamp(sequence)
         self._take_slot(sequence)
         self.running.append(sequence)
 
-    # --- policies: whether a sequence that takes `n` blocks now and `n_at_most` in the end may start ---
+    # --- policies: whether a sequence may start with `n` blocks, and grow to `max_blocks` ---
 
-    def _room_to_start(self, n: int, n_at_most: int) -> bool:
+    def _has_blocks_to_start(self, n: int, max_blocks: int) -> bool:
         """max_util: blocks for its context, and one more for each running sequence."""
         return n + len(self.running) + self._reserved <= self._blocks.n_free
 
-    def _room_to_end(self, n: int, n_at_most: int) -> bool:
-        """no_evict: blocks for its longest answer, besides what the others may still need."""
-        return n_at_most + self._n_owed <= self._blocks.n_free
+    def _has_blocks_to_end(self, n: int, max_blocks: int) -> bool:
+        """no_evict: blocks for its longest answer, and those that the other sequences may still need."""
+        return max_blocks + self._n_promised <= self._blocks.n_free
 
-    def _room_in_batch(self, n: int, n_at_most: int) -> bool:
-        """static: as no_evict, and nothing starts between a batch's first step and its last end."""
-        return not self._batch_runs and self._room_to_end(n, n_at_most)
+    def _has_blocks_for_batch(self, n: int, max_blocks: int) -> bool:
+        """static: like no_evict; no sequence starts between a batch's first step and its last end."""
+        return not self._batch_runs and self._has_blocks_to_end(n, max_blocks)
 
     # --- the parts of a step ---
 
     def _add_generating(self, plan: list[tuple[Sequence, int]]) -> int:
-        """Return how many tokens it adds: one for each slot of each sequence."""
+        """Add generating sequences; return the number of their tokens, one for each slot."""
         left, n = self._max_num_tokens, -(-len(self.running) // self._n_in_flight)
         for sequence in [s for s in self.running if s.n_uncached == 1 and not s.in_flight]:
             n_slots = 1 if sequence.extras is None else sequence.extras.n_slots
@@ -219,19 +218,19 @@ class Scheduler:
         return self._max_num_tokens - left
 
     def _add_in_order(self, plan: list[tuple[Sequence, int]], left: int) -> None:
-        """Give the oldest context all it needs, then the next.
+        """Add the whole oldest context, then the next.
 
-        Without chunking, a context that does not fit beside decode takes every other step for itself: while
-        others generate it would never have its turn. Only one that no step holds goes in pieces: of a
-        preempted sequence, with its answer so far.
+        Without chunking, a context that does not fit beside decode gets every other step alone, or else it
+        would wait until no sequence generates. A preempted sequence's tokens may exceed a whole step. Only
+        such a context is split.
         """
         n_generating = len(plan)
         contexts = deque(s for s in self.running if s.n_uncached > 1 and not s.in_flight)
         while left > 0 and (contexts or self._can_start()):
             if contexts:
                 self._reuse(contexts[0])
-            n_wanted = (contexts[0] if contexts else self.waiting[0]).n_uncached
-            if n_wanted > left and plan and not self._chunked:
+            n_uncached = (contexts[0] if contexts else self.waiting[0]).n_uncached
+            if n_uncached > left and plan and not self._chunked:
                 only_decode = len(plan) == n_generating
                 if not (only_decode and self._passed_over):
                     self._passed_over = only_decode
@@ -245,22 +244,22 @@ class Scheduler:
             left -= n
 
     def _add_evenly(self, plan: list[tuple[Sequence, int]], left: int) -> None:
-        """Give each context an equal share, at most what it needs; the remainder goes to the oldest."""
+        """Add an equal share of each context, or all of a shorter one; the remainder goes to the oldest."""
         contexts = [s for s in self.running if s.n_uncached > 1]
         n_now = -(-len(contexts) // self._n_in_flight)
         contexts = [s for s in contexts if not s.in_flight][:n_now]
         for sequence in contexts:
             self._reuse(sequence)
-        level = rest = 0
-        for i, n_wanted in enumerate(sorted(s.n_uncached for s in contexts)):
-            level, rest = divmod(left, len(contexts) - i)
-            if n_wanted > level:
+        level = remainder = 0
+        for i, n_uncached in enumerate(sorted(s.n_uncached for s in contexts)):
+            level, remainder = divmod(left, len(contexts) - i)
+            if n_uncached > level:
                 break
-            level, left, rest = n_wanted, left - n_wanted, 0
+            level, left, remainder = n_uncached, left - n_uncached, 0
         for sequence in contexts:
             n = min(sequence.n_uncached, level)
-            if n < sequence.n_uncached and rest:
-                n, rest = n + 1, rest - 1
+            if n < sequence.n_uncached and remainder:
+                n, remainder = n + 1, remainder - 1
             if n:
                 plan.append((sequence, n))
 
@@ -274,25 +273,25 @@ class Scheduler:
         return -(-n_tokens // self._tokens_per_block)
 
     def _demand(self, sequence: Sequence) -> tuple[int, int, int]:
-        """Return how many blocks a sequence gets when it starts and at most, and how many slots."""
+        """Return a sequence's blocks when it starts, the limit of its blocks, and its slots."""
         extras = sequence.extras
         if extras is not None and extras.n_slots > 1:
             n = extras.n_blocks(sequence, self._tokens_per_block)
             return n, n, extras.n_slots
         n = self._blocks_for(sequence.n_context)
-        return n, self._most_blocks(n, sequence.n_cached_at_most), 1
+        return n, self._max_blocks(n, sequence.max_cached), 1
 
-    def _most_blocks(self, n: int, n_at_most: int) -> int:
-        """Return how many blocks a sequence with `n` of them holds at once while it grows to so many tokens.
+    def _max_blocks(self, n: int, max_cached: int) -> int:
+        """Return the limit for the blocks of a sequence that has `n` and grows to `max_cached` tokens.
 
-        With a window that is what the window reaches, whose ends may be in the middle of blocks.
+        A window limits them to the blocks that it reaches. Its ends may be in the middle of blocks.
         """
-        n_most = self._blocks_for(n_at_most)
-        return min(n_most, max(n, self._blocks_for(self._window) + 2)) if self._window else n_most
+        max_blocks = self._blocks_for(max_cached)
+        return min(max_blocks, max(n, self._blocks_for(self._window) + 2)) if self._window else max_blocks
 
-    def _fits(self, n: int, n_at_most: int, n_slots: int = 1) -> bool:
-        """Return whether there are slots, and blocks for a sequence: `n` now, `n_at_most` in the end."""
-        return len(self._slots) - self._reserved >= n_slots and self._has_room(n, n_at_most)
+    def _fits(self, n: int, max_blocks: int, n_slots: int = 1) -> bool:
+        """Return whether a sequence may start with `n` blocks, and grow to `max_blocks`."""
+        return len(self._slots) - self._reserved >= n_slots and self._has_blocks(n, max_blocks)
 
     def _can_start(self) -> bool:
         """Return whether the first waiting sequence may start; a preempted one waits for all its tokens."""
@@ -304,16 +303,15 @@ class Scheduler:
         sequence = self.waiting.popleft()
         sequence.started_at = sequence.started_at or time.perf_counter()
         self._reuse(sequence)
-        n, n_at_most, _ = self._demand(sequence)
+        n, sequence.max_blocks, _ = self._demand(sequence)
         sequence.blocks += self._blocks.take(n - len(sequence.blocks))
-        self._n_owed += n_at_most - len(sequence.blocks)
-        sequence.n_most = n_at_most
+        self._n_promised += sequence.max_blocks - len(sequence.blocks)
         self._take_slot(sequence)
         bisect.insort(self.running, sequence, key=_arrival)
         return sequence
 
     def _reuse(self, sequence: Sequence) -> None:
-        """Replace its next blocks with blocks in which others have computed the same tokens."""
+        """Replace a sequence's next blocks with blocks of other sequences with the same tokens."""
         if self._known is None or not (known := self._known.known(sequence)):
             return
         if self._window_blocks is not None:
@@ -340,15 +338,15 @@ class Scheduler:
         sequence.slot = -1
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Give `sequence` the block that its next token needs.
+        """Give a sequence the block that its next token needs.
 
-        Returns False if it was preempted itself, or must wait until the youngest sequence can be.
+        Returns False if the sequence is preempted, or must wait until the youngest sequence can be.
         """
-        self._let_go(sequence)
+        self._free_unseen(sequence)
         while len(sequence.blocks) < self._blocks_for(sequence.n_cached + 1):
             if self._blocks.n_free:
                 sequence.blocks += self._blocks.take(1)
-                self._n_owed -= 1
+                self._n_promised -= 1
                 continue
             youngest = next(s for s in reversed(self.running) if s.extras is None or s.extras.n_slots == 1)
             if youngest.in_flight:
@@ -363,21 +361,21 @@ class Scheduler:
                 return False
         return True
 
-    def _let_go(self, sequence: Sequence) -> None:
-        """Take back the blocks that no later token of a generating sequence sees.
+    def _free_unseen(self, sequence: Sequence) -> None:
+        """Free the blocks that no later token of a generating sequence sees.
 
-        Steps in flight may still read them, but none that writes to them starts before these have ended.
+        Steps in flight may still read these blocks. They end before a step starts that writes to the blocks.
         """
         if not self._window or sequence.hand_over:
             return
         if sequence.extras is not None and sequence.extras.n_slots > 1:
             return
         n_unseen = max(0, sequence.n_cached + 1 - self._window) // self._tokens_per_block
-        for i in range(sequence.n_gone, n_unseen):
+        for i in range(sequence.n_blocks_freed, n_unseen):
             self._blocks.give_back([sequence.blocks[i]])
             sequence.blocks[i] = NULL_BLOCK
-        self._n_owed += max(0, n_unseen - sequence.n_gone)
-        sequence.n_gone = max(sequence.n_gone, n_unseen)
+        self._n_promised += max(0, n_unseen - sequence.n_blocks_freed)
+        sequence.n_blocks_freed = max(sequence.n_blocks_freed, n_unseen)
 
 
 def _arrival(sequence: Sequence) -> int:

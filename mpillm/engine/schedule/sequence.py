@@ -14,10 +14,7 @@ UNREAD = -1  # stands for a token that is still on the device
 
 @dataclass(eq=False, slots=True)  # with a __dict__ of so many fields each access costs more
 class Sequence:
-    """A request in progress.
-
-    Its context is the prompt and the answer so far, of which the KV cache holds `n_cached` tokens.
-    """
+    """A request in progress: its prompt and its output so far, with `n_cached` tokens in the KV cache."""
 
     id: int
     prompt: list[int]
@@ -25,19 +22,21 @@ class Sequence:
     min_output: int
     sampling: SamplingParams
     hand_over: bool = False  # stop after the first token and keep the blocks until they are released
-    ignore_stop: bool = False  # stop words do not end its answer
-    ignore_end: bool = False  # nor do end tokens
-    stream: bool = False  # its tokens are wanted as they come
+    ignore_stop: bool = False  # stop words do not end its output
+    ignore_end: bool = False  # end tokens do not end its output
+    stream: bool = False  # its client gets each token immediately
     arrival: int = 0
     output: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    n_gone: int = 0  # its first blocks that it has given back, of tokens that no window reaches any more
+    n_blocks_freed: int = 0  # of its first blocks, whose tokens are outside all windows
     window_blocks: list[int] = field(default_factory=list)  # of layers with a window (see `WindowBlocks`)
     n_window_blocks_freed: int = 0
     n_window_blocks_sent: int = 0
-    n_most: int = 0  # blocks that it may hold at once, from its start
+    max_blocks: int = 0  # limit for its blocks, from its start
     n_cached: int = 0
-    draft: list[int] = field(default_factory=list)  # guesses after `output` that a step in flight tests
+    draft: list[int] = field(
+        default_factory=list
+    )  # draft tokens after `output`, which a step in flight verifies
     n_unread: int = 0  # tokens after `output` from steps in flight, not read by the host yet
     in_flight: bool = False  # in a step whose tokens must come back before its next step
     is_done: bool = False  # drop the tokens that steps in flight still bring
@@ -45,16 +44,16 @@ class Sequence:
     n_blocks_sent: int = 0  # how many of its blocks steps have named under its slot
     is_cancelled: bool = False
     n_passed_on: int = 0  # tokens of the answer that were streamed
-    wants_logprobs: int = 0  # 0: none; 1 + k: that of each token, and the k likeliest tokens with theirs
+    wants_logprobs: int = 0  # 0: none; 1 + k: of each token and of the k likeliest tokens
     logprobs: list[list[int]] = field(default_factory=list)  # not streamed yet; see `ResponseFlag.LOGPROBS`
     n_logprobs_sent: int = 0  # tokens of the answer whose log probabilities were streamed
     added_at: float = 0.0  # time.perf_counter()
     started_at: float = 0.0  # when it first got blocks, likewise
-    times: bool = False  # the two times above are wanted
+    times: bool = False  # the response contains the two times above
     n_reused: int = 0  # blocks that already held its prompt
     hashes: list[bytes] = field(default_factory=list)  # of full blocks, if computed (see `PrefixCache`)
-    n_published: int = 0  # how many of its blocks others can find there
-    salt: bytes = b""  # sequences with another one never share blocks, whatever their tokens are
+    n_published: int = 0  # how many of its blocks other sequences can find there
+    salt: bytes = b""  # sequences with different salts never share blocks
     extras: SequenceExtras | None = None
 
     @property
@@ -70,12 +69,12 @@ class Sequence:
         return len(self.prompt) + len(self.output) + self.n_unread - self.n_cached
 
     @property
-    def n_cached_at_most(self) -> int:
-        """Tokens in the KV cache when its longest answer ends: all but the last one."""
+    def max_cached(self) -> int:
+        """Tokens in the KV cache when its longest output ends: all but the last token."""
         return len(self.prompt) + (0 if self.hand_over else self.max_output - 1)
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Return tokens [start, end) of the context, `UNREAD` where the host does not know them."""
+        """Return tokens [start, end) of prompt and output, with `UNREAD` for tokens still on the device."""
         n = len(self.prompt)
         known = (
             self.output[start - n : end - n]

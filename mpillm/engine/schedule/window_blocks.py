@@ -1,8 +1,8 @@
 """Blocks of the layers with a window, where other layers see all tokens (gpt-oss, Gemma 3).
 
-These layers have a KV cache of their own, and sequences a second table of blocks, only for the tokens that a
-window still reaches. Blocks are taken with the step that fills them and given back with the next one, so
-there are always enough (`memory.cache_bytes`): who may start depends on the other layers' cache only.
+These layers have their own KV cache, and sequences have a second table of blocks, only for the tokens inside
+the window. A step takes the blocks that it fills, and the next step frees them, so there are always enough
+blocks (`memory.cache_bytes`). Only the other layers' cache limits the sequences that may start.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def n_unseen(n_cached: int, window: int, tokens_per_block: int) -> int:
 
 
 class WindowBlocks:
-    """Who holds which of the blocks."""
+    """The window blocks of all sequences."""
 
     def __init__(self, blocks: BlockAllocator, window: int, tokens_per_block: int) -> None:
         """`blocks`: a `PrefixCache` if blocks are reused."""
@@ -29,25 +29,25 @@ class WindowBlocks:
         self._last: list[Sequence] = []  # of the last step
 
     def cover(self, plan: list[tuple[Sequence, int]]) -> None:
-        """Take the blocks that a step fills, after those back that the steps before it were the last to see.
+        """Free the blocks that this step and later steps do not see, then take the blocks that it fills.
 
-        Steps in flight may still read these, but none that writes to them starts before those have ended.
+        Steps in flight may still read freed blocks. They end before a step starts that writes to the blocks.
         """
-        for sequence in self._last:  # its guesses may turn out to be wrong, if it is in flight still
-            self._let_go(sequence, sequence.n_cached - len(sequence.draft))
+        for sequence in self._last:  # draft tokens of a step in flight may be rejected
+            self._free_unseen(sequence, sequence.n_cached - len(sequence.draft))
         self._last = [sequence for sequence, _ in plan]
         for sequence, n_new in plan:
-            self._let_go(sequence, sequence.n_cached)
+            self._free_unseen(sequence, sequence.n_cached)
             n = -(-(sequence.n_cached + n_new) // self._size) - len(sequence.window_blocks)
             sequence.window_blocks += self.blocks.take(n)
 
     def reserve(self, n_tokens: int) -> list[int]:
         """Take the blocks of a sequence that arrives with so many tokens cached."""
-        n_gone = n_unseen(n_tokens, self._window, self._size)
-        return [NULL_BLOCK] * n_gone + self.blocks.take(-(-n_tokens // self._size) - n_gone)
+        n_freed = n_unseen(n_tokens, self._window, self._size)
+        return [NULL_BLOCK] * n_freed + self.blocks.take(-(-n_tokens // self._size) - n_freed)
 
     def admit(self, sequence: Sequence, reserved: list[int]) -> None:
-        """Give a sequence what was reserved for it."""
+        """Give a sequence its reserved blocks."""
         sequence.window_blocks, sequence.n_window_blocks_freed = reserved, reserved.count(NULL_BLOCK)
 
     def give_up(self, reserved: list[int]) -> None:
@@ -58,9 +58,9 @@ class WindowBlocks:
         sequence.window_blocks, sequence.n_window_blocks_freed = [], 0
 
     def reuse(self, sequence: Sequence, n_known: int) -> int:
-        """Take what is known behind its cached tokens, of at most `n_known` blocks; return for how many.
+        """Take known blocks after a sequence's cached tokens; return their number, at most `n_known`.
 
-        Of these only those that the next token sees must be there.
+        Blocks that the next token does not see need not be known.
         """
         assert self.known is not None
         first = sequence.n_cached // self._size
@@ -80,7 +80,7 @@ class WindowBlocks:
         sequence.n_window_blocks_sent = 0
         return n
 
-    def _let_go(self, sequence: Sequence, n_cached: int) -> None:
+    def _free_unseen(self, sequence: Sequence, n_cached: int) -> None:
         first, end = sequence.n_window_blocks_freed, n_unseen(n_cached, self._window, self._size)
         if end > first:
             self.blocks.give_back(sequence.window_blocks[first:end])

@@ -79,7 +79,7 @@ def test_what_is_on_its_way_is_limited(folder: Path) -> None:
     """KV caches on their way are limited, because their buffers take memory; one is let through whatever its
     size."""
     _, core = make_pair(folder, {}, {"kv_cache_tokens": 640})
-    core.engine.handoffs._max_moving_tokens = 30
+    core.engine.handoffs._max_arriving_tokens = 30
     answers = []
     for i, n in enumerate((40, 10)):
         batch = make_batch([[1] * n], max_output=8, generation=1)
@@ -183,5 +183,5 @@ def test_a_request_that_is_handed_over_is_cancelled_by_its_receiver(folder: Path
     assert sorted(finals.cancelled) == [0, 1, 2] and not finals.final
     for core in (context, generation):
         assert core.engine.blocks.n_free == core.engine.blocks.n_blocks
-        assert core.engine.scheduler._n_owed == 0
+        assert core.engine.scheduler._n_promised == 0
         assert not core.has_work()

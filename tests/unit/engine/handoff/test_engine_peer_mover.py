@@ -146,10 +146,10 @@ def test_blocks_that_are_still_used_are_not_told() -> None:
     first, second = pair.wire.marks
     first.over = True
     pair.receiver.poll()
-    assert [room.tag for room in pair.wire.targets_in_flight] == [40]
+    assert [target.tag for target in pair.wire.targets_in_flight] == [40]
     second.over = True
     pair.receiver.poll()
-    assert [room.tag for room in pair.wire.targets_in_flight] == [40, 41]
+    assert [target.tag for target in pair.wire.targets_in_flight] == [40, 41]
 
 
 def test_a_copy_waits_for_what_it_copies() -> None:

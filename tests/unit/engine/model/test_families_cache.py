@@ -65,7 +65,7 @@ def test_blocks_outside_all_windows_are_given_back(tmp_path: Path, policy: str, 
         core = make_core(tmp_path, **options, kv_cache_tokens=n_tokens, max_seq_len=96)
         found.append(answer(core, make_batch(prompts, max_output=n_new)))
         scheduler, blocks = core.engine.scheduler, core.engine.blocks
-        assert scheduler.preemptions == 0 and scheduler._n_owed == 0
+        assert scheduler.preemptions == 0 and scheduler._n_promised == 0
         assert blocks.n_free == blocks.n_blocks
     assert found[0] == found[1] and all(len(tokens) == n_new for tokens in found[0])
 
@@ -95,10 +95,12 @@ def test_what_a_scheduler_takes_back() -> None:
     for n_cached in range(21, 32):
         grows.output.append(1)
         scheduler.commit(scheduler.plan())
-        assert grows.n_gone == (n_cached + 1 - 8) // 4 and not any(grows.blocks[: grows.n_gone])
-        assert all(grows.blocks[grows.n_gone :]) and grows.n_cached == n_cached + 1
-        assert len(grows.blocks) - grows.n_gone <= grows.n_most
+        assert grows.n_blocks_freed == (n_cached + 1 - 8) // 4 and not any(
+            grows.blocks[: grows.n_blocks_freed]
+        )
+        assert all(grows.blocks[grows.n_blocks_freed :]) and grows.n_cached == n_cached + 1
+        assert len(grows.blocks) - grows.n_blocks_freed <= grows.max_blocks
     assert all(kept.blocks) and len(kept.blocks) == 6
     scheduler.free(kept)
     scheduler.remove(grows)
-    assert scheduler._n_owed == 0 and scheduler._blocks.n_free == 20
+    assert scheduler._n_promised == 0 and scheduler._blocks.n_free == 20
