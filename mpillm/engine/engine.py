@@ -67,9 +67,9 @@ class Engine:
     """One copy of a model, on this rank alone or with the ranks that follow it (see `worker.Follower`)."""
 
     def __init__(
-        self, info: ModelInfo, config: SchedulerConfig, worker: Worker, max_arriving_tokens: int | None = None
+        self, info: ModelInfo, config: SchedulerConfig, worker: Worker, max_transfer_tokens: int | None = None
     ) -> None:
-        """`max_arriving_tokens`: of all arriving KV caches that the buffers hold together; None: no limit."""
+        """`max_transfer_tokens`: of all arriving KV caches that the buffers hold together; None: no limit."""
         self.info = info
         self.config = config
         self.worker = worker
@@ -98,7 +98,7 @@ class Engine:
         self.speculation: Speculation | None = None
         self._adapters = SharedAdapters()
         self.handoffs = EngineHandoffs(
-            self.scheduler, worker, info.max_seq_len, max_arriving_tokens, self.window_blocks
+            self.scheduler, worker, info.max_seq_len, max_transfer_tokens, self.window_blocks
         )
         self._end_ids = set(info.end_ids)
         self._stops: dict[int, list[list[int]]] = {}  # last token -> stop words

@@ -47,17 +47,17 @@ class EngineHandoffs:
         scheduler: Scheduler,
         worker: Worker,
         max_seq_len: int,
-        max_arriving_tokens: int | None,
+        max_transfer_tokens: int | None,
         window_blocks: WindowBlocks | None,
     ) -> None:
-        """`max_arriving_tokens`: see `Engine`."""
+        """`max_transfer_tokens`: see `Engine`."""
         self._window_blocks = window_blocks
         self._scheduler = scheduler
         self._worker = worker
         layout = worker.part.groups.layout
         self._n_ranks = layout.tp_size * layout.pp_size
         self._max_seq_len = max_seq_len
-        self._max_arriving_tokens = max_arriving_tokens
+        self._max_transfer_tokens = max_transfer_tokens
         self._leaving: dict[int, _Leaving] = {}
         self._not_started: list[int] = []  # leaving sequences that may have no blocks yet
         self._coming: dict[int, _Coming] = {}
@@ -164,7 +164,7 @@ class EngineHandoffs:
                 f" exceed max_seq_len {self._max_seq_len}"
             )
         n_moving = sum(moving.n_tokens for moving in self._moving.values())
-        limit = self._max_arriving_tokens
+        limit = self._max_transfer_tokens
         if n_moving and limit is not None and n_moving + n_prompt > limit:
             return False
         max_cached = n_prompt + max_output - 1

@@ -79,7 +79,7 @@ def test_what_is_on_its_way_is_limited(folder: Path) -> None:
     """KV caches on their way are limited, because their buffers take memory; one is let through whatever its
     size."""
     _, core = make_pair(folder, {}, {"kv_cache_tokens": 640})
-    core.engine.handoffs._max_arriving_tokens = 30
+    core.engine.handoffs._max_transfer_tokens = 30
     answers = []
     for i, n in enumerate((40, 10)):
         batch = make_batch([[1] * n], max_output=8, generation=1)
