@@ -98,7 +98,7 @@ def _measured(config: Options, url: str) -> dict[str, float]:
 @contextlib.contextmanager
 def _by_hand(server: str) -> Iterator[str]:
     port = ReservedPort("127.0.0.1")
-    port.let_go()
+    port.release()
     program, *words = shlex.split(server.replace("{port}", str(port.number)))
     process = subprocess.Popen(
         [find_program(program, "name it by its path", typed=True), *words],

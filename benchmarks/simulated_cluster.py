@@ -120,7 +120,7 @@ class RoutedCluster:
         self._owed: deque[tuple[int, int]] = deque()  # rank and request, the oldest first
         for instance in plan.instances:
             room = Grant(_ROOM, _ROOM * (_PROMPT + _ANSWER))
-            self._wire.deliver(instance.leader, Tag.GRANT, GRANT.write(room))
+            self._wire.deliver(instance.root_rank, Tag.GRANT, GRANT.write(room))
         for _ in range(_OPEN):
             self.ask(len(plan.instances))
 

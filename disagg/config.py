@@ -81,7 +81,7 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class DisaggConfig:
-    """A whole file. `parse`, `load`, `from_mapping` and `generate` validate it; the constructor does not."""
+    """Content of a file. `parse`, `load`, `from_mapping` and `generate` check it, not the constructor."""
 
     hostname: str = "localhost"  # address of TensorRT-LLM's leader
     port: int = 8000
@@ -102,8 +102,8 @@ class DisaggConfig:
         return "aggregated" if aggregated else "disaggregated"
 
     @property
-    def is_half(self) -> bool:
-        """Whether it has one context or generation instance, and another run has the other phase."""
+    def is_single_phase(self) -> bool:
+        """Whether it has a single context or generation instance, and another run has the other phase."""
         return (
             self.mode == "disaggregated"
             and DISCOVERY not in self.options
@@ -117,12 +117,12 @@ class DisaggConfig:
 
         The name of a list's item contains its index: `executors[1]`.
         """
-        made: list[tuple[str, ServerConfig]] = []
+        sections: list[tuple[str, ServerConfig]] = []
         for name in SECTIONS:
-            if (there := getattr(self, name)) is not None:
-                made.append((name, there))
-            made += [(f"{name}[{i}]", server) for i, server in enumerate(self.lists.get(name, ()))]
-        return tuple(made)
+            if (section := getattr(self, name)) is not None:
+                sections.append((name, section))
+            sections += [(f"{name}[{i}]", server) for i, server in enumerate(self.lists.get(name, ()))]
+        return tuple(sections)
 
     def with_sections(self, change: Callable[[str, ServerConfig], ServerConfig]) -> DisaggConfig:
         """Return a copy in which `change(name, content)` replaces each section."""
@@ -179,27 +179,27 @@ def _as_fields(sections: Mapping[str, ServerConfig]) -> dict[str, Any]:
 
 def _flat(source: str, data: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return the content of each section in `data`, by its name."""
-    found: dict[str, Any] = {}
+    contents: dict[str, Any] = {}
     for kind in SECTIONS:
         if kind not in data:
             continue
         value = data[kind]
         if isinstance(value, list):
-            found |= {f"{kind}[{i}]": one for i, one in enumerate(value)} or {kind: value}
+            contents |= {f"{kind}[{i}]": one for i, one in enumerate(value)} or {kind: value}
         else:
-            found[kind] = {} if value is None and kind != SECTIONS[2] else value
-    return {name: checked(f"{source}: {name}", value, MAPPING) for name, value in found.items()}
+            contents[kind] = {} if value is None and kind != SECTIONS[2] else value
+    return {name: checked(f"{source}: {name}", value, MAPPING) for name, value in contents.items()}
 
 
 def from_mapping(data: Mapping[Any, Any], source: str) -> DisaggConfig:
     """Check `data`, the content of a YAML file. Raises ConfigError, which begins with `source`."""
     data = plain(data, source)
-    handed_down: dict[str, Any] = {}
+    shared_keys: dict[str, Any] = {}
     for key, value in data.items():
         if key in TOP_LEVEL or key in RUN_WIDE or key in SECTIONS:
             continue
         _refuse_misspelt(source, key, value)
-        handed_down[key] = value
+        shared_keys[key] = value
     options = {
         key: checked(f"{source}: {key}", data[key], rule)
         for key, rule in TOP_LEVEL.items()
@@ -219,7 +219,7 @@ def from_mapping(data: Mapping[Any, Any], source: str) -> DisaggConfig:
             "or only executors (aggregated)"
         )
     run_wide = {key: _run_wide(source, key, data, sections) for key in RUN_WIDE}
-    servers = {name: _server(source, name, section, handed_down) for name, section in sections.items()}
+    servers = {name: _server(source, name, section, shared_keys) for name, section in sections.items()}
     _check_addresses(source, f"{hostname}:{port}", servers)
     fields: dict[str, Any] = {**run_wide, **_as_fields(servers)}
     return DisaggConfig(hostname, port, **fields, options=options)
@@ -248,20 +248,20 @@ def _run_wide(
 ) -> str | None:
     """Return the value of `model` or `backend` from the top level or the sections, which must agree."""
     places = {key: data, **{f"{name}.{key}": section for name, section in sections.items()}}
-    found = {place: values[key] for place, values in places.items() if values.get(key) is not None}
-    for place, value in found.items():
+    by_place = {place: values[key] for place, values in places.items() if values.get(key) is not None}
+    for place, value in by_place.items():
         checked(f"{source}: {place}", value, RUN_WIDE[key])
-        first_place, first = next(iter(found.items()))
+        first_place, first = next(iter(by_place.items()))
         if value != first:
             refuse(f"{source}: {place}", value, f"the same as {first_place}, {first!r}")
-    return next(iter(found.values()), None)
+    return next(iter(by_place.values()), None)
 
 
 def _server(
-    source: str, name: str, section: Mapping[str, Any], handed_down: Mapping[str, Any]
+    source: str, name: str, section: Mapping[str, Any], shared_keys: Mapping[str, Any]
 ) -> ServerConfig:
     values = {key: value for key, value in section.items() if key not in RUN_WIDE}
-    for key, value in handed_down.items():
+    for key, value in shared_keys.items():
         if values.setdefault(key, value) != value:
             refuse(f"{source}: {name}.{key}", values[key], f"the same as at the top level, {value!r}")
 
@@ -304,8 +304,8 @@ def _check_inner(where: str, key: str, value: object) -> None:
     """Raise ConfigError if a key in the mapping `value` of `key` resembles a known one."""
     known = INNER_ARGUMENTS.get(key, frozenset())
     for inner in value if isinstance(value, Mapping) else ():
-        if inner not in known and (meant := nearest(inner, known, _CLOSE)):
-            raise ConfigError(f"{where}: unknown key {inner!r}{meant}")
+        if inner not in known and (suggestion := nearest(inner, known, _CLOSE)):
+            raise ConfigError(f"{where}: unknown key {inner!r}{suggestion}")
 
 
 def _check_experts(where: str, known: dict[str, Any], extra: Mapping[str, Any]) -> None:
@@ -321,19 +321,21 @@ def _check_experts(where: str, known: dict[str, Any], extra: Mapping[str, Any]) 
     }
     if "moe_expert_parallel_size" in known:
         divisors["moe_expert_parallel_size"] = known["moe_expert_parallel_size"]
-    rest = tensor
+    quotient = tensor
     for key, size in divisors.items():
-        if rest % size:
+        if quotient % size:
             allowed = f"a divisor of tensor_parallel_size, {tensor}: expert parallelism splits a TP group"
             refuse(f"{where}.{key}", size, allowed)
-        rest //= size
+        quotient //= size
     if "moe_tensor_parallel_size" not in divisors:
         return
     if "moe_expert_parallel_size" not in divisors:
-        known["moe_expert_parallel_size"] = rest
-    elif rest != 1:
+        known["moe_expert_parallel_size"] = quotient
+    elif quotient != 1:
         product = " x ".join(divisors)
-        raise ConfigError(f"{where}: {product} = {tensor // rest}; must be tensor_parallel_size, {tensor}")
+        raise ConfigError(
+            f"{where}: {product} = {tensor // quotient}; must be tensor_parallel_size, {tensor}"
+        )
 
 
 def _check_addresses(source: str, leader: str, servers: Mapping[str, ServerConfig]) -> None:
@@ -341,10 +343,10 @@ def _check_addresses(source: str, leader: str, servers: Mapping[str, ServerConfi
 
     (TensorRT-LLM treats a URL in both sections as one mixed server. Here, an instance has one role.)
     """
-    taken = {leader: "hostname and port"}
+    used = {leader: "hostname and port"}
     for name, server in servers.items():
         for index, url in enumerate(server.urls):
             where = f"{name}.urls[{index}]"
-            if url in taken:
-                refuse(f"{source}: {where}", url, f"unique; {taken[url]} has the same address")
-            taken[url] = where
+            if url in used:
+                refuse(f"{source}: {where}", url, f"unique; {used[url]} has the same address")
+            used[url] = where

@@ -12,7 +12,7 @@ _KINDS = dict(zip(SECTIONS, ("context", "generation", "executor"), strict=True))
 
 
 @dataclass(frozen=True)
-class Instance:
+class ServedInstance:
     """One instance. TensorRT-LLM's worker command assigns ranks to instances in the same order."""
 
     index: int  # in the file, over all sections
@@ -27,14 +27,14 @@ class Instance:
         return f"{self.kind} instance {self.index} at http://{self.url}"
 
 
-def served_instances(config: DisaggConfig, path: str) -> list[Instance]:
+def served_instances(config: DisaggConfig, path: str) -> list[ServedInstance]:
     """Return the instances in the file's order.
 
     Raises ConfigError if an instance has no URL, or there are no instances. `path` is the file's name.
     """
     if not config.n_workers:
         raise ConfigError(f"{path} has no instances")
-    made: list[Instance] = []
+    instances: list[ServedInstance] = []
     first = 0
     for section, server in config.sections:
         if section != section_kind(section):
@@ -46,6 +46,8 @@ def served_instances(config: DisaggConfig, path: str) -> list[Instance]:
             raise ConfigError(f"{path}: {section} has no urls, which its servers need")
         for url in server.urls:
             ranks = range(first, first + server.ranks_per_instance)
-            made.append(Instance(len(made), _KINDS[section_kind(section)], section, url, ranks))
+            instances.append(
+                ServedInstance(len(instances), _KINDS[section_kind(section)], section, url, ranks)
+            )
             first = ranks.stop
-    return made
+    return instances

@@ -74,56 +74,56 @@ def closed_sets(slots: Sequence[int], sizes: Pair, counts: Pair) -> list[list[in
     kinds = [s % max(sizes) if divisible else s for s in slots]
 
     @cache
-    def least(total: int) -> Pair | None:
-        """Return the least x and y of a set whose kinds add up to `total`; None if it is not closed."""
+    def cost_of(total: int) -> Pair | None:
+        """Return the minimum x and y of a set whose kinds add up to `total`; None if it is not closed."""
         x = next((x for x in range(min(total // a + 1, b // gcd)) if (total - a * x) % b == 0), None)
         y = next((y for y in range(min(total // b + 1, a // gcd)) if (total - b * y) % a == 0), None)
         return None if x is None or y is None else (x, y)
 
-    taken, left, budget = _greedy(Counter(kinds), counts, least)
-    giving_back = 1
+    chosen, left, budget = _greedy(Counter(kinds), counts, cost_of)
+    n_undone = 1
     # None: the greedy part used sets that the remaining nodes need.
-    while (rest := _exact(left, budget, least, (b // gcd - 1, a // gcd - 1))) is None:
-        for _ in range(min(giving_back, len(taken))):
-            members = taken.pop()
+    while (exact := _exact(left, budget, cost_of, (b // gcd - 1, a // gcd - 1))) is None:
+        for _ in range(min(n_undone, len(chosen))):
+            members = chosen.pop()
             left.update(members)
-            cost = least(sum(members))
+            cost = cost_of(sum(members))
             assert cost is not None
             budget = (budget[0] + cost[0], budget[1] + cost[1])
-        giving_back *= 2
+        n_undone *= 2
 
     of_kind = {kind: [i for i in reversed(range(len(slots))) if kinds[i] == kind] for kind in set(kinds)}
-    return sorted(sorted(of_kind[kind].pop() for kind in members) for members in taken + rest)
+    return sorted(sorted(of_kind[kind].pop() for kind in members) for members in chosen + exact)
 
 
-_Least = Callable[[int], "Pair | None"]
+_CostOf = Callable[[int], "Pair | None"]
 
 
 def _greedy(
-    left: Counter[int], budget: Pair, least: _Least
+    left: Counter[int], budget: Pair, cost_of: _CostOf
 ) -> tuple[list[tuple[int, ...]], Counter[int], Pair]:
     """Choose closed sets, smallest and cheapest first, until the rest is small enough for `_exact`.
 
     Returns the sets, and the remaining kinds and budget.
     """
-    taken: list[tuple[int, ...]] = []
+    chosen: list[tuple[int, ...]] = []
     left = Counter(left)
     for size in range(1, left.total() + 1):
         candidates = list(islice(combinations_with_replacement(sorted(left), size), _MAX_CANDIDATES + 1))
         if _pairs(left) <= _MAX_PAIRS or len(candidates) > _MAX_CANDIDATES:
             break
-        closed = [(cost, members) for members in candidates if (cost := least(sum(members))) is not None]
+        closed = [(cost, members) for members in candidates if (cost := cost_of(sum(members))) is not None]
         for cost, members in sorted(closed):
             limits = [left[kind] // n for kind, n in Counter(members).items()]
             limits += [budget[i] // cost[i] for i in (0, 1) if cost[i]]
             for _ in range(min(limits)):
-                taken.append(members)
+                chosen.append(members)
                 left.subtract(members)
             budget = (budget[0] - min(limits) * cost[0], budget[1] - min(limits) * cost[1])
             if _pairs(left) <= _MAX_PAIRS:
                 break
         left = +left
-    return taken, left, budget
+    return chosen, left, budget
 
 
 def _pairs(left: Counter[int]) -> int:
@@ -131,7 +131,7 @@ def _pairs(left: Counter[int]) -> int:
     return math.prod((n + 1) * (n + 2) // 2 for n in left.values())
 
 
-def _exact(left: Counter[int], budget: Pair, least: _Least, dearest: Pair) -> list[tuple[int, ...]] | None:
+def _exact(left: Counter[int], budget: Pair, cost_of: _CostOf, dearest: Pair) -> list[tuple[int, ...]] | None:
     """Divide `left` into the most closed sets, as kinds of nodes; None if the budget allows no division.
 
     If `left` is too large for the search, return one set of all nodes. `dearest`: maximum cost of a set.
@@ -139,7 +139,7 @@ def _exact(left: Counter[int], budget: Pair, least: _Least, dearest: Pair) -> li
     kinds = sorted(left)
     if _pairs(left) > _MAX_PAIRS:
         everything = tuple(left.elements())
-        cost = least(sum(everything))
+        cost = cost_of(sum(everything))
         return [everything] if cost is not None and cost[0] <= budget[0] and cost[1] <= budget[1] else None
 
     @cache
@@ -148,30 +148,30 @@ def _exact(left: Counter[int], budget: Pair, least: _Least, dearest: Pair) -> li
         if not any(state):
             return 0, ()
         first = next(i for i, n in enumerate(state) if n)
-        found: tuple[int, tuple[int, ...]] | None = None
+        division: tuple[int, tuple[int, ...]] | None = None
         for part in product(*(range(1 if i == first else 0, n + 1) for i, n in enumerate(state))):
-            cost = least(sum(map(operator.mul, part, kinds)))
+            cost = cost_of(sum(map(operator.mul, part, kinds)))
             if cost is None or cost[0] > x or cost[1] > y:
                 continue
-            rest = tuple(map(operator.sub, state, part))
-            n = sum(rest)  # limit the budget to the maximum cost of the rest, so that the cache hits
-            tail = best(rest, min(x - cost[0], n * dearest[0]), min(y - cost[1], n * dearest[1]))
-            if tail is not None and (found is None or tail[0] + 1 > found[0]):
-                found = tail[0] + 1, part
-                if found[0] == sum(state):  # every node is a set of its own
+            others = tuple(map(operator.sub, state, part))
+            n = sum(others)  # limit the budget to the maximum cost of the others, so that the cache hits
+            tail = best(others, min(x - cost[0], n * dearest[0]), min(y - cost[1], n * dearest[1]))
+            if tail is not None and (division is None or tail[0] + 1 > division[0]):
+                division = tail[0] + 1, part
+                if division[0] == sum(state):  # every node is a separate set
                     break
-        return found
+        return division
 
     state, sets = tuple(left[kind] for kind in kinds), []
     while any(state):
-        found = best(state, *budget)
-        if found is None:
+        division = best(state, *budget)
+        if division is None:
             return None
-        members = tuple(kind for kind, n in zip(kinds, found[1], strict=True) for _ in range(n))
-        cost = least(sum(members))
+        members = tuple(kind for kind, n in zip(kinds, division[1], strict=True) for _ in range(n))
+        cost = cost_of(sum(members))
         assert cost is not None
         sets.append(members)
-        state = tuple(map(operator.sub, state, found[1]))
+        state = tuple(map(operator.sub, state, division[1]))
         budget = (budget[0] - cost[0], budget[1] - cost[1])
     return sets
 
@@ -192,9 +192,9 @@ def _shares(slots: Sequence[int], sizes: Pair, counts: Pair, stages: Pair) -> li
     )
     for fits in tests:
         for i, s in enumerate(slots):
-            most = min(s // a - xs[i], missing) // step
+            max_steps = min(s // a - xs[i], missing) // step
             x = next(
-                (x for x in range(xs[i] + most * step, xs[i], -step) if fits(x, (s - a * x) // b)), xs[i]
+                (x for x in range(xs[i] + max_steps * step, xs[i], -step) if fits(x, (s - a * x) // b)), xs[i]
             )
             missing -= x - xs[i]
             xs[i] = x
@@ -212,9 +212,9 @@ def _instances(groups: Sequence[list[int]], stages: int, node_of: Mapping[int, i
     together: list[list[int]] = []
     over: list[list[int]] = []
     for same in by_node.values():
-        whole = len(same) - len(same) % stages
-        together += same[:whole]
-        over += same[whole:]
+        n_joined = len(same) - len(same) % stages
+        together += same[:n_joined]
+        over += same[n_joined:]
     together += sorted(over)
     joined = [sorted(together[i : i + stages]) for i in range(0, len(together), stages)]
     return [[rank for group in instance for rank in group] for instance in sorted(joined)]

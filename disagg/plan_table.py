@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # every command imports this module for `rank_list`
     from .world_plan import InstancePlan, RankPlan, WorldPlan
 
 _MAX_ROWS = 64  # of a table; longer ones are condensed
-_MOST_HOSTS = 8  # of a list of ranks
+_MAX_HOSTS = 8  # of a list of ranks
 _WIDTH = 80
 _RIGHT = ("rank", "inst", "tp", "pp", "ep", "device", "ranks", "slots", "control", "ctx", "gen", "executor")
 _T = TypeVar("_T")
@@ -87,7 +87,7 @@ def _instance_rows(plan: WorldPlan) -> list[Sequence[object]]:
     for run in _condensed(plan.instances, shape, lambda i: (*shape(i), *nodes(i))):
         first = run[0]
         on = list(dict.fromkeys(node for instance in run for node in nodes(instance)))
-        ranks = ranges((rank for instance in run for rank in instance.ranks), most=4)
+        ranks = ranges((rank for instance in run for rank in instance.ranks), max_ranges=4)
         rows.append(
             (
                 _span(first.index, run[-1].index),
@@ -130,8 +130,8 @@ def _span(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def ranges(numbers: Iterable[int], separator: str = ",", most: int | None = None) -> str:
-    """Return numbers in any order as `2-9,12`. After `most` ranges, an ellipsis follows."""
+def ranges(numbers: Iterable[int], separator: str = ",", max_ranges: int | None = None) -> str:
+    """Return numbers in any order as `2-9,12`. After `max_ranges` ranges, an ellipsis follows."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:
@@ -139,7 +139,10 @@ def ranges(numbers: Iterable[int], separator: str = ",", most: int | None = None
         else:
             runs.append([number, number])
     return separator.join(
-        [*(_span(*run) for run in runs[:most]), *(["..."] if len(runs[:most]) < len(runs) else [])]
+        [
+            *(_span(*run) for run in runs[:max_ranges]),
+            *(["..."] if len(runs[:max_ranges]) < len(runs) else []),
+        ]
     )
 
 
@@ -152,16 +155,18 @@ def rank_list(ranks: Iterable[int], hosts: Mapping[int, str] = MappingProxyType(
     names = [host for host in hosts.values() if host]
     if len(set(names)) < 2:
         return _ranks(ranks)
-    there: dict[str, list[int]] = {}
+    by_host: dict[str, list[int]] = {}
     for rank in sorted(set(ranks)):
-        there.setdefault(hosts.get(rank, ""), []).append(rank)
+        by_host.setdefault(hosts.get(rank, ""), []).append(rank)
     texts = []
-    for host, some in there.items():
-        whole = len(some) > 1 and len(some) == names.count(host)
+    for host, some in by_host.items():
+        is_complete = len(some) > 1 and len(some) == names.count(host)
         text = _ranks(some)
-        texts.append(f"host {host} ({text})" if host and whole else f"{text} on {host}" if host else text)
-    if len(texts) > _MOST_HOSTS:
-        texts[_MOST_HOSTS:] = [f"ranks on {len(texts) - _MOST_HOSTS} more hosts"]
+        texts.append(
+            f"host {host} ({text})" if host and is_complete else f"{text} on {host}" if host else text
+        )
+    if len(texts) > _MAX_HOSTS:
+        texts[_MAX_HOSTS:] = [f"ranks on {len(texts) - _MAX_HOSTS} more hosts"]
     return " and ".join(filter(None, ["; ".join(texts[:-1]), *texts[-1:]]))
 
 

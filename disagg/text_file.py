@@ -7,7 +7,7 @@ import stat
 
 from .errors import ConfigError
 
-_MOST = 1 << 20  # bytes. Files of large clusters have a tenth of it. PyYAML needs 20 s for this size
+_MAX_BYTES = 1 << 20  # Files of large clusters have a tenth of it. PyYAML needs 20 s for this size
 
 
 def check_file(path: str | os.PathLike[str], where: str = "") -> None:
@@ -32,11 +32,11 @@ def read_text(path: str, option: str = "") -> str:
     check_file(path, where)
     try:
         with open(path, "rb") as file:  # noqa: PTH123 (every rank imports this; pathlib is slow to import)
-            content = file.read(_MOST + 1)
+            content = file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
-    if len(content) > _MOST:
-        raise ConfigError(f"{where}: more than {_MOST} bytes, which is no configuration")
+    if len(content) > _MAX_BYTES:
+        raise ConfigError(f"{where}: more than {_MAX_BYTES} bytes, which is not a configuration")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

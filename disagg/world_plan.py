@@ -3,7 +3,7 @@
 Rank 0 is always a control rank. With workers + 1 ranks, rank 0 is the harness and the leader. With
 workers + 2 ranks, rank 0 is the harness and rank 1 the leader. In two cases, one rank has every role: in a
 world of one rank (one executor, for debugging), and on the root rank of an instance that is a separate run
-(`DisaggConfig.is_half`).
+(`DisaggConfig.is_single_phase`).
 
 Instances are numbered in the file's order (context, generation, executors). They use the worker ranks in
 that order, contiguously, as in TensorRT-LLM. If this would split TP groups over more nodes than necessary,
@@ -64,7 +64,7 @@ class InstancePlan:
     section: str = ""  # section of `server` in the file
 
     @property
-    def leader(self) -> int:
+    def root_rank(self) -> int:
         return self.ranks[0]
 
     @property
@@ -112,7 +112,7 @@ class WorldPlan:
         """Pickle the arguments of `plan`. For thousands of ranks, they have a thirtieth of the size."""
         nodes = [(node, sum(1 for _ in ranks)) for node, ranks in groupby(rank.node for rank in self.ranks)]
         servers = (self.clients_per_server, self.n_context_servers, self.nodes_per_server)
-        return _made_again, (self.config, nodes, *servers)
+        return _restore_plan, (self.config, nodes, *servers)
 
     def on_devices(self, own: Mapping[int, int], of_servers: Mapping[int, tuple[int, ...]]) -> WorldPlan:
         """Return a copy with the actual GPUs of ranks, and of servers by owner. Other ranks have no GPU."""
@@ -142,11 +142,11 @@ class WorldPlan:
     @property
     def servers(self) -> tuple[OwnServer, ...]:
         """The servers that ranks own."""
-        leaders = [instance.leader for instance in self.instances]
+        leaders = [instance.root_rank for instance in self.instances]
         n, n_contexts = self.clients_per_server, self.n_context_servers
         owned = [(rank.rank, *leaders) for rank in self.ranks if n_contexts and rank.roles == _CONTEXT_OWNER]
         owned += [tuple(leaders[first : first + n]) for first in range(0, len(leaders) if n else 0, n or 1)]
-        made: list[OwnServer] = []
+        servers: list[OwnServer] = []
         on_node: Counter[str] = Counter()
         for index, (owner, *others) in enumerate(owned):
             is_context = index < n_contexts
@@ -155,9 +155,9 @@ class WorldPlan:
             node = self.ranks[owner].node
             parts = (owner, *(other for other in others if "server" in self.ranks[other].roles))
             parts = parts if not is_context else (owner,)
-            made.append(OwnServer(index, owner, clients, parts, on_node[node], role))
+            servers.append(OwnServer(index, owner, clients, parts, on_node[node], role))
             on_node[node] += 1
-        return tuple(made)
+        return tuple(servers)
 
     @property
     def tp_splits(self) -> int:
@@ -192,7 +192,7 @@ def plan(
     n_workers = config.n_workers
     n_control = world_size - n_workers - n_context_servers
     alone = world_size == 1 and n_workers == 1 and config.mode == "aggregated"
-    fits = n_control == 0 if config.is_half else n_control in (1, 2) or alone
+    fits = n_control == 0 if config.is_single_phase else n_control in (1, 2) or alone
     if not fits:
         raise ConfigError(_wrong_size(config, world_size))
     if nodes is None:
@@ -216,8 +216,8 @@ def plan(
         roles = control.get(rank, ())
         if rank not in where:
             owned = rank - n_control if rank >= n_control else None
-            mine = roles if owned is None else _CONTEXT_OWNER
-            ranks.append(RankPlan(rank, mine, None, None, None, None, None, node, None, owned))
+            own_roles = roles if owned is None else _CONTEXT_OWNER
+            ranks.append(RankPlan(rank, own_roles, None, None, None, None, None, node, None, owned))
             continue
         instance, index = where[rank]
         tp_rank = index % instance.tp_size
@@ -230,40 +230,42 @@ def plan(
             server, client = divmod(instance.index, clients_per_server)
             server += n_context_servers
             owns = client == 0 or (nodes_per_server > 1 and node not in nodes[rank - client : rank])
-        mine = (*roles, *(("server",) if owns else ()), instance.role)
+        own_roles = (*roles, *(("server",) if owns else ()), instance.role)
         ranks.append(
-            RankPlan(rank, mine, instance.index, index, tp_rank, pp_rank, ep_rank, node, device, server)
+            RankPlan(rank, own_roles, instance.index, index, tp_rank, pp_rank, ep_rank, node, device, server)
         )
-    made = WorldPlan(tuple(ranks), instances, config, clients_per_server, n_context_servers, nodes_per_server)
-    _check_parts(made)
-    return made
+    world = WorldPlan(
+        tuple(ranks), instances, config, clients_per_server, n_context_servers, nodes_per_server
+    )
+    _check_parts(world)
+    return world
 
 
 def check_pairs(config: DisaggConfig) -> None:
     """Raise ConfigError if context or generation instances are missing. Only TensorRT-LLM supports this."""
-    if config.mode != "disaggregated" or config.is_half:
+    if config.mode != "disaggregated" or config.is_single_phase:
         return
-    there = {section_kind(name) for name, server in config.sections if server.num_instances}
-    if lacking := [name for name in SECTIONS[:2] if name not in there]:
+    present = {section_kind(name) for name, server in config.sections if server.num_instances}
+    if lacking := [name for name in SECTIONS[:2] if name not in present]:
         raise ConfigError(
             f"{' and '.join(lacking)}: no instances; a request needs a context instance and a generation"
             " instance. For instances that do both, write only the section executors"
         )
 
 
-def _check_parts(made: WorldPlan) -> None:
+def _check_parts(world: WorldPlan) -> None:
     """Raise ConfigError if the ranks of a server are not on `nodes_per_server` nodes."""
-    n = made.nodes_per_server
-    for server in made.servers if n > 1 else ():
+    n = world.nodes_per_server
+    for server in world.servers if n > 1 else ():
         if len(server.parts) != n:
-            on = ", ".join(dict.fromkeys(made.ranks[rank].node for rank in server.clients))
+            on = ", ".join(dict.fromkeys(world.ranks[rank].node for rank in server.clients))
             raise ConfigError(
                 f"server {server.index} goes over {n} nodes, so these ranks must be on so many:"
                 f" {', '.join(map(str, server.clients))}, on {on}"
             )
 
 
-def _made_again(config: DisaggConfig, nodes: Sequence[tuple[str, int]], *servers: int) -> WorldPlan:
+def _restore_plan(config: DisaggConfig, nodes: Sequence[tuple[str, int]], *servers: int) -> WorldPlan:
     names = [name for name, count in nodes for _ in range(count)]
     return plan(config, len(names), names, *servers)
 
@@ -283,7 +285,9 @@ def parse_nodes(text: str) -> list[str]:
 def _wrong_size(config: DisaggConfig, world_size: int) -> str:
     terms = [f"{s.num_instances} x {s.ranks_per_instance} in {name}" for name, s in config.sections]
     n = config.n_workers
-    fits = str(n) if config.is_half else f"{n + 1} (harness and leader on one rank) or {n + 2} (on two)"
+    fits = (
+        str(n) if config.is_single_phase else f"{n + 1} (harness and leader on one rank) or {n + 2} (on two)"
+    )
     if n == 1 and config.mode == "aggregated":
         fits = f"1 (all on one rank), {fits}"
     workers = f"the configuration has {n} worker ranks ({', '.join(terms)})"

@@ -11,8 +11,8 @@ from .errors import ConfigError
 
 # Errors that PyYAML does not convert, for input such as `2024-99-99`, `!!int ""` or a number of 5,000 digits.
 CONSTRUCTOR_ERRORS = (ValueError, ArithmeticError, LookupError, AttributeError, TypeError)
-_MOST_VALUES = 1_000_000
-_MOST_SAID = 300
+_MAX_VALUES = 1_000_000
+_MAX_QUOTED = 300
 _MAX_DEPTH = 100  # brackets within brackets
 
 
@@ -24,9 +24,9 @@ def read(text: str, source: str) -> Mapping[Any, Any]:
     """
     data = value_of(text, source)
     if not isinstance(data, dict):
-        found = "empty" if data is None else value_text(data)
+        text = "empty" if data is None else value_text(data)
         raise ConfigError(
-            f"{source}: {found}; must be a mapping with context_servers and generation_servers, or executors"
+            f"{source}: {text}; must be a mapping with context_servers and generation_servers, or executors"
         )
     return data
 
@@ -52,7 +52,7 @@ def value_of(text: str, source: str) -> Any:
 def cut(error: object) -> str:
     """Return an error's text as one line of limited length, because it may quote a whole file."""
     text = " ".join(str(error).split())
-    return text if len(text) <= _MOST_SAID else f"{text[:_MOST_SAID]} …"
+    return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]} …"
 
 
 def strict_loader() -> Any:
@@ -115,7 +115,7 @@ def plain(data: Mapping[Any, Any], source: str) -> dict[str, Any]:
     So a configuration can be hashed, compared, sent and written as JSON, whatever an LLM argument contains.
     Raises ConfigError, which begins with `source`, for any other value.
     """
-    left = itertools.count(_MOST_VALUES, -1)
+    left = itertools.count(_MAX_VALUES, -1)
     try:
         return {_name(key, source): _plain(value, f"{source}: {key}", left) for key, value in data.items()}
     except RecursionError as error:
@@ -125,7 +125,7 @@ def plain(data: Mapping[Any, Any], source: str) -> dict[str, Any]:
 def _plain(value: Any, where: str, left: Iterator[int]) -> Any:
     """Convert one value. `left`: counts down the number of values that are still allowed."""
     if next(left) <= 0:  # a few aliases of aliases can expand to any number
-        raise ConfigError(f"{where}: more than {_MOST_VALUES} values; do its aliases repeat each other?")
+        raise ConfigError(f"{where}: more than {_MAX_VALUES} values; do its aliases repeat each other?")
     if (
         value is None
         or isinstance(value, (bool, int, str))

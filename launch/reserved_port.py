@@ -10,7 +10,7 @@ class ReservedPort:
 
     The system does not assign it to a process that requests any free port. Another run that reserves ports in
     this way gets another port. A server that sets SO_REUSEADDR, like nearly all servers, can listen on the
-    reserved port. For other servers, call `let_go` first.
+    reserved port. For other servers, call `release` first.
     """
 
     def __init__(self, host: str) -> None:
@@ -24,6 +24,6 @@ class ReservedPort:
             raise
         self.number: int = self._socket.getsockname()[1]
 
-    def let_go(self) -> None:
-        """Give it back to the system."""
+    def release(self) -> None:
+        """Close the port."""
         self._socket.close()

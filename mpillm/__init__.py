@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from mpillm.version import __version__ as __version__
 
-MYPY = False  # which mypy takes for true: it would check all rooms as one circle
+MYPY = False  # which mypy takes for true: it would check all packages as one import cycle
 if TYPE_CHECKING and not MYPY:  # for editors
-    from mpillm.runtime.from_python import Endpoint, Run, RunFailed, load, run, serve
+    from mpillm.runtime.from_python import Run, RunFailed, RunningServer, load, run, serve
 
-__all__ = ["Endpoint", "Run", "RunFailed", "__version__", "load", "run", "serve"]
+__all__ = ["Run", "RunFailed", "RunningServer", "__version__", "load", "run", "serve"]
 
 
 def __getattr__(name: str) -> Any:

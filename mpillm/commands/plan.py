@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
 
         notes += own_servers.server_lines(made, own_servers.server_specs(config, made, {}))
     if not core.is_client:
-        notes += share_lines(core_configs(config, made, [one.leader for one in made.instances], {}))
+        notes += share_lines(core_configs(config, made, [one.root_rank for one in made.instances], {}))
     notes += memory_lines(config, made)
     figures = {**made.to_json(), "notes": notes}
     json_output.set_figures(figures)

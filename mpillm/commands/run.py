@@ -24,7 +24,7 @@ from mpillm.options.run_config import RunConfig
 if TYPE_CHECKING:  # they need MPI
     from mpillm.comms.communicators import RunComms
     from mpillm.runtime.run_session import RunSession
-    from mpillm.runtime.worker_run import Share
+    from mpillm.runtime.worker_run import WorkerRun
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,7 +55,7 @@ def start_rank(
     purpose: Callable[[RunConfig | None], type[RunSession]],
     *,
     serves: bool,
-    share: Callable[[RunConfig, RunComms], Share] | None = None,
+    share: Callable[[RunConfig, RunComms], WorkerRun] | None = None,
 ) -> tuple[int, str]:
     """As `start`, for a command with options that `parse` reads; see `Rank`.
 

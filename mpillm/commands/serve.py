@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # they need MPI
     from mpillm.comms.communicators import RunComms
     from mpillm.options.run_config import RunConfig
     from mpillm.runtime.run_session import RunSession
-    from mpillm.runtime.worker_run import Share
+    from mpillm.runtime.worker_run import WorkerRun
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,16 +54,16 @@ def _lead(config: RunConfig) -> int | None:
     return lead(config)
 
 
-def _share(config: RunConfig, comms: RunComms) -> Share:
-    from mpillm.runtime.worker_run import Share, share
+def _share(config: RunConfig, comms: RunComms) -> WorkerRun:
+    from mpillm.runtime.worker_run import WorkerRun, worker_run
 
     if config.server_role == "worker":
-        return share(config, comms.control)
+        return worker_run(config, comms.control)
     if config.server_role == "leader":
         raise EveryRankError(
             "--server_role leader needs no ranks: write it on the command line" + config.set_by("server_role")
         )
-    return Share(config, comms)
+    return WorkerRun(config, comms)
 
 
 def _serve(config: RunConfig | None) -> type[RunSession]:

@@ -52,7 +52,7 @@ class Communicators:
 
 def route_ranks(plan: WorldPlan) -> list[int]:
     """Return the ranks that send or receive requests and responses."""
-    return sorted({plan.harness_rank, plan.leader_rank, *(instance.leader for instance in plan.instances)})
+    return sorted({plan.harness_rank, plan.leader_rank, *(instance.root_rank for instance in plan.instances)})
 
 
 def handoff_ranks(plan: WorldPlan) -> list[int]:

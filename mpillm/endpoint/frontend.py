@@ -67,7 +67,7 @@ class Mailbox:
 class Frontend(Role):
     """Stands in the harness's place of a run."""
 
-    asks = True
+    sends_requests = True
 
     def __init__(
         self, route: Transport, leader: int, mailbox: Mailbox, endpoint: Endpoint, drain_s: float

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from disagg.instances import Instance
+from disagg.instances import ServedInstance
 
 
 @dataclass(frozen=True)
 class InstanceRun:
     """A run that is one instance of a disaggregation YAML, with others in the same mpirun."""
 
-    instance: Instance
+    instance: ServedInstance
     node_ranks: int  # ranks of that mpirun on this node, which share its CPU cores and memory

@@ -1,1 +1,1 @@
-"""What a rank does: harness, leader, instances, and the handoff between them."""
+"""Roles of ranks: harness, leader, instances, and the handoff between instances."""

@@ -1,4 +1,4 @@
-"""The role of a rank that starts another client in LoadGen's place, watches it, and reads its report."""
+"""Role of a rank that runs a load client in place of LoadGen: start it, watch it, and read its report."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from mpillm.roles.role import Role
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.5
-_GRACE_S = 2.0  # to end by itself, if the run ends before it
-_OUTLIVES_S = 10.0  # a process of its own that was killed: then it ends, or never will
-_SHOWN = 100  # characters of its last line
-_IDLE = 0.003  # of a core: less than that is what a program uses that only waits
+_GRACE_S = 2.0  # to exit by itself, if the run ends before it
+_OUTLIVES_S = 10.0  # after the kill of one of its processes, it exits within this time, or never
+_MAX_CHARACTERS = 100  # of its last line
+_IDLE = 0.003  # of a CPU core: a program that only waits uses less
 
 
 def command_of(kind: LoadClientKind, load: LoadSpec) -> Command:
@@ -38,7 +38,7 @@ def command_of(kind: LoadClientKind, load: LoadSpec) -> Command:
 
 
 def _past_proxies(urls: Iterable[str]) -> dict[str, str]:
-    """Return what keeps a client from asking the environment's proxies for servers of the run."""
+    """Return the variables that exclude the run's servers from the environment's proxies."""
     proxies = getproxies()
     if not proxies:
         return {}
@@ -48,17 +48,17 @@ def _past_proxies(urls: Iterable[str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """What the client may take."""
+class ClientLimits:
+    """Limits of the client."""
 
-    stall_s: float  # of doing nothing
+    stall_s: float  # without output and CPU time
     max_bytes: float  # of memory
 
 
 class ClientProgram(Role):
-    """Owns the client, beside the role of the run's own endpoint."""
+    """Role that owns the client, in addition to the role of the run's own endpoint."""
 
-    owns = True
+    owns_processes = True
 
     def __init__(
         self,
@@ -66,26 +66,26 @@ class ClientProgram(Role):
         prepare: Callable[[Mapping[int, str]], LoadSpec],
         end: Callable[[], object],
         log: Path,
-        bounds: Bounds,
+        limits: ClientLimits,
         wake: Callable[[], None],
     ) -> None:
-        """`prepare`: what it is to do, from the URLs of the run's servers.
+        """`prepare`: returns the load, from the URLs of the run's servers.
 
-        `end`: begins to drain the endpoint.
+        `end`: starts to drain the endpoint.
         """
         self._kind = kind
         self._prepare = prepare
         self._end = end
         self._path = log
-        self._bounds = bounds
+        self._limits = limits
         self._wake = wake
         self._urls: Mapping[int, str] = {}
         self._load: LoadSpec | None = None
         self._command: Command | None = None
         self._program: OwnedServer | None = None
-        self._did = (0, 0.0, 0.0)  # bytes of its log, seconds of CPU, and when that was noted
+        self._progress = (0, 0.0, 0.0)  # bytes of its log, seconds of CPU, and the time of the last change
         self._looked_at = 0.0
-        self.report_of_client: LoadReport | None = None  # once it has ended well
+        self.report_of_client: LoadReport | None = None  # after its successful end
         self.started = (0.0, 0.0)  # time.monotonic(), time.time()
 
     # --- phases ---
@@ -94,7 +94,7 @@ class ClientProgram(Role):
         self._urls = urls
 
     def warmup(self) -> None:
-        """Write what the client reads."""
+        """Write the client's files."""
         self._load = self._prepare(self._urls)
         if self._load.folder.exists():  # with reports of an earlier run
             shutil.rmtree(self._load.folder)
@@ -105,17 +105,17 @@ class ClientProgram(Role):
     def test(self) -> None:
         assert self._command is not None
         _log.info("%s: %s", self._kind.title, self._command)
-        self.started, most = (time.monotonic(), time.time()), self._bounds.max_bytes
+        self.started = time.monotonic(), time.time()
         self._program = OwnedServer(
             self._command,
             self._path,
             self._wake,
             _GRACE_S,
-            most,
+            self._limits.max_bytes,
             limited_by="--harness_memory_limit",
             outlives_s=_OUTLIVES_S,
         )
-        self._did = (0, 0.0, self.started[0])
+        self._progress = (0, 0.0, self.started[0])
 
     def done(self, phase: Phase) -> bool:
         return phase != "test" or self.report_of_client is not None
@@ -134,7 +134,7 @@ class ClientProgram(Role):
             return True
         if (now := time.monotonic()) - self._looked_at > _LOOK_S:
             self._looked_at = now
-            self._must_do_something(now)
+            self._check_progress(now)
         return False
 
     def quiet_s(self) -> float:
@@ -142,19 +142,19 @@ class ClientProgram(Role):
         return _LOOK_S if waits else super().quiet_s()
 
     def last_line(self) -> str:
-        """Return the last line that it has printed, shortened; a progress bar as it was drawn last."""
+        """Return its last printed line, shortened, or the last state of a progress bar."""
         if self._program is None:
             return ""
         last = self._program.tail(1).rpartition("\r")[2].strip().removeprefix("|").strip()
-        return "starts" if last.startswith("$ ") else last[:_SHOWN]
+        return "starts" if last.startswith("$ ") else last[:_MAX_CHARACTERS]
 
-    def _must_do_something(self, now: float) -> None:
+    def _check_progress(self, now: float) -> None:
         assert self._program is not None
-        size, cpu_s, at = self._did
-        stall_s = self._bounds.stall_s
+        size, cpu_s, at = self._progress
+        stall_s = self._limits.stall_s
         grown, used_s = self._path.stat().st_size, self._program.cpu_s
         if grown != size or abs(used_s - cpu_s) > _IDLE * stall_s:
-            self._did = (grown, used_s, now)
+            self._progress = (grown, used_s, now)
         elif now - at > stall_s:
             raise self._failure(f"has printed and computed nothing for {stall_s:g} s (--stall_timeout)")
 
@@ -171,7 +171,7 @@ class ClientProgram(Role):
         self.report_of_client = report
         self._end()
 
-    def _failure(self, what: str) -> RunError:
+    def _failure(self, event: str) -> RunError:
         assert self._program is not None
-        cause = self._program.cause(self._kind.title, what, self._kind.explain)
+        cause = self._program.cause(self._kind.title, event, self._kind.explain)
         return RunError(Failure(cause, 0, code=ExitCode.TEST_FAILED))

@@ -1,4 +1,4 @@
-"""What every rank of an instance does: start its core, and poll it."""
+"""Role of every rank of an instance: start its core, and poll it."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpillm.cores.base import LLMCore
-from mpillm.cores.capabilities import FindsServers, RecordsSteps, ReportsCompilations, TransfersKv
+from mpillm.cores.capabilities import FindsServers, TransfersKv, ReportsCompilations, RecordsSteps
 from mpillm.roles.role import Role
 from mpillm.telemetry.recorder import Recorder
 
 _log = logging.getLogger(__name__)
 
 
-class Follower(Role):
-    """A rank that does not lead its instance: its core does what the leader's core tells it."""
+class FollowerRole(Role):
+    """Rank of an instance that is not its root rank: its core follows the root rank's core."""
 
     def __init__(self, core: LLMCore) -> None:
         self._core = core
         self._has_stopped = False
-        self._handing = core if isinstance(core, TransfersKv) else None
+        self._handoff_core = core if isinstance(core, TransfersKv) else None
 
     def load(self) -> None:
         self._core.load()
@@ -35,7 +35,7 @@ class Follower(Role):
         self._core.flush()
 
     def stop(self) -> None:
-        if not self._has_stopped:  # a rank that has begun to end by itself may be told to
+        if not self._has_stopped:  # a rank that ends by itself may also receive STOP
             self._has_stopped = True
             self._core.notify_stop()
 
@@ -44,12 +44,12 @@ class Follower(Role):
             self._core.find_servers(urls)
 
     def lost(self, instance: int) -> None:
-        if self._handing is not None:
-            self._handing.lose_peer(instance)
+        if self._handoff_core is not None:
+            self._handoff_core.lose_peer(instance)
 
     def poll(self) -> bool:
-        if self._handing is not None:
-            self._handing.poll_kv()
+        if self._handoff_core is not None:
+            self._handoff_core.poll_kv()
         if not self._core.has_work():
             return False
         self._core.poll_responses()

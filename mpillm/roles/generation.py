@@ -1,4 +1,4 @@
-"""The generation instance: receives KV caches, and generates from the second token on."""
+"""Role of a generation instance: receive KV caches, and generate from the second token on."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mpillm.cores.capabilities import TransfersKv
 from mpillm.phases import Phase
 from mpillm.roles.handoff import HandoffReceiver
 from mpillm.roles.instance import InstanceRole
-from mpillm.telemetry.recorder import Recorder, Spell
+from mpillm.telemetry.recorder import Recorder, SpanTracker
 
 if TYPE_CHECKING:  # its import starts MPI
     from mpillm.comms.transport import Transport
 
 
-class Generation(InstanceRole):
-    """Receives its requests from context instances, never from the leader."""
+class GenerationRole(InstanceRole):
+    """Root rank of a generation instance. Its requests come from context instances, not from the leader."""
 
     works_on = "decode"
 
@@ -34,22 +34,22 @@ class Generation(InstanceRole):
         senders: dict[int, int],
         warm_up_senders: int,
     ) -> None:
-        """`senders`: for each rank the context instance that it leads.
+        """`senders`: context instance of each root rank.
 
-        `warm_up_senders`: how many context instances will warm this one up.
+        `warm_up_senders`: number of context instances that warm this one up.
         """
         super().__init__(core, route, leader, instance)
         assert isinstance(core, TransfersKv)
-        self._moves: Spell | None = None  # whether KV caches are under way
+        self._transfers: SpanTracker | None = None  # while KV caches are in transfer
         self._receiver = HandoffReceiver(route, core, senders)
         self._warm_up_senders = warm_up_senders
         self._warmed = 0
         self._lost: set[int] = set()  # context instances
-        self._asked: dict[int, int] = {}  # requests the leader waits to hear of, and their lost instance
+        self._inquiries: dict[int, int] = {}  # requests of SETTLE without an answer, and their lost instance
         SETTLE.handle(route, self._on_settle)
 
     def warmup(self) -> None:
-        """Do nothing: the handoff brings the requests, perhaps even before this call."""
+        """Do nothing: the requests arrive by the handoff, maybe before this call."""
 
     def done(self, phase: Phase) -> bool:
         announced = self._receiver.announced
@@ -59,36 +59,35 @@ class Generation(InstanceRole):
 
     def record(self, recorder: Recorder) -> None:
         super().record(recorder)
-        self._moves = recorder.spell(recorder.handoff)
+        self._transfers = recorder.track(recorder.handoff)
 
     def poll(self) -> bool:
-        if self._moves is not None:
-            self._moves.see(self._receiver.n_moving > 0, time.perf_counter())
+        if self._transfers is not None:
+            self._transfers.update(self._receiver.n_transfers > 0, time.perf_counter())
         moved = self._receiver.poll()
-        self._owed = self._receiver.admitted - self._warmed - self._samples if self._in_test else 0
+        self._n_outstanding = self._receiver.admitted - self._warmed - self._samples if self._in_test else 0
         worked = super().poll() or moved
-        if self._asked:
-            self._tell_settled()
+        if self._inquiries:
+            self._answer_inquiries()
         return worked
 
     def _on_drop(self, source: int, ids: list[int]) -> None:
-        """Drop what a context instance has offered or handed over; the message comes from it or from the
-        leader."""
+        """Drop requests that a context instance has offered or handed off. It or the leader sends this."""
         self._receiver.cancel(ids)
-        self._tell_of(ids, ResponseFlag.CANCEL_DONE)
+        self._send_flag(ids, ResponseFlag.CANCEL_DONE)
 
     def lost(self, instance: int) -> None:
         super().lost(instance)
         self._lost.add(instance)
         self._receiver.lost(instance)
 
-    def _on_settle(self, source: int, asked: Pairs) -> None:
-        self._asked |= {pair[0]: pair[1] for pair in asked}
+    def _on_settle(self, source: int, requests: Pairs) -> None:
+        self._inquiries |= {pair[0]: pair[1] for pair in requests}
 
-    def _tell_settled(self) -> None:
-        """Say which of the requests will be answered, and of which nothing is here any more."""
-        # Until this rank knows of the loss, an offer may still come.
-        settled = [i for i, lost in self._asked.items() if lost in self._lost and i not in self._receiver]
+    def _answer_inquiries(self) -> None:
+        """Answer which requests this instance completes, and which it does not have."""
+        # Until this rank has received LOST, an offer may still arrive.
+        settled = [i for i, lost in self._inquiries.items() if lost in self._lost and i not in self._receiver]
         if not settled:
             return
         rows = np.zeros(len(settled), RESPONSE)
@@ -97,7 +96,7 @@ class Generation(InstanceRole):
         rows["flags"] = [
             ResponseFlag.CONTEXT_DONE if id_ in running else ResponseFlag.LOST for id_ in settled
         ]
-        lost = np.array([self._asked.pop(id_) for id_ in settled], np.int32)
+        lost = np.array([self._inquiries.pop(id_) for id_ in settled], np.int32)
         DONE.send(self._route, self._leader, Batch(rows, lost))
 
     def _on_responses(self, responses: Batch) -> None:
@@ -107,5 +106,5 @@ class Generation(InstanceRole):
         super()._on_responses(responses)
 
     def _own_tokens(self, rows: NDArray[np.void], final: NDArray[np.bool_]) -> int:
-        """Return their number without the first tokens, which the context instances generated."""
+        """Return the number of tokens without the first ones, which the context instances generated."""
         return int((np.maximum(rows["n_tokens"], 1) - 1)[final].sum())

@@ -1,21 +1,21 @@
-"""The handoff: a request and its KV cache move from a context to a generation instance, each of any layout.
+"""Handoff of a request and its KV cache from a context to a generation instance, each of any layout.
 
-The instances' leaders negotiate on the route, many requests per message:
+The instances' root ranks negotiate on the route, with many requests per message:
 
-    OFFER    context to generation: requests whose contexts have their memory, a step before their computation
-    ACCEPT   back: there is room; all ranks of the generation instance expect the KV cache under this slot
-    FIRST    context to generation: the first token, or that the answer ended with it
+    OFFER    context to generation: requests whose contexts have memory, a step before their computation
+    ACCEPT   back: all ranks of the generation instance expect the KV cache under this slot
+    FIRST    context to generation: the first token, or that the response ended with it
     ACCEPT   with NO_SLOT: the generation instance has dropped a request that ended with its first token
-    DROP     context to generation: offered requests that their sender has given up since
+    DROP     context to generation: offered requests that their sender has cancelled since
 
-The KV cache itself moves from rank to rank in the handoff communicator (`engine.handoff.transfers`); if the
-acceptance arrives in time, while later layers still compute. The core tells the ranks of an instance what to
-send and receive.
+The KV cache moves from rank to rank in the handoff communicator (`engine.handoff.transfers`). If the
+acceptance arrives in time, it moves while later layers still compute. The core instructs the ranks of an
+instance what to send and receive.
 
-A generation instance takes offers in the order in which they arrive; one without room waits, and delays no
-other instance's. Context instances offer only requests that already have their memory, so what a receiver
-reserves room for always comes, whatever else the instances wait for: there is no circular wait. A request's
-id stays in use until both sides have released the request.
+A generation instance accepts offers in their order of arrival. If it has no free memory, its offers wait,
+without a delay for other instances. Context instances offer only requests that already have memory, so every
+accepted KV cache arrives, whatever else the instances wait for: there is no circular wait. A request's id
+stays in use until both sides have released the request.
 """
 
 from __future__ import annotations
@@ -44,97 +44,97 @@ from mpillm.cores.capabilities import ReceivesKv, SendsKv
 if TYPE_CHECKING:  # its import starts MPI
     from mpillm.comms.transport import Transport
 
-_SLOTS = 256  # most KV caches on the way to one receiver
+_SLOTS = 256  # maximum number of KV caches in transfer to one receiver
 
 
 class Kv(Enum):
-    """Where the KV cache of an offered request is, for either instance."""
+    """State of an offered request's KV cache, for either instance."""
 
-    OFFERED = auto()  # in the context instance; the other has no room yet
-    MOVING = auto()
-    MOVED = auto()  # all of it has left, or arrived
+    OFFERED = auto()  # in the context instance, not yet accepted
+    TRANSFERRING = auto()
+    TRANSFERRED = auto()  # completely sent, or received
 
 
 class First(Enum):
-    """What is known of a request's first token."""
+    """State of a request's first token."""
 
     AWAITED = auto()
-    GOES_ON = auto()  # the answer does
-    ENDED = auto()  # the answer, with it
+    CONTINUES = auto()  # the response has more tokens
+    ENDED = auto()  # the response ended with the first token
 
 
-class _Receiver(Enum):
-    """What the context instance's leader knows of the generation instance."""
+class _ReceiverState(Enum):
+    """State of the generation instance, for the context instance's root rank."""
 
-    HOLDS = auto()  # the request, or will
-    LET_GO = auto()  # of a request that ended with its first token
-    LOST = auto()  # nothing more comes from it
+    HOLDS = auto()  # has the request, or will have it
+    DROPPED = auto()  # has dropped a request that ended with its first token
+    LOST = auto()  # sends nothing more
 
 
-# Which receivers let the context instance release a request, by where its KV cache is and what was told of
-# its first token; in all other states it waits.
-_RELEASED_FOR: dict[tuple[Kv, First], tuple[_Receiver, ...]] = {
-    (Kv.MOVED, First.GOES_ON): tuple(_Receiver),
-    (Kv.MOVED, First.ENDED): (_Receiver.LET_GO, _Receiver.LOST),
-    (Kv.OFFERED, First.ENDED): (_Receiver.LET_GO, _Receiver.LOST),
-    (Kv.OFFERED, First.GOES_ON): (_Receiver.LOST,),
+# Receiver states in which the context instance releases a request, by the states of its KV cache and of its
+# first token. In all other states, it waits.
+_RELEASED_FOR: dict[tuple[Kv, First], tuple[_ReceiverState, ...]] = {
+    (Kv.TRANSFERRED, First.CONTINUES): tuple(_ReceiverState),
+    (Kv.TRANSFERRED, First.ENDED): (_ReceiverState.DROPPED, _ReceiverState.LOST),
+    (Kv.OFFERED, First.ENDED): (_ReceiverState.DROPPED, _ReceiverState.LOST),
+    (Kv.OFFERED, First.CONTINUES): (_ReceiverState.LOST,),
 }
 
 
 class _End(Enum):
-    """What becomes of a request that the generation instance's leader need not keep any longer."""
+    """End of a request's handoff in the generation instance."""
 
     ADMITTED = auto()
-    RELEASED = auto()  # the memory of its KV cache is
-    DROPPED = auto()  # there was no memory for it
+    RELEASED = auto()  # the memory of its KV cache is released
+    DROPPED = auto()  # it had no memory
 
 
 # In all other states it waits.
 _ENDS: dict[tuple[Kv, First], _End] = {
-    (Kv.MOVED, First.GOES_ON): _End.ADMITTED,
-    (Kv.MOVED, First.ENDED): _End.RELEASED,
+    (Kv.TRANSFERRED, First.CONTINUES): _End.ADMITTED,
+    (Kv.TRANSFERRED, First.ENDED): _End.RELEASED,
     (Kv.OFFERED, First.ENDED): _End.DROPPED,
 }
-_ENDS_WITHOUT_SENDER: dict[Kv, _End] = {Kv.MOVED: _End.RELEASED, Kv.OFFERED: _End.DROPPED}
+_ENDS_WITHOUT_SENDER: dict[Kv, _End] = {Kv.TRANSFERRED: _End.RELEASED, Kv.OFFERED: _End.DROPPED}
 
 
 @dataclass
-class _Given:
-    """An offered request, as the context instance's leader sees it."""
+class _SentOffer:
+    """State of an offered request in the context instance's root rank."""
 
     instance: int
-    timed: bool  # the time of the KV cache's move is wanted
+    timed: bool  # measure the duration of the transfer
     kv: Kv = Kv.OFFERED
-    first: First = First.AWAITED  # as the receiver knows it
-    receiver: _Receiver = _Receiver.HOLDS
-    moves_since: float = 0.0  # time.perf_counter()
-    moved_us: int | None = None  # how long that took, if `timed`
+    first: First = First.AWAITED  # as sent to the receiver
+    receiver: _ReceiverState = _ReceiverState.HOLDS
+    started_at: float = 0.0  # time.perf_counter()
+    transfer_us: int | None = None  # duration, if `timed`
 
     @property
     def done(self) -> bool:
         return self.receiver in _RELEASED_FOR.get((self.kv, self.first), ())
 
 
-class HandedOver(NamedTuple):
-    """A request that now belongs to the generation instance, or to nobody."""
+class HandoffOutcome(NamedTuple):
+    """Outcome of a finished handoff in the context instance."""
 
     id: int
     ended: bool  # with its first token
-    moved_us: int | None = None  # from both instances being ready to the last byte's leaving, if asked for
+    transfer_us: int | None = None  # from both instances being ready to the last byte sent, if requested
 
 
 @dataclass
-class _Taken:
-    """An offered request, as the generation instance's leader sees it."""
+class _ReceivedOffer:
+    """State of an offered request in the generation instance's root rank."""
 
     source: int
     request: Batch
     kv: Kv = Kv.OFFERED
-    slot: int = NO_SLOT  # once it is accepted
+    slot: int = NO_SLOT  # until it is accepted
     first: First = First.AWAITED
     first_token: int = NO_TOKEN
-    cancelled: bool = False  # before the core knew of it
-    lost: bool = False  # its sender is
+    cancelled: bool = False  # before its acceptance
+    lost: bool = False  # whether its sender is lost
 
     @property
     def end(self) -> _End | None:
@@ -142,25 +142,25 @@ class _Taken:
 
 
 class HandoffSender:
-    """The part of the context instance's leader."""
+    """The context instance's side, on its root rank."""
 
     def __init__(self, transport: Transport, core: SendsKv, receivers: dict[int, int]) -> None:
-        """`receivers`: for each generation instance its leader's rank in the transport's communicator."""
+        """`receivers`: root rank of each generation instance, in the transport's communicator."""
         self._transport = transport
         self._core = core
         self._receivers = receivers
-        self._given: dict[int, _Given] = {}
+        self._offers: dict[int, _SentOffer] = {}
         self._maybe_done: list[int] = []
-        self.n_moving = 0  # KV caches that leave this instance now
+        self.n_transfers = 0  # KV caches in transfer from this instance
         ACCEPT.handle(transport, self._on_accept)
 
     def __contains__(self, id_: int) -> bool:
-        """Return whether the request was offered and either side may still hold something of it."""
-        return id_ in self._given
+        """Return whether the request was offered, and a side may not have released it."""
+        return id_ in self._offers
 
     @property
     def idle(self) -> bool:
-        return not self._given
+        return not self._offers
 
     def offer(self, requests: list[Batch]) -> None:
         """Offer requests, batches of one row and its prompt, to the generation instances that they name."""
@@ -169,170 +169,170 @@ class HandoffSender:
             instance = int(request.rows["generation"][0])
             by_instance.setdefault(instance, []).append(request)
             timed = bool(request.rows["flags"][0] & RequestFlag.TIMES)
-            self._given[int(request.rows["id"][0])] = _Given(instance, timed)
+            self._offers[int(request.rows["id"][0])] = _SentOffer(instance, timed)
         for instance, batches in by_instance.items():
             OFFER.send(self._transport, self._receivers[instance], concat(batches))
 
     def announce(self, instance: int, n_requests: int) -> None:
-        """Tell a generation instance how many warm-up requests to expect."""
+        """Send a generation instance the number of warm-up requests."""
         WARM_UP.send(self._transport, self._receivers[instance], n_requests)
 
     def cancel(self, ids: list[int]) -> None:
-        """Pass on that these offered requests are given up.
+        """Forward the cancellation of offered requests.
 
-        Their contexts are still computed and handed over: the receiver drops them then.
+        Their handoff continues; the receiver drops them afterwards.
         """
         by_receiver: dict[int, list[int]] = {}
         for id_ in ids:
-            by_receiver.setdefault(self._receivers[self._given[id_].instance], []).append(id_)
+            by_receiver.setdefault(self._receivers[self._offers[id_].instance], []).append(id_)
         for receiver, cancelled in by_receiver.items():
             DROP.send(self._transport, receiver, cancelled)
 
     def lost(self, instance: int) -> None:
-        """Release what was offered to an instance that is lost, once its context is computed."""
-        for id_, given in self._given.items():
-            if given.instance == instance:
-                given.receiver = _Receiver.LOST
+        """Release requests that were offered to a lost instance, after their contexts are computed."""
+        for id_, offer in self._offers.items():
+            if offer.instance == instance:
+                offer.receiver = _ReceiverState.LOST
                 self._maybe_done.append(id_)
 
-    def tell_first(self, tokens: dict[int, int | None]) -> None:
-        """Send the first tokens of offered requests, by id; None: the answer ended with its first token."""
+    def send_first_tokens(self, tokens: dict[int, int | None]) -> None:
+        """Send the first tokens of offered requests, by id; None: the response ended with its first token."""
         by_receiver: dict[int, list[tuple[int, int]]] = {}
         for id_, token in tokens.items():
-            given = self._given[id_]
-            given.first = First.ENDED if token is None else First.GOES_ON
+            offer = self._offers[id_]
+            offer.first = First.ENDED if token is None else First.CONTINUES
             self._maybe_done.append(id_)
-            by_receiver.setdefault(self._receivers[given.instance], []).append(
+            by_receiver.setdefault(self._receivers[offer.instance], []).append(
                 (id_, NO_TOKEN if token is None else token)
             )
         for receiver, firsts in by_receiver.items():
             FIRST.send(self._transport, receiver, firsts)
 
-    def poll(self) -> list[HandedOver]:
-        """Release finished requests; return those of which this instance holds nothing any more."""
+    def poll(self) -> list[HandoffOutcome]:
+        """Release finished requests; return their outcomes."""
         for id_ in self._core.poll_kv():
-            given = self._given[id_]
-            given.kv = Kv.MOVED
-            self.n_moving -= 1
-            if given.timed:
-                given.moved_us = min(int(1e6 * (time.perf_counter() - given.moves_since)), 2**31 - 1)
+            offer = self._offers[id_]
+            offer.kv = Kv.TRANSFERRED
+            self.n_transfers -= 1
+            if offer.timed:
+                offer.transfer_us = min(int(1e6 * (time.perf_counter() - offer.started_at)), 2**31 - 1)
             self._maybe_done.append(id_)
-        done = [id_ for id_ in dict.fromkeys(self._maybe_done) if self._given[id_].done]
+        done = [id_ for id_ in dict.fromkeys(self._maybe_done) if self._offers[id_].done]
         self._maybe_done = []
         for id_ in done:
             self._core.release_kv(id_)
-        gone = [(id_, self._given.pop(id_)) for id_ in done]
-        return [HandedOver(id_, given.first is First.ENDED, given.moved_us) for id_, given in gone]
+        ended = [(id_, self._offers.pop(id_)) for id_ in done]
+        return [HandoffOutcome(id_, offer.first is First.ENDED, offer.transfer_us) for id_, offer in ended]
 
     def _on_accept(self, source: int, accepted: Pairs) -> None:
         for id_, slot in accepted:
-            given = self._given[id_]
+            offer = self._offers[id_]
             if slot == NO_SLOT:
-                given.receiver = _Receiver.LET_GO
+                offer.receiver = _ReceiverState.DROPPED
                 self._maybe_done.append(id_)
             else:
-                given.kv, given.moves_since = Kv.MOVING, time.perf_counter()
-                self.n_moving += 1
-                self._core.send_kv(id_, given.instance, slot)
+                offer.kv, offer.started_at = Kv.TRANSFERRING, time.perf_counter()
+                self.n_transfers += 1
+                self._core.send_kv(id_, offer.instance, slot)
 
 
 class HandoffReceiver:
-    """The part of the generation instance's leader."""
+    """The generation instance's side, on its root rank."""
 
     def __init__(self, transport: Transport, core: ReceivesKv, senders: dict[int, int]) -> None:
-        """`senders`: for each rank of the transport's communicator the context instance that it leads."""
+        """`senders`: context instance of each root rank in the transport's communicator."""
         self._transport = transport
         self._core = core
         self._senders = senders
-        self._taken: dict[int, _Taken] = {}
-        self._waiting: deque[_Taken] = deque()  # in order of arrival
+        self._offers: dict[int, _ReceivedOffer] = {}
+        self._waiting: deque[_ReceivedOffer] = deque()  # in order of arrival
         self._slots = list(range(_SLOTS))
         self.admitted = 0  # since the start
-        self.running: set[int] = set()  # admitted; whoever sees their answers removes them
+        self.running: set[int] = set()  # admitted; the caller removes them at their final responses
         self.announced: dict[int, int] = {}  # warm-up requests by sender
         OFFER.handle(transport, self._on_offer)
         FIRST.handle(transport, self._on_first)
         WARM_UP.handle(transport, self._on_warm_up)
 
     def __contains__(self, id_: int) -> bool:
-        """Return whether the request was offered and is not admitted or dropped yet."""
-        return id_ in self._taken
+        """Return whether the request was offered, and is not yet admitted or dropped."""
+        return id_ in self._offers
 
     @property
     def idle(self) -> bool:
-        return not self._taken
+        return not self._offers
 
     @property
-    def n_moving(self) -> int:
-        """How many KV caches arrive now, or wait for their contexts to be computed."""
+    def n_transfers(self) -> int:
+        """Number of accepted KV caches that have not completely arrived."""
         return _SLOTS - len(self._slots)
 
     def lost(self, instance: int) -> None:
-        """Drop what a lost instance has offered; what is still arriving, once the core lets it go."""
-        for id_, taken in list(self._taken.items()):
-            if self._senders[taken.source] == instance:
-                taken.lost = True
+        """Drop the offers of a lost instance, and accepted ones when the core has released them."""
+        for id_, offer in list(self._offers.items()):
+            if self._senders[offer.source] == instance:
+                offer.lost = True
                 self._settle(id_)
 
     def poll(self) -> bool:
-        """Accept offers that there is room for, admit what has arrived; return whether there was any."""
+        """Accept offers that fit into memory, and admit arrived requests; return whether there was any."""
         accepted: dict[int, list[tuple[int, int]]] = {}
         while self._waiting and self._slots:
-            taken = self._waiting[0]
-            if not self._core.receive_kv(taken.request, self._senders[taken.source], self._slots[-1]):
+            offer = self._waiting[0]
+            if not self._core.receive_kv(offer.request, self._senders[offer.source], self._slots[-1]):
                 break
             self._waiting.popleft()
-            taken.kv, taken.slot = Kv.MOVING, self._slots.pop()
-            id_ = int(taken.request.rows["id"][0])
-            accepted.setdefault(taken.source, []).append((id_, taken.slot))
-            if taken.cancelled:
+            offer.kv, offer.slot = Kv.TRANSFERRING, self._slots.pop()
+            id_ = int(offer.request.rows["id"][0])
+            accepted.setdefault(offer.source, []).append((id_, offer.slot))
+            if offer.cancelled:
                 self._core.cancel([id_])
         for source, accepts in accepted.items():
             ACCEPT.send(self._transport, source, accepts)
         arrived = self._core.poll_kv()
         for id_ in arrived:
-            self._taken[id_].kv = Kv.MOVED
-            self._slots.append(self._taken[id_].slot)
+            self._offers[id_].kv = Kv.TRANSFERRED
+            self._slots.append(self._offers[id_].slot)
             self._settle(id_)
         return bool(accepted or arrived)
 
     def cancel(self, ids: list[int]) -> None:
-        """Cancel offered requests, wherever they are by now. The core knows those that it has room for."""
+        """Cancel offered requests. The core cancels accepted ones."""
         for id_ in ids:
-            if (taken := self._taken.get(id_)) is not None and taken.kv is Kv.OFFERED:
-                taken.cancelled = True
+            if (offer := self._offers.get(id_)) is not None and offer.kv is Kv.OFFERED:
+                offer.cancelled = True
             else:
                 self._core.cancel([id_])
 
     def _settle(self, id_: int) -> None:
-        """Admit the request once KV cache and first token are there, or drop it if its answer has ended."""
-        taken = self._taken[id_]
-        if (end := taken.end) is None:
+        """Admit the request if KV cache and first token have arrived; drop it if its response has ended."""
+        offer = self._offers[id_]
+        if (end := offer.end) is None:
             return
         if end is _End.ADMITTED:
-            self._core.admit(taken.request, taken.first_token)
+            self._core.admit(offer.request, offer.first_token)
             self.admitted += 1
             self.running.add(id_)
         elif end is _End.RELEASED:
             self._core.release_kv(id_)
         else:
-            self._waiting.remove(taken)
-        if end is not _End.ADMITTED and not taken.lost:
-            ACCEPT.send(self._transport, taken.source, [(id_, NO_SLOT)])
-        del self._taken[id_]
+            self._waiting.remove(offer)
+        if end is not _End.ADMITTED and not offer.lost:
+            ACCEPT.send(self._transport, offer.source, [(id_, NO_SLOT)])
+        del self._offers[id_]
 
     def _on_warm_up(self, source: int, n_requests: int) -> None:
         self.announced[source] = n_requests
 
     def _on_offer(self, source: int, requests: Batch) -> None:
         for request in requests.split():
-            taken = _Taken(source, request)
-            self._taken[int(request.rows["id"][0])] = taken
-            self._waiting.append(taken)
+            offer = _ReceivedOffer(source, request)
+            self._offers[int(request.rows["id"][0])] = offer
+            self._waiting.append(offer)
 
     def _on_first(self, source: int, firsts: Pairs) -> None:
         for id_, token in firsts:
-            taken = self._taken[id_]
-            taken.first = First.ENDED if token == NO_TOKEN else First.GOES_ON
-            taken.first_token = token
+            offer = self._offers[id_]
+            offer.first = First.ENDED if token == NO_TOKEN else First.CONTINUES
+            offer.first_token = token
             self._settle(id_)

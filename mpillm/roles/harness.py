@@ -1,4 +1,4 @@
-"""The harness: LoadGen's samples become requests, and answers become LoadGen's responses."""
+"""Harness: converts LoadGen's samples to requests, and responses to LoadGen's responses."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ _NO_MEMORY = (
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How to generate every answer of a run."""
+class SamplingOptions:
+    """Options for generating the responses of a run."""
 
     max_output_len: int
     min_output_len: int = 0
@@ -58,16 +58,16 @@ class Sampling:
 
 @dataclass
 class LossCosts:
-    """What the loss of an instance cost."""
+    """Costs of the loss of an instance."""
 
     retried: int = 0  # samples
-    waited_s: float = 0.0  # from issue to the loss, summed over them: computed in vain, or queued
-    recovered: float = 0.0  # time.perf_counter() when the last of them so far was answered
+    waited_s: float = 0.0  # from issue to the loss, summed over samples: wasted computation, or queueing
+    recovered: float = 0.0  # time.perf_counter() of the last response to a retried sample
 
 
 @dataclass
 class Totals:
-    """Counts of a test, updated as answers arrive; constant size."""
+    """Counts of a test, updated as responses arrive; constant size."""
 
     issued: int = 0
     samples: int = 0
@@ -77,8 +77,8 @@ class Totals:
     ended: float = 0.0
     ttft: Histogram = field(default_factory=Histogram)
     tpot: Histogram = field(default_factory=Histogram)
-    latency: Histogram = field(default_factory=Histogram)  # from issue to the whole answer
-    losses: dict[int, LossCosts] = field(default_factory=dict)  # by instance that was lost with open requests
+    latency: Histogram = field(default_factory=Histogram)  # from issue to the complete response
+    losses: dict[int, LossCosts] = field(default_factory=dict)  # by lost instance with open requests
 
     @property
     def lasted_s(self) -> float:
@@ -92,7 +92,7 @@ class Totals:
 
 
 class Log(Protocol):
-    """Takes answers as they come: see `mpillm.report.request_log.RequestLog`."""
+    """Log of responses: see `mpillm.report.request_log.RequestLog`."""
 
     def add(
         self,
@@ -103,36 +103,36 @@ class Log(Protocol):
         tokens: NDArray[np.int64],
         error: NDArray[np.bool_],
     ) -> None:
-        """Take answers that came at `ended`; times are seconds of the test."""
+        """Add responses that arrived at `ended`; times are seconds of the test."""
 
     def add_one(
         self, issued: float, first: float, ended: float, index: int, tokens: int, error: bool
     ) -> None:
-        """Take one answer."""
+        """Add one response."""
 
 
 class Harness(Role):
-    """Owns LoadGen and the data set. The number of a sample's slot is its request's id on the wire."""
+    """Role with LoadGen and the data set. The number of a sample's slot is its request's wire id."""
 
-    asks = True
+    sends_requests = True
 
     def __init__(
         self,
         route: Transport,
         leader: int,
         dataset: Dataset,
-        sampling: Sampling,
+        sampling: SamplingOptions,
         test: LoadGenTest,
         on_answer: Callable[[int, NDArray[np.int32]], None] | None,
-        hands_over: bool,
+        has_handoff: bool,
         totals: Totals,
         log: Log | None = None,
     ) -> None:
         """`leader`: its rank.
 
-        `hands_over`: context instances hand requests to generation instances. `on_answer(index in the data
-        set, tokens)`, if given, is called for each answer. The harness counts in `totals`, and tells `log`,
-        if given, of every answer.
+        `has_handoff`: context instances hand off requests to generation instances. `on_answer(index in the
+        data set, tokens)` is called for each response. The harness updates `totals`, and adds every response
+        to `log`.
         """
         self._route = route
         self._leader = leader
@@ -140,22 +140,22 @@ class Harness(Role):
         self._sampling = sampling
         self._test = test
         self._on_answer = on_answer
-        self._holders = 2 if hands_over else 1
+        self._holders = 2 if has_handoff else 1
         self._window = 0
         self._pending: deque[Query] = deque()
         self._totals = totals
         self._log = log
         # By slot.
-        self._retried: dict[int, LossCosts] = {}  # those under way that were sent again
+        self._retried: dict[int, LossCosts] = {}  # open requests that were resent
         self._free = np.zeros(0, np.uint32)  # a stack: the first `_n_free` of them
         self._n_free = 0
-        self._active = np.zeros(0, np.bool_)  # the sample is not answered yet
-        self._held = np.zeros(0, np.int64)  # instances that may still send something of the request
+        self._active = np.zeros(0, np.bool_)  # the sample has no final response yet
+        self._n_senders = np.zeros(0, np.int64)  # instances that may still send responses of the request
         self._sample_ids = np.zeros(0, np.uint64)
         self._indices = np.zeros(0, np.int64)
         self._issued_at = np.zeros(0)
-        self._first_at = np.zeros(0)  # NaN: no token has come
-        self._place = np.zeros(0, np.int64)  # in the last message that named the slot
+        self._first_at = np.zeros(0)  # NaN: no token has arrived
+        self._place = np.zeros(0, np.int64)  # in the last message with the slot
         self._requests = self._make_requests()
         ANSWER.handle(route, self._on_answers)
         WINDOW.handle(route, self._on_window)
@@ -203,18 +203,18 @@ class Harness(Role):
         self._send(slots)
 
     def _send(self, slots: NDArray[np.uint32]) -> None:
-        """Send the requests of these slots, of new samples or once again."""
+        """Send the requests of these slots, for new samples or again."""
         at = index_of(slots)
         indices = self._indices[at]
         self._active[at] = True
-        self._held[at] = self._holders
+        self._n_senders[at] = self._holders
         rows = self._requests.take(indices)
         rows["id"] = slots
         self._window -= len(slots)
         QUERY.send(self._route, self._leader, Batch(rows, self._dataset.gather(indices)[1]))
 
     def _make_requests(self) -> NDArray[np.void]:
-        """Return the request of each sample of the data set, but for its id: once, to send faster."""
+        """Return the requests of all samples of the data set, without ids: prepared once, for speed."""
         dataset, sampling = self._dataset, self._sampling
         rows = np.zeros(len(dataset), REQUEST)
         rows["n_tokens"] = dataset.lengths()
@@ -241,7 +241,7 @@ class Harness(Role):
                 [self._free[: self._n_free], new, np.zeros(size - self._n_free, np.uint32)]
             )
             self._n_free += grown
-            of_slots = "_active", "_held", "_sample_ids", "_indices", "_issued_at", "_first_at", "_place"
+            of_slots = "_active", "_n_senders", "_sample_ids", "_indices", "_issued_at", "_first_at", "_place"
             for name in of_slots:
                 old = getattr(self, name)
                 setattr(self, name, np.concatenate([old, np.zeros(grown, old.dtype)]))
@@ -251,7 +251,7 @@ class Harness(Role):
         return slots
 
     def _send_again(self, slots: NDArray[np.uint32], instance: int, now: float) -> None:
-        """Ask once more for the answers that `instance`, which is lost, owed. LoadGen does not notice."""
+        """Resend the outstanding requests of a lost instance, without LoadGen's notice."""
         loss = self._totals.losses.setdefault(instance, LossCosts())
         loss.retried += len(slots)
         loss.waited_s += float((now - self._issued_at[slots]).sum())
@@ -275,14 +275,14 @@ class Harness(Role):
             return
         lengths = batch.rows["n_tokens"].astype(np.int64)
         starts = lengths.cumsum() - lengths
-        # As a rule all are of one kind. FIRST before FINAL: one message may hold both of an answer.
+        # Usually all rows have one kind. FIRST before FINAL: a message may contain both of a response.
         kinds = np.unique(flags).tolist()
         for kind in kinds:
             part = slice(None) if len(kinds) == 1 else flags == kind
             self._on_kind(kind, ids[part], batch.tokens, starts[part], lengths[part], now)
 
     def _on_one(self, slot: int, kind: int, tokens: NDArray[np.int32], now: float) -> None:
-        """Do as `_on_kind` for one answer: for arrays of one NumPy takes four times as long."""
+        """Handle one response as `_on_kind`: for arrays of one element, NumPy takes four times as long."""
         test, totals, length = self._test, self._totals, len(tokens)
         id_, issued, first = (
             values[slot].item() for values in (self._sample_ids, self._issued_at, self._first_at)
@@ -296,7 +296,7 @@ class Harness(Role):
             if not self._active[slot]:
                 raise RunError(Failure("a sample was answered twice"))
             self._active[slot] = False
-            self._first_at[slot] = now  # a FIRST that comes later is none
+            self._first_at[slot] = now  # ignore a later FIRST
             if length > 1:
                 totals.tpot.add_one((now - first) / (length - 1))
             totals.latency.add_one(now - issued)
@@ -314,7 +314,7 @@ class Harness(Role):
                 self._on_answer(index, tokens)
             test.complete(sample_responses([id_], tokens, [0], [length]))
         if kind & (_FINAL | _CONTEXT_DONE):
-            self._let_go(np.array([slot]), alone=kind & (_FIRST | _FINAL) == _FIRST | _FINAL)
+            self._free_slots(np.array([slot]), alone=kind & (_FIRST | _FINAL) == _FIRST | _FINAL)
 
     def _on_kind(
         self,
@@ -325,10 +325,10 @@ class Harness(Role):
         lengths: NDArray[np.int64],
         now: float,
     ) -> None:
-        """Take answers of one kind: `ResponseFlag`s."""
+        """Handle responses of one kind: `ResponseFlag`s."""
         if kind & (_FIRST | _FINAL):
-            # FINAL from the generation instance may overtake FIRST from the context instance: then it brings
-            # the first token, too.
+            # FINAL from the generation instance may overtake FIRST from the context instance. It then also
+            # contains the first token.
             first = np.isnan(self._first_at[index_of(slots)]) & (lengths > 0)
             n_first = np.count_nonzero(first)
             if n_first == len(slots):
@@ -338,7 +338,7 @@ class Harness(Role):
         if kind & _FINAL:
             self._on_final(slots, tokens, starts, lengths, bool(kind & _ERROR), now)
         if kind & (_FINAL | _CONTEXT_DONE):
-            self._let_go(slots, alone=kind & (_FIRST | _FINAL) == _FIRST | _FINAL)
+            self._free_slots(slots, alone=kind & (_FIRST | _FINAL) == _FIRST | _FINAL)
 
     def _on_first(
         self, slots: NDArray[np.uint32], tokens: NDArray[np.int32], starts: NDArray[np.int64], now: float
@@ -363,14 +363,14 @@ class Harness(Role):
         if np.count_nonzero(self._active[at]) < n:
             raise RunError(Failure("a sample was answered twice"))
         self._active[at] = False
-        if n > 1:  # each is in this message once if it has still the place that was noted for it
+        if n > 1:  # a slot that occurs twice has only its last position
             places = np.arange(n)
             self._place[at] = places
             if np.count_nonzero(self._place[at] == places) < n:
                 raise RunError(Failure("a sample was answered twice in one message"))
         indices = self._indices[at].copy()
         issued, first = self._issued_at[at], self._first_at[at].copy()
-        self._first_at[at] = now  # a FIRST that comes later is none
+        self._first_at[at] = now  # ignore a later FIRST
         totals = self._totals
         several = lengths > 1
         part = slice(None) if np.count_nonzero(several) == n else several
@@ -393,15 +393,15 @@ class Harness(Role):
                 self._on_answer(index, tokens[start : start + length])
         self._test.complete(sample_responses(self._sample_ids[at].tolist(), tokens, from_, counts))
 
-    def _let_go(self, slots: NDArray[np.uint32], *, alone: bool) -> None:
-        """Free the slots of which no instance will send anything again.
+    def _free_slots(self, slots: NDArray[np.uint32], *, alone: bool) -> None:
+        """Free the slots for which no instance sends further responses.
 
-        A request that was handed over ends twice, in either order: FINAL from one instance, CONTEXT_DONE from
-        the other. `alone`: the answer ended with its first token, so nothing was handed over.
+        A request with a handoff ends twice, in either order: FINAL from one instance, CONTEXT_DONE from the
+        other. `alone`: the response ended with its first token, without a handoff.
         """
         if self._holders > 1:
             at = index_of(slots)
-            self._held[at] -= self._holders if alone else 1
-            slots = slots[self._held[at] == 0]
+            self._n_senders[at] -= self._holders if alone else 1
+            slots = slots[self._n_senders[at] == 0]
         self._free[self._n_free : self._n_free + len(slots)] = slots
         self._n_free += len(slots)

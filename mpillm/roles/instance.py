@@ -1,4 +1,4 @@
-"""What the leader of every instance does: take requests, return responses. An executor does no more."""
+"""Role of an instance's root rank: receive requests, and return responses."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mpillm.comms.messages import DONE, DROP, GRANT, RESPONSE, WORK, Batch, Gran
 from mpillm.cores.base import LLMCore, Metrics
 from mpillm.cores.capabilities import NamesFrameworks, OutlivesServer, RecordsSteps
 from mpillm.phases import Phase
-from mpillm.roles.follower import Follower
-from mpillm.telemetry.recorder import Kind, Recorder, Spell
+from mpillm.roles.follower import FollowerRole
+from mpillm.telemetry.recorder import Kind, Recorder, SpanTracker
 
 if TYPE_CHECKING:  # its import starts MPI
     from mpillm.comms.transport import Transport
@@ -27,11 +27,11 @@ _MEASURE_S = 0.5  # as often as the heartbeat, which carries the figures
 _LOG_S = 10.0
 
 
-class InstanceRole(Follower):
-    """The rank that leads an instance and communicates on the route."""
+class InstanceRole(FollowerRole):
+    """Root rank of an instance, which communicates on the route. For an executor, this is the whole role."""
 
     works_on: Kind = "busy"
-    """What open requests mean where the core does not tell its steps."""
+    """Kind of span while requests are open, if the core does not report its steps."""
 
     def __init__(self, core: LLMCore, route: Transport, leader: int, instance: int) -> None:
         """`leader`: the leader's rank."""
@@ -39,16 +39,16 @@ class InstanceRole(Follower):
         self._route = route
         self._leader = leader
         self._instance = instance
-        self._in_test = False  # until then all requests belong to the warm-up, which the leader does not see
+        self._in_test = False  # before the test, all requests belong to the warm-up, without the leader
         self._warming: set[int] = set()
-        # Of the test.
-        self._owed = 0  # requests
+        # In the test:
+        self._n_outstanding = 0  # requests
         self._samples = 0
         self._tokens = 0
         self._test_started = 0.0
         self._measure_at = self._log_at = math.inf
-        self._measured: tuple[float, Metrics] | None = None  # when, and what
-        self._open: Spell | None = None  # whether there are open requests
+        self._measured: tuple[float, Metrics] | None = None  # time and metrics
+        self._open: SpanTracker | None = None  # while requests are open
         WORK.handle(route, self._on_work)
         DROP.handle(route, self._on_drop)
 
@@ -78,17 +78,17 @@ class InstanceRole(Follower):
     def record(self, recorder: Recorder) -> None:
         super().record(recorder)
         if not isinstance(self._core, RecordsSteps):
-            self._open = recorder.spell(partial(recorder.busy, self.works_on))
+            self._open = recorder.track(partial(recorder.busy, self.works_on))
 
     def stop(self) -> None:
-        self._measure_at = math.inf  # a core that has stopped has nothing to measure
+        self._measure_at = math.inf  # a stopped core cannot be measured
         super().stop()
 
     def measured(self) -> tuple[float, Metrics] | None:
         if self._measured is None:
             return None
         (at, metrics), now = self._measured, time.perf_counter()
-        # During a long step the counts do not change: those from before it are still true.
+        # During a long step, the counts do not change, so the last ones are still valid.
         return (now if now - at > 2 * _MEASURE_S else at) - self._test_started, metrics
 
     def report(self) -> dict[str, Any]:
@@ -109,11 +109,11 @@ class InstanceRole(Follower):
     def poll(self) -> bool:
         now = time.perf_counter()
         if self._open is not None:
-            self._open.see(self._owed > 0, now)
+            self._open.update(self._n_outstanding > 0, now)
         if now >= self._measure_at:
             self._measure(now)
             if isinstance(self._core, OutlivesServer) and self._core.waits_for_server:
-                self._tell_of([], ResponseFlag.FINAL)  # it is not stuck
+                self._send_flag([], ResponseFlag.FINAL)  # a sign of life
         if not self._core.has_work():
             return False
         responses = self._core.poll_responses()
@@ -138,7 +138,7 @@ class InstanceRole(Follower):
             )
 
     def _on_work(self, source: int, requests: Batch) -> None:
-        self._owed += len(requests)
+        self._n_outstanding += len(requests)
         self._enqueue(requests)
 
     def _enqueue(self, requests: Batch) -> None:
@@ -146,10 +146,10 @@ class InstanceRole(Follower):
 
     def _on_drop(self, source: int, ids: list[int]) -> None:
         self._core.cancel(ids)
-        self._tell_of(ids, ResponseFlag.CANCEL_DONE)
+        self._send_flag(ids, ResponseFlag.CANCEL_DONE)
 
-    def _tell_of(self, ids: list[int], flag: ResponseFlag) -> None:
-        """Send the leader a row without tokens for each."""
+    def _send_flag(self, ids: list[int], flag: ResponseFlag) -> None:
+        """Send the leader a row without tokens for each request."""
         rows = np.zeros(len(ids), RESPONSE)
         rows["id"] = ids
         rows["flags"] = flag
@@ -166,10 +166,10 @@ class InstanceRole(Follower):
         DONE.send(self._route, self._leader, responses)
 
     def _ended(self, n_requests: int) -> None:
-        """Count requests for which this instance has nothing more to do."""
-        self._owed -= n_requests
+        """Count requests that this instance has finished."""
+        self._n_outstanding -= n_requests
         self._samples += n_requests
 
     def _own_tokens(self, rows: NDArray[np.void], final: NDArray[np.bool_]) -> int:
-        """Return how many tokens this instance generated for responses, of which some are `final`."""
+        """Return the number of tokens that this instance generated; `final`: rows with FINAL."""
         return int(rows["n_tokens"][final].sum())

@@ -1,6 +1,13 @@
-"""The leader: takes requests from the harness, sends them to instances with room, passes answers back.
+"""Route requests from the harness to instances, and responses back to the harness.
 
-Which instance gets a request is chosen by `pool`, or by `prefix_pool`.
+The leader queues requests (QUERY) until an instance has free credits. `InstancePool` or `PrefixPool` selects
+the instance, and the leader sends it the requests (WORK). It forwards each response (DONE) to the harness
+(ANSWER). The final response returns the request's credits.
+
+In a disaggregated run, a request uses credits of a context instance until the handoff, and credits of a
+generation instance until its final response.
+
+When an instance is lost, the leader makes the harness resend that instance's requests (see `retries`).
 """
 
 from __future__ import annotations
@@ -43,7 +50,7 @@ from mpillm.roles.role import Role
 if TYPE_CHECKING:  # its import starts MPI
     from mpillm.comms.transport import Envelope, Transport
 
-_MIN_WINDOW = 2048  # most requests that wait at the leader, unless twice what the instances hold is more
+_MIN_WINDOW = 2048  # requests that may wait at the leader; more if the instances hold more than half of it
 _MAX_BATCH = 2048  # requests per message
 # Plain numbers: NumPy takes three times as long for an operation on flags.
 _FINAL, _LOST = int(ResponseFlag.FINAL), int(ResponseFlag.LOST)
@@ -53,7 +60,7 @@ _ENDS = _FINAL | _CONTEXT_DONE | _CANCEL_DONE
 
 
 class Leader(Role):
-    """Knows for every accepted request which instances owe its answer."""
+    """Router of a run; tracks which requests are outstanding on which instance."""
 
     def __init__(
         self,
@@ -67,17 +74,25 @@ class Leader(Role):
         *,
         all_at_once: bool = False,
     ) -> None:
-        """`entry_policy` chooses among the instances where requests start, `generation_policy` among the
-        generation instances that continue them. `report`: tells rank 0 of an instance that is silent.
-        `prefix_routing`: of the policy kv_cache_aware. `all_at_once`: the test has all its requests from the
-        start, and counts how long it takes.
+        """Register the handlers of messages.
+
+        Args:
+            route: transport to the harness and to the root rank of each instance.
+            plan: ranks and instances of the run.
+            entry_policy: selects the first instance of a request: a value of --traffic_distribution_policy.
+            generation_policy: selects the generation instance. Unused in aggregated runs.
+            stall_timeout_s: seconds without a message after which an instance with outstanding requests
+                counts as stalled.
+            report: sends the failure of a stalled instance to rank 0.
+            prefix_routing: parameters of the policy kv_cache_aware.
+            all_at_once: all requests exist when the test starts, as in Offline.
         """
         self._route = route
         self._plan = plan
         self._stall_timeout_s = stall_timeout_s
         self._harness = plan.harness_rank
-        self._rank_of = {i.index: i.leader for i in plan.instances}
-        self._instance_at = {rank: instance for instance, rank in self._rank_of.items()}
+        self._rank_of = {i.index: i.root_rank for i in plan.instances}
+        self._instance_of = {rank: instance for instance, rank in self._rank_of.items()}
         contexts = [i.index for i in plan.instances if i.role == "ctx"]
         # The instances where requests start.
         entries = contexts or [i.index for i in plan.instances]
@@ -96,10 +111,10 @@ class Leader(Role):
         # KV tokens by request id; ids are small and reused, so this stays small.
         self._needs = np.zeros(0, np.int64)
         self._retries = Retries(self._entry, self._generation)
-        self._cancelling: dict[int, int] = {}  # requests under way, and the instance that was told
+        self._cancelling: dict[int, int] = {}  # cancelled requests, with the instance that must drop them
         self._report = report
         self._lost: set[int] = set()  # instances
-        self._heard = np.full(len(plan.instances), np.inf)
+        self._silent_since = np.full(len(plan.instances), np.inf)
         self._stall_checked = 0.0
         QUERY.handle(route, self._on_query)
         GRANT.handle(route, self._on_grant)
@@ -111,11 +126,13 @@ class Leader(Role):
             return len(self._granted) == len(self._plan.instances)
         return True
 
-    def owed(self) -> dict[int, int]:
-        """Return the requests that each instance still owes."""
+    def outstanding_by_instance(self) -> dict[int, int]:
+        """Return the number of outstanding requests of each instance."""
         pools = [self._entry] if self._generation is None else [self._entry, self._generation]
         return {
-            int(i): int(n) for pool in pools for i, n in zip(pool.instances, pool.owed_requests, strict=True)
+            int(i): int(n)
+            for pool in pools
+            for i, n in zip(pool.instances, pool.outstanding_requests, strict=True)
         }
 
     def poll(self) -> bool:
@@ -128,23 +145,23 @@ class Leader(Role):
     # --- messages ---
 
     def _on_grant(self, source: int, grant: Grant) -> None:
-        instance = self._instance_at[source]
+        instance = self._instance_of[source]
         in_generation = self._generation is not None and instance in self._generation
         pool = self._generation if in_generation and self._generation is not None else self._entry
         pool.grant(pool.position(instance), *grant)
         self._granted.add(instance)
         if len(self._granted) == len(self._plan.instances):
             for each in filter(None, (self._entry, self._generation)):
-                each.weigh()
+                each.set_weights()
             self._window = max(_MIN_WINDOW, 2 * int(self._entry.free_requests.sum()))
             self._grant_harness(self._window)
 
     def _on_query(self, source: int, batch: Batch) -> None:
         self._waiting.append(batch)
         ids, needs = batch.rows["id"], batch.rows["n_tokens"].astype(np.int64) + batch.rows["max_output"]
-        most = int(ids[0] if len(ids) == 1 else ids.max()) + 1
-        if most > len(self._needs):
-            grown = max(most, 2 * len(self._needs)) - len(self._needs)
+        n_ids = int(ids[0] if len(ids) == 1 else ids.max()) + 1
+        if n_ids > len(self._needs):
+            grown = max(n_ids, 2 * len(self._needs)) - len(self._needs)
             self._needs = np.concatenate([self._needs, np.zeros(grown, np.int64)])
             self._entry.grow(grown)
             if self._generation is not None:
@@ -154,25 +171,25 @@ class Leader(Role):
         self._tokens_waiting += total(needs)
 
     def _on_done(self, received: Envelope) -> None:
-        instance = self._instance_at[received.source]
-        self._heard[instance] = time.monotonic()
+        instance = self._instance_of[received.source]
+        self._silent_since[instance] = time.monotonic()
         buffer, rows = received.buffer, DONE.read(received.buffer).rows
-        if not len(rows):  # it only says that it is there
+        if not len(rows):  # only a sign of life
             return
         flags = rows["flags"]
         any_of = int(flags[0] if len(flags) == 1 else np.bitwise_or.reduce(flags))
         if any_of & _LOST or self._retries.any:
-            batch, again = self._retries.sift(instance, DONE.read(buffer), self._needs)
-            self._send_again(again)
+            batch, resend = self._retries.filter(instance, DONE.read(buffer), self._needs)
+            self._request_resend(resend)
             if not len(batch):
                 return
             buffer, rows, any_of = batch.pack(), batch.rows, _ENDS
-        if any_of & _ENDS:  # most messages of streams end nothing
+        if any_of & _ENDS:  # most messages of streams end no request
             self._ended(instance, rows)
         self._route.send(self._harness, ANSWER.tag, buffer)
 
     def _ended(self, instance: int, rows: NDArray[np.void]) -> None:
-        """Take back the credits of what an instance's rows end."""
+        """Return the credits of requests that an instance's rows end."""
         flags = rows["flags"]
         if self._cancelling:
             for id_ in rows["id"][(flags & _CANCEL_DONE) != 0].tolist():
@@ -183,8 +200,8 @@ class Leader(Role):
         if self._generation is None:
             self._return_credits(self._entry, final)
         else:
-            # The context instance is done with requests that it has handed over, and with those of which it
-            # hands nothing over (see context.py).
+            # The context instance has finished requests after their handoff, and requests without a handoff
+            # (see context.py).
             left = rows["id"][((flags & _CONTEXT_DONE) != 0) | ((flags & _ALONE) == _ALONE)]
             if self._retries.any:  # a lost instance's credits are not returned
                 final = final[self._generation.owner[final] >= 0]
@@ -193,11 +210,12 @@ class Leader(Role):
                 self._return_credits(self._entry, left)
 
     def _on_cancel(self, source: int, ids: list[int]) -> None:
-        """Give up requests: those that wait here end here, the others where each is now.
+        """Cancel requests: queued ones end here, the others in their instances.
 
-        Sent by the harness, and back by a context instance that has handed them over meanwhile, whose
-        CONTEXT_DONE has arrived before. Each CANCEL of the harness is answered by one row with CANCEL_DONE:
-        before that row it must not use the id again, or a later request could be given up in its place.
+        The harness sends this message. A context instance sends it back if it has finished the handoff
+        meanwhile; its CONTEXT_DONE has arrived before. Each CANCEL of the harness is answered by one row with
+        CANCEL_DONE. Before that row, the harness must not reuse the id, because a later request could be
+        cancelled in its place.
         """
         dropped = self._drop_waiting(ids)
         rows = [(id_, 0, int(_ALONE | ResponseFlag.CANCELLED | ResponseFlag.CANCEL_DONE)) for id_ in dropped]
@@ -212,55 +230,55 @@ class Leader(Role):
                     id_
                 )
             else:
-                # Its last row is on the way to the harness.
+                # Its last row is in transit to the harness.
                 rows.append((id_, 0, int(ResponseFlag.CANCEL_DONE)))
-        for instance, theirs in holders.items():
-            self._cancelling.update(dict.fromkeys(theirs, instance))
-            DROP.send(self._route, self._rank_of[instance], theirs)
+        for instance, instance_ids in holders.items():
+            self._cancelling.update(dict.fromkeys(instance_ids, instance))
+            DROP.send(self._route, self._rank_of[instance], instance_ids)
         if rows:
             ANSWER.send(self._route, self._harness, Batch(np.array(rows, RESPONSE), np.zeros(0, np.int32)))
 
     def _drop_waiting(self, ids: list[int]) -> set[int]:
-        """Remove those of `ids` that wait here from the queue; return them."""
+        """Remove `ids` from the queue; return the removed ones."""
         dropped: set[int] = set()
         n_tokens = 0
         for _ in range(len(self._waiting)):
             batch = self._waiting.popleft()
-            mine = np.isin(batch.rows["id"], ids)
-            given_up = batch.rows["id"][mine]
-            dropped.update(given_up.tolist())
-            n_tokens += total(self._needs[index_of(given_up)])
-            if not mine.all():
-                self._waiting.append(batch.select(~mine) if mine.any() else batch)
+            matches = np.isin(batch.rows["id"], ids)
+            cancelled = batch.rows["id"][matches]
+            dropped.update(cancelled.tolist())
+            n_tokens += total(self._needs[index_of(cancelled)])
+            if not matches.all():
+                self._waiting.append(batch.select(~matches) if matches.any() else batch)
         self._left_queue(len(dropped), n_tokens)
         return dropped
 
-    # --- a run that goes on without an instance ---
+    # --- a run that continues without an instance ---
 
     def lost(self, instance: int) -> None:
-        self._heard[instance] = np.inf
+        self._silent_since[instance] = np.inf
         self._lost.add(instance)
-        found = self._retries.lost(instance)
-        for generation, ids in found.to_settle.items():
+        plan = self._retries.lost(instance)
+        for generation, ids in plan.to_settle.items():
             SETTLE.send(self._route, self._rank_of[generation], [(id_, instance) for id_ in ids])
-        ended = [(id_, 0, int(ResponseFlag.CONTEXT_DONE)) for id_ in found.handed_over]
-        self._send_again(found.again)
-        for id_ in [id_ for id_, told in self._cancelling.items() if told == instance]:
+        ended = [(id_, 0, int(ResponseFlag.CONTEXT_DONE)) for id_ in plan.handed_off]
+        self._request_resend(plan.resend)
+        for id_ in [id_ for id_, holder in self._cancelling.items() if holder == instance]:
             del self._cancelling[id_]
             ended.append((id_, 0, int(ResponseFlag.CANCEL_DONE)))
         if ended:
             rows = np.array(ended, RESPONSE)
             ANSWER.send(self._route, self._harness, Batch(rows, np.zeros(0, np.int32)))
 
-    def _send_again(self, by_instance: dict[int, list[int]]) -> None:
-        """Have the harness send requests once more, by the lost instance that owed them."""
+    def _request_resend(self, by_instance: dict[int, list[int]]) -> None:
+        """Make the harness resend requests, by the lost instance where they were outstanding."""
         for instance, ids in by_instance.items():
             rows = np.array([(id_, 1, self._lost_flags(id_)) for id_ in ids], RESPONSE)
             ANSWER.send(self._route, self._harness, Batch(rows, np.full(len(ids), instance, np.int32)))
 
     def _lost_flags(self, id_: int) -> int:
-        given_up = self._cancelling.pop(id_, None) is not None
-        return int(ResponseFlag.LOST | (ResponseFlag.CANCEL_DONE if given_up else 0))
+        is_cancelled = self._cancelling.pop(id_, None) is not None
+        return int(ResponseFlag.LOST | (ResponseFlag.CANCEL_DONE if is_cancelled else 0))
 
     # --- dispatch ---
 
@@ -271,7 +289,7 @@ class Leader(Role):
         return sent > 0
 
     def _left_queue(self, n: int, n_tokens: int) -> None:
-        """Note that requests no longer wait here; tell the harness, now and then."""
+        """Note that requests have left the queue. From time to time, grant the harness new ones."""
         self._n_waiting -= n
         self._tokens_waiting -= n_tokens
         self._dispatched += n
@@ -280,11 +298,11 @@ class Leader(Role):
             self._dispatched = 0
 
     def _send_next(self, batch: Batch) -> int:
-        """Send the first requests of `batch`, the head of the queue; return how many."""
+        """Send the first requests of `batch`, the head of the queue; return their number."""
         rows = batch.rows[:_MAX_BATCH]
         needs = self._needs[index_of(rows["id"])]
         generation, n = -1, len(rows)
-        # The harness would have sent more, had it any.
+        # The window is not full, so the harness has no more requests.
         left = self._tokens_waiting if self._all_at_once and 2 * self._n_waiting < self._window else None
         if self._generation is not None:
             generation, n = self._generation.pick(needs, left)
@@ -322,34 +340,34 @@ class Leader(Role):
         positions = pool.owner[at]
         if np.count_nonzero(positions < 0):
             raise RunError(Failure(f"request {int(ids[positions < 0][0])} was answered twice, or never sent"))
-        pool.give_back(positions, self._needs[at])
+        pool.return_credits(positions, self._needs[at])
         pool.owner[at] = -1
 
     def _grant_harness(self, requests: int) -> None:
         WINDOW.send(self._route, self._harness, requests)
 
-    # --- instances that owe answers but are silent ---
+    # --- stalled instances ---
 
     def _touch(self, instance: int) -> None:
-        """Note that the instance owes something from now on, if it did not before."""
-        if self._heard[instance] == np.inf:
-            self._heard[instance] = time.monotonic()
+        """Start the stall timeout of an instance, if it had no outstanding requests."""
+        if self._silent_since[instance] == np.inf:
+            self._silent_since[instance] = time.monotonic()
 
     def _check_stalls(self, now: float) -> None:
         self._stall_checked = now
-        owed = self.owed()
+        outstanding = self.outstanding_by_instance()
         for instance in self._plan.instances:
-            n = owed[instance.index]
+            n = outstanding[instance.index]
             if n == 0:
-                self._heard[instance.index] = np.inf
-            elif now - self._heard[instance.index] > self._stall_timeout_s:
+                self._silent_since[instance.index] = np.inf
+            elif now - self._silent_since[instance.index] > self._stall_timeout_s:
                 failure = Failure(
                     f"instance {instance.index} ({instance.role}) sent nothing for"
                     f" {self._stall_timeout_s:g} s (--stall_timeout); open requests: {n}",
-                    instance.leader,
+                    instance.root_rank,
                     code=ExitCode.TEST_FAILED,
                 )
-                if instance.index in self._lost:  # it can't owe anything: say so before waiting forever
+                if instance.index in self._lost:  # it cannot have any: report an error, not an endless wait
                     raise RunError(dataclasses.replace(failure, rank=self._plan.leader_rank))
-                self._heard[instance.index] = now  # rank 0 decides; told once in this time
+                self._silent_since[instance.index] = now  # rank 0 decides; one report per timeout
                 self._report(failure)

@@ -1,4 +1,4 @@
-"""Credits and policies: which instance gets which requests."""
+"""Credits of instances, and policies that choose an instance for each request."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from numpy.typing import NDArray
 
 from mpillm.comms.messages import Batch, total
 
-_LEAST_WEIGHT = 1e-6  # of an instance that has granted nothing, which gets nothing
+_MIN_WEIGHT = 1e-6  # of an instance without credits
 _NEVER = 1 << 62  # more than any load
 
 
 class InstancePool:
-    """The instances of one role as the leader sees them: what each can still hold and what it owes.
+    """Instances of one role, with their credits and outstanding requests.
 
-    Sending a request takes credit, its last response returns it: an instance never receives more than it
-    granted.
+    Sending a request uses credits, and its final response returns them, so an instance never receives more
+    than it has granted.
     """
 
     def __init__(self, instances: list[int], policy: str) -> None:
@@ -24,21 +24,21 @@ class InstancePool:
         n = len(instances)
         self.free_requests = np.zeros(n, np.int64)
         self.free_tokens = np.zeros(n, np.int64)
-        self.owed_requests = np.zeros(n, np.int64)
-        self.owed_tokens = np.zeros(n, np.int64)
-        # Of instances without cached prompts, `kv_cache_aware` chooses the idlest, too (see `PrefixPool`).
+        self.outstanding_requests = np.zeros(n, np.int64)
+        self.outstanding_tokens = np.zeros(n, np.int64)
+        # Without cached prompts, `kv_cache_aware` also chooses by load (see `PrefixPool`).
         self._in_turn = policy == "round_robin"
         self._turn = 0
-        # By request id: the position of the instance that owes it, or -1. Ids are small and reused.
+        # By request id: position of the instance where it is outstanding, or -1. Ids are small and reused.
         self.owner = np.full(0, -1, np.int64)
-        self.last_owner = np.full(0, -1, np.int64)  # of its last or present request, by the same id
+        self.last_owner = np.full(0, -1, np.int64)  # of the last or current request with the id
         self._position = {instance: i for i, instance in enumerate(instances)}
-        # Who has the least to do gets the next request; of those who are in turn, all have the same.
+        # The instance with the least load gets the next request. With round_robin, all loads are equal.
         self._loads = np.zeros(n, np.int64)
-        self._weights = np.ones(n)  # of loads, by position: see `weigh`
-        # Of what is left of a test whose requests were all there at its start: see `_shares_of_the_rest`.
+        self._weights = np.ones(n)  # of loads, by position: see `set_weights`
+        # To share the last requests of a test without further ones: see `pick`.
         self._done_tokens = np.zeros(n, np.int64)
-        self._most_owed = np.zeros(n, np.int64)  # tokens
+        self._max_outstanding = np.zeros(n, np.int64)  # tokens
 
     def __contains__(self, instance: object) -> bool:
         return instance in self._position
@@ -48,45 +48,47 @@ class InstancePool:
         return self._position[instance]
 
     def grow(self, n: int) -> None:
-        """Make room for `n` more request ids."""
+        """Extend the arrays by `n` request ids."""
         more = np.full(n, -1, np.int64)
         self.owner = np.concatenate([self.owner, more])
         self.last_owner = np.concatenate([self.last_owner, more])
 
-    def owed_by(self, instance: int) -> list[int]:
-        """Return the ids of the requests that the instance owes."""
+    def outstanding_of(self, instance: int) -> list[int]:
+        """Return the ids of the instance's outstanding requests."""
         ids: list[int] = np.flatnonzero(self.owner == self._position[instance]).tolist()
         return ids
 
     def grant(self, position: int, requests: int, tokens: int) -> None:
-        """Add credit: the instance can hold this much more."""
+        """Add credits: additional requests and KV tokens."""
         self.free_requests[position] += requests
         self.free_tokens[position] += tokens
 
-    def weigh(self) -> None:
-        """From now on give instances that have granted more a larger share, in proportion.
+    def set_weights(self) -> None:
+        """From now on, share requests in proportion to the instances' credits.
 
-        What an instance answers faster it owes for a shorter time, so it gets more in any case. But of
-        instances that can hold different numbers of requests the small ones would be full, and let requests
-        wait, while the large ones had room.
+        A faster instance gets more requests in any case, because they are outstanding for a shorter time. But
+        with equal shares, small instances would be full while large ones have free capacity.
         """
-        requests, tokens = self.free_requests + self.owed_requests, self.free_tokens + self.owed_tokens
+        requests, tokens = (
+            self.free_requests + self.outstanding_requests,
+            self.free_tokens + self.outstanding_tokens,
+        )
         weights = np.minimum(requests / max(1, requests.max()), tokens / max(1, tokens.max()))
-        self._weights = np.maximum(weights, _LEAST_WEIGHT)
+        self._weights = np.maximum(weights, _MIN_WEIGHT)
         for position in range(len(weights)):
             self._note_load(position)
 
     def retire(self, position: int) -> None:
-        """Give nothing to the instance any more; it owes nothing."""
-        self._done_tokens[position] = self._most_owed[position] = 0
+        """Remove a lost instance: it has no credits and no outstanding requests."""
+        self._done_tokens[position] = self._max_outstanding[position] = 0
         self.free_requests[position] = self.free_tokens[position] = 0
-        self.owed_requests[position] = self.owed_tokens[position] = 0
+        self.outstanding_requests[position] = self.outstanding_tokens[position] = 0
 
     def assign(self, needs: NDArray[np.int64], requests: Batch, left: int | None = None) -> NDArray[np.int64]:
-        """Take credit for the first requests; return the position of each one's instance, shape [sent].
+        """Use credits for the first requests; return the position of the instance of each, shape [sent].
 
-        `needs`: KV tokens of each of `requests`; `left`: see `pick`. Empty if there is no room for the first
-        one.
+        `needs`: KV tokens of each request; `left`: see `pick`. Empty if no instance has credits for the first
+        request.
         """
         position, n = self.pick(needs, left)
         if n:
@@ -94,21 +96,24 @@ class InstancePool:
         return np.full(n, position, np.int64)
 
     def pick(self, needs: NDArray[np.int64], left: int | None = None) -> tuple[int, int]:
-        """Return the position of the instance for the next requests, and how many; (-1, 0) if none has room.
+        """Return the position of the instance for the next requests, and their number; (-1, 0) if none fits.
 
-        `needs`: KV tokens of the waiting requests, in order. An instance receives consecutive requests up to
-        its fair share, so that one message per instance spreads a large batch, and a single request goes
-        where the policy says. `left`: KV tokens of all that wait, if no more requests will come; an instance
-        that would be the last to answer them then gets none, though it has room.
+        An instance receives consecutive requests up to its fair share, so that one message per instance
+        spreads a large batch. The policy chooses the instance of a single request.
+
+        Args:
+            needs: KV tokens of the waiting requests, in order.
+            left: KV tokens of all waiting requests, if no more requests follow. An instance that would
+                complete them last then gets none.
         """
         need = int(needs[0])
-        room = self._with_room(need)
+        available = self._with_capacity(need)
         slow: list[int] = []
-        while (chosen := self._choose(room, self._turn)) >= 0:
+        while (chosen := self._choose(available, self._turn)) >= 0:
             if left is None or not self._is_too_slow(chosen, need, left, slow):
                 break
             slow.append(chosen)
-            room[chosen] = False
+            available[chosen] = False
         if chosen < 0:
             return -1, 0
         self._turn = chosen + 1
@@ -117,26 +122,27 @@ class InstancePool:
         needed = np.cumsum(needs)
         fits = int(np.searchsorted(needed, self.free_tokens[chosen], "right"))
         if left is not None and self._done_tokens[chosen]:
-            level = (left + int(self.owed_tokens.sum())) / int(self._done_tokens.sum())
+            level = (left + int(self.outstanding_tokens.sum())) / int(self._done_tokens.sum())
             fair = level * int(self._done_tokens[chosen])
         else:
-            room[slow] = True
-            owed, weight = int(self.owed_tokens[room].sum()), float(self._weights[room].sum())
-            fair = (int(needed[-1]) + owed) / weight * float(self._weights[chosen])
-        share = int(np.searchsorted(needed, max(0.0, fair - int(self.owed_tokens[chosen])), "right"))
+            available[slow] = True
+            outstanding = int(self.outstanding_tokens[available].sum())
+            weight = float(self._weights[available].sum())
+            fair = (int(needed[-1]) + outstanding) / weight * float(self._weights[chosen])
+        share = int(np.searchsorted(needed, max(0.0, fair - int(self.outstanding_tokens[chosen])), "right"))
         return chosen, max(1, min(fits, share, int(self.free_requests[chosen])))
 
-    def _with_room(self, need: int) -> NDArray[np.bool_]:
+    def _with_capacity(self, need: int) -> NDArray[np.bool_]:
         """Return which instances can hold a request of `need` KV tokens, shape [instances]."""
-        room: NDArray[np.bool_] = (self.free_requests > 0) & (self.free_tokens >= need)
-        return room
+        fits: NDArray[np.bool_] = (self.free_requests > 0) & (self.free_tokens >= need)
+        return fits
 
-    def _choose(self, room: NDArray[np.bool_], start: int) -> int:
-        """Return the position with the least load among those with `room`; -1: there is none.
+    def _choose(self, available: NDArray[np.bool_], start: int) -> int:
+        """Return the `available` position with the least load; -1 if none is available.
 
-        Among equals it is the first one from `start` on, and then from 0.
+        Among equal loads, it is the first position from `start` on, and then from 0.
         """
-        loads = np.where(room, self._loads, _NEVER)
+        loads = np.where(available, self._loads, _NEVER)
         chosen = int(loads.argmin())
         if loads[chosen] == _NEVER:
             return -1
@@ -146,56 +152,57 @@ class InstancePool:
         return chosen
 
     def _is_too_slow(self, position: int, need: int, left: int, slow: list[int]) -> bool:
-        """Return whether the other instances, without those in `slow`, answer all that is `left` before this
-        one could answer a request more, of `need` KV tokens.
+        """Return whether the other instances complete all `left` tokens before this one completes a request.
 
-        Nobody has to know seconds: what each has answered so far, in KV tokens, is its rate. An instance
-        takes at least as long for a request as for half of the most that it has owed: cores grant twice what
-        they compute at once, so that the next requests wait there. Of one that has answered nothing yet
-        nothing is known.
+        Instances in `slow` do not count. The request needs `need` KV tokens. The rate of an instance is its
+        completed KV tokens so far. A request takes at least as long as half of the maximum outstanding tokens
+        of the instance: cores grant twice what they compute simultaneously, so that the next requests wait
+        there. Without a completed request, the rate is unknown.
         """
-        done, owed = self._done_tokens, self.owed_tokens
+        done, outstanding = self._done_tokens, self.outstanding_tokens
         if not done[position]:
             return False
         others = done > 0
         others[[*slow, position]] = False
         if not others.any():
             return False
-        own = max(int(self._most_owed[position]) / 2, int(owed[position]) + need) / int(done[position])
-        quickest = float((self._most_owed[others] / 2 / done[others]).min())
-        together = (left + int(owed[others].sum())) / int(done[others].sum())
-        return own > max(quickest, together)
+        own = max(int(self._max_outstanding[position]) / 2, int(outstanding[position]) + need) / int(
+            done[position]
+        )
+        fastest = float((self._max_outstanding[others] / 2 / done[others]).min())
+        together = (left + int(outstanding[others].sum())) / int(done[others].sum())
+        return own > max(fastest, together)
 
     def take(self, position: int, needs: NDArray[np.int64]) -> None:
-        """Take credit for requests that were sent; `needs`: KV tokens of each."""
+        """Use credits for sent requests; `needs`: KV tokens of each."""
         self._return_to(position, -len(needs), -total(needs))
 
-    def give_back(self, positions: NDArray[np.int64], needs: NDArray[np.int64]) -> None:
-        """Give back the credit of requests that ended: one entry of `positions` and `needs` each."""
+    def return_credits(self, positions: NDArray[np.int64], needs: NDArray[np.int64]) -> None:
+        """Return the credits of ended requests: one entry of `positions` and `needs` each."""
         if not len(positions):
             return
-        if len(positions) == 1 or (positions == positions[0]).all():  # as a rule: one instance has answered
+        if len(positions) == 1 or (positions == positions[0]).all():  # usually, one instance has answered
             self._return_to(int(positions[0]), len(positions), total(needs))
             return
-        where, at = np.unique(positions, return_inverse=True)
+        unique, at = np.unique(positions, return_inverse=True)
         tokens = np.bincount(at, weights=needs).astype(np.int64)
         for position, n, n_tokens in zip(
-            where.tolist(), np.bincount(at).tolist(), tokens.tolist(), strict=True
+            unique.tolist(), np.bincount(at).tolist(), tokens.tolist(), strict=True
         ):
             self._return_to(position, n, n_tokens)
 
     def _return_to(self, position: int, n: int, tokens: int) -> None:
-        """Give credit back to an instance; less than 0: take it."""
+        """Return credits of an instance; negative numbers use them."""
         self.free_requests[position] += n
         self.free_tokens[position] += tokens
-        self.owed_requests[position] -= n
-        self.owed_tokens[position] -= tokens
+        self.outstanding_requests[position] -= n
+        self.outstanding_tokens[position] -= tokens
         if tokens > 0:
             self._done_tokens[position] += tokens
-        elif self.owed_tokens[position] > self._most_owed[position]:
-            self._most_owed[position] = self.owed_tokens[position]
+        elif self.outstanding_tokens[position] > self._max_outstanding[position]:
+            self._max_outstanding[position] = self.outstanding_tokens[position]
         self._note_load(position)
 
     def _note_load(self, position: int) -> None:
         if not self._in_turn:
-            self._loads[position] = int(self.owed_tokens[position] / self._weights[position])
+            self._loads[position] = int(self.outstanding_tokens[position] / self._weights[position])

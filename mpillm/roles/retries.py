@@ -1,15 +1,16 @@
-"""Requests of instances that are lost: when they can be sent again.
+"""Requests of lost instances: decide when the harness can resend them.
 
-The harness may send a request again as soon as nothing more of it can come from the instance that is left.
-With one kind of instance that is at once. In a disaggregated run it depends on what is lost:
+The harness may resend a request when the remaining instance sends nothing more of it. With one kind of
+instance, this is immediately the case. In a disaggregated run, it depends on the lost instance:
 
-    context     The generation instance may have everything it needs, or not even if the context instance
-                said that it has handed the request over. It is asked (SETTLE), and answers for each request:
-                CONTEXT_DONE, it will be answered; LOST, nothing of it is there.
-    generation  The context instance says LOST for what it has not started; the rest ends there as if it
-                had been handed over: with CONTEXT_DONE, or with its first token.
+    context     The generation instance may have received everything, or not, even if the context instance
+                has reported the end of the handoff. The leader sends SETTLE. For each request, the generation
+                instance answers CONTEXT_DONE if it will complete the request, or LOST if it has nothing.
+    generation  The context instance sends LOST for requests that it has not started. The others end there
+                as after a handoff: with CONTEXT_DONE, or with their first token.
 
-Messages of the two kinds of ranks overtake each other, so an instance may answer before the leader knows why.
+Messages of different ranks may overtake each other, so an instance may answer before the leader detects the
+loss.
 """
 
 from __future__ import annotations
@@ -27,126 +28,126 @@ _LOST, _CONTEXT_DONE, _FINAL = int(ResponseFlag.LOST), int(ResponseFlag.CONTEXT_
 
 
 @dataclass
-class Found:
-    """What follows for the requests of an instance that is lost."""
+class RetryPlan:
+    """Actions for the requests of a lost instance."""
 
-    again: dict[int, list[int]] = field(default_factory=dict)  # to send again, by the lost instance
-    to_settle: dict[int, list[int]] = field(default_factory=dict)  # to ask about, by generation instance
-    handed_over: list[int] = field(default_factory=list)  # answered; only CONTEXT_DONE was missing
+    resend: dict[int, list[int]] = field(default_factory=dict)  # by lost instance
+    to_settle: dict[int, list[int]] = field(default_factory=dict)  # for SETTLE, by generation instance
+    handed_off: list[int] = field(default_factory=list)  # completed; only CONTEXT_DONE was missing
 
 
-class _Settling(NamedTuple):
-    """A request whose context instance is lost: a generation instance was asked about it."""
+class _Inquiry(NamedTuple):
+    """A SETTLE for a request without an answer so far."""
 
-    lost: int
-    asked: int
-    handed_over: bool  # the harness has been told so
+    context: int  # the lost instance
+    generation: int  # the instance that must answer
+    handed_off: bool  # the harness has received CONTEXT_DONE
 
 
 class Retries:
-    """The leader's account of them."""
+    """The leader's record of requests of lost instances."""
 
     def __init__(self, entry: InstancePool, generation: InstancePool | None) -> None:
         self._entry = entry
         self._generation = generation
-        self.any = False  # instance is lost
-        # Of requests whose generation instance is lost, while a context instance has them: that instance.
+        self.any = False  # whether an instance is lost
+        # Requests in a context instance whose generation instance is lost: the lost instance.
         self._in_context: dict[int, int] = {}
-        self._settling: dict[int, _Settling] = {}
+        self._inquiries: dict[int, _Inquiry] = {}
 
-    def lost(self, instance: int) -> Found:
-        """Take the requests that a lost instance owed from the pools."""
+    def lost(self, instance: int) -> RetryPlan:
+        """Remove the outstanding requests of a lost instance from the pools."""
         self.any = True
         generation = self._generation
         if generation is not None and instance in generation.instances:
             return self._lost_generation(generation, instance)
-        ids = self._entry.owed_by(instance)
+        ids = self._entry.outstanding_of(instance)
         self._entry.retire(self._entry.position(instance))
         self._entry.owner[ids] = -1
         if generation is None:
-            return Found({instance: ids} if ids else {})
-        found = Found()
-        mine = self._entry.last_owner == self._entry.position(instance)
-        for id_ in np.flatnonzero(mine & (generation.owner >= 0)).tolist():
-            asked = int(generation.instances[generation.owner[id_]])
-            self._settling[id_] = _Settling(instance, asked, id_ not in ids)
-            found.to_settle.setdefault(asked, []).append(id_)
+            return RetryPlan({instance: ids} if ids else {})
+        plan = RetryPlan()
+        own = self._entry.last_owner == self._entry.position(instance)
+        for id_ in np.flatnonzero(own & (generation.owner >= 0)).tolist():
+            other = int(generation.instances[generation.owner[id_]])
+            self._inquiries[id_] = _Inquiry(instance, other, id_ not in ids)
+            plan.to_settle.setdefault(other, []).append(id_)
         for id_ in ids:
-            if id_ in self._settling:
+            if id_ in self._inquiries:
                 continue
             if (first_lost := self._in_context.pop(id_, None)) is not None:
-                found.again.setdefault(first_lost, []).append(id_)
+                plan.resend.setdefault(first_lost, []).append(id_)
             else:
-                found.handed_over.append(id_)
-        return found
+                plan.handed_off.append(id_)
+        return plan
 
-    def _lost_generation(self, generation: InstancePool, instance: int) -> Found:
-        ids = generation.owed_by(instance)
+    def _lost_generation(self, generation: InstancePool, instance: int) -> RetryPlan:
+        ids = generation.outstanding_of(instance)
         generation.retire(generation.position(instance))
         generation.owner[ids] = -1
-        found = Found()
+        plan = RetryPlan()
         for id_ in ids:
             if self._entry.owner[id_] >= 0:
                 self._in_context[id_] = instance
             else:
-                self._settling.pop(id_, None)
-                found.again.setdefault(instance, []).append(id_)
-        for id_ in [id_ for id_, settling in self._settling.items() if settling.asked == instance]:
-            if not self._settling.pop(id_).handed_over:
-                found.handed_over.append(id_)
-        return found
+                self._inquiries.pop(id_, None)
+                plan.resend.setdefault(instance, []).append(id_)
+        for id_ in [id_ for id_, inquiry in self._inquiries.items() if inquiry.generation == instance]:
+            if not self._inquiries.pop(id_).handed_off:
+                plan.handed_off.append(id_)
+        return plan
 
-    def sift(
+    def filter(
         self, instance: int, responses: Batch, needs: NDArray[np.int64]
     ) -> tuple[Batch, dict[int, list[int]]]:
-        """Return what of an instance's responses concerns the harness, and the requests to send again.
+        """Return an instance's responses that the harness must receive, and the requests to resend.
 
-        The latter by the lost instance that owed them; `needs`: KV tokens by request id.
+        Requests to resend are by the lost instance. `needs`: KV tokens by request id.
         """
-        again: dict[int, list[int]] = {}
+        resend: dict[int, list[int]] = {}
         generation = self._generation
         if generation is None:
-            return responses, again
+            return responses, resend
         from_generation = instance in generation.instances
         rows, offsets = responses.rows, responses.offsets()
         keep = np.ones(len(rows), np.bool_)
         done: list[tuple[int, int, int]] = []
         for i, (id_, flags) in enumerate(zip(rows["id"].tolist(), rows["flags"].tolist(), strict=True)):
             if from_generation:
-                settling = self._settling.get(id_)
+                inquiry = self._inquiries.get(id_)
                 if not flags & (_LOST | _CONTEXT_DONE):
-                    if settling is not None and settling.handed_over and flags & _FINAL:
-                        del self._settling[id_]  # from now on the id may be another request's
+                    if inquiry is not None and inquiry.handed_off and flags & _FINAL:
+                        del self._inquiries[id_]  # from now on, another request may have the id
                     continue
                 keep[i] = False
-                if settling is None or settling.lost != responses.tokens[offsets[i]]:
+                if inquiry is None or inquiry.context != responses.tokens[offsets[i]]:
                     continue
-                del self._settling[id_]
+                del self._inquiries[id_]
                 if flags & _LOST and generation.owner[id_] >= 0:
                     _release(generation, id_, needs)
-                    again.setdefault(settling.lost, []).append(id_)
-                elif not settling.handed_over:
+                    resend.setdefault(inquiry.context, []).append(id_)
+                elif not inquiry.handed_off:
                     done.append((id_, 0, _CONTEXT_DONE))
             elif flags & _LOST:
                 keep[i] = False
                 _release(self._entry, id_, needs)
                 lost = self._in_context.pop(id_, -1)
-                if lost < 0:  # this leader has not heard of it yet
+                if lost < 0:  # the leader has not detected the loss yet
                     lost = int(generation.instances[generation.owner[id_]])
                     _release(generation, id_, needs)
-                again.setdefault(lost, []).append(id_)
+                resend.setdefault(lost, []).append(id_)
             elif id_ in self._in_context and flags & _FINAL:
-                del self._in_context[id_]  # the answer ended with its first token
+                del self._in_context[id_]  # the response ended with its first token
             elif id_ in self._in_context and flags & _CONTEXT_DONE:
                 keep[i] = False
                 _release(self._entry, id_, needs)
-                again.setdefault(self._in_context.pop(id_), []).append(id_)
-        kept = responses if keep.all() else responses.select(keep)
+                resend.setdefault(self._in_context.pop(id_), []).append(id_)
+        remaining = responses if keep.all() else responses.select(keep)
         if done:
-            kept = concat([kept, Batch(np.array(done, RESPONSE), np.zeros(0, np.int32))])
-        return kept, again
+            remaining = concat([remaining, Batch(np.array(done, RESPONSE), np.zeros(0, np.int32))])
+        return remaining, resend
 
 
 def _release(pool: InstancePool, id_: int, needs: NDArray[np.int64]) -> None:
-    pool.give_back(pool.owner[[id_]], needs[[id_]])
+    pool.return_credits(pool.owner[[id_]], needs[[id_]])
     pool.owner[id_] = -1

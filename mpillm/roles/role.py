@@ -1,4 +1,4 @@
-"""A role: what a rank does in each phase. Roles on the same rank share its event loop."""
+"""Role: a rank's work in each phase. Roles of the same rank share its event loop."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Role:
-    """Has a method per phase, called once; then `poll` is called until `done(phase)`."""
+    """Base class with a method per phase, which is called once. Then `poll` is called until `done(phase)`."""
 
-    asks: ClassVar[bool] = False  # the leader answers it: its rank polls it first
-    owns: ClassVar[bool] = False  # processes, which are the main thread's alone
+    sends_requests: ClassVar[bool] = False  # to the leader: its rank polls it first
+    owns_processes: ClassVar[bool] = False  # for which only the main thread may poll it
 
     def load(self) -> None: ...
     def health(self) -> None: ...
@@ -28,46 +28,46 @@ class Role:
     def stop(self) -> None: ...
 
     def poll(self) -> bool:
-        """Do what there is to do, without waiting; return whether there was anything."""
+        """Do the available work, without waiting; return whether there was any."""
         return False
 
     def quiet_s(self) -> float:
-        """Return for how many seconds `poll` finds nothing unless a message comes, or the doorbell rings."""
+        """Return the seconds for which `poll` has no work without a message or a wake-up."""
         return math.inf
 
     def lost(self, instance: int) -> None:
-        """Go on without this instance: its rank takes no message any more, and sends none."""
+        """Continue without this instance: its ranks receive and send no more messages."""
 
     def done(self, phase: Phase) -> bool:
         """Return whether this role's part of `phase` is done."""
         return True
 
     def measured(self) -> tuple[float, Metrics] | None:
-        """Return the seconds of the test, and the metrics by then of the instance that this role leads.
+        """Return the seconds of the test, and the metrics of this role's instance at that time.
 
         The heartbeat's thread calls this.
         """
         return None
 
     def doing(self) -> str:
-        """Return how far a phase before the test has come, or what it waits for, in a few words; "": unknown.
+        """Return the progress of a phase before the test, or what it waits for, in a few words; "": unknown.
 
-        What stands below the first line is told once. The heartbeat's thread calls this.
+        Text below the first line is printed once. The heartbeat's thread calls this.
         """
         return ""
 
     def serves(self) -> dict[int, str]:
-        """Return, once it has loaded, the URLs of the servers that this role owns, by their index."""
+        """Return the URLs of the servers that this role owns, by index, after it has loaded."""
         return {}
 
     def find_servers(self, urls: Mapping[int, str]) -> None:
-        """Hear where the run's own servers are, once all ranks have loaded."""
+        """Use the run's own servers at these URLs. Called after all ranks have loaded."""
 
     def record(self, recorder: Recorder) -> None:
-        """Note in `recorder`, from the start of the test on, when this rank computes."""
+        """From the start of the test on, record in `recorder` when this rank computes."""
 
     def report(self) -> dict[str, Any]:
-        """Return what to tell rank 0 about the test once this rank has drained."""
+        """Return this rank's report on the test, after it has drained."""
         return {}
 
 

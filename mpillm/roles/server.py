@@ -1,4 +1,4 @@
-"""The role of a rank that owns a server: it starts it, sees how it does, and ends it with the run."""
+"""Role of a rank that owns a server: start it, watch it, and end it with the run."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from mpillm.roles.role import Role
 
 _log = logging.getLogger(__name__)
 _CHECK_S = 0.2  # between health checks
-_TRIES = 3  # of ports that others take first
-MOST_RESTARTS = 3
-"""How often a server is started again in a test, with --on_instance_loss restart."""
-_GRACE_S = 10.0  # to end by itself, after a run that ended well
-_SHORT_GRACE_S = 2.0  # and after another: rank 0 waits for the ranks no longer
+_TRIES = 3  # if other processes take the ports first
+MAX_RESTARTS = 3
+"""Maximum number of restarts of a server in a test, with --on_instance_loss restart."""
+_GRACE_S = 10.0  # to exit by itself, after a successful run
+_SHORT_GRACE_S = 2.0  # after another run: rank 0 waits for the ranks only this long
 _LOOPBACK = "127.0.0.1"
-_LOOKED_AT = 9  # lines of its log: the last may be a table's edge
-_SHOWN = 60  # characters of its last line
-_SILENT_S = 5.0  # without a line: said
-# What loggers put before a message: a process, a level, a time, a file; Triton's in another order.
+_LOG_LINES = 9  # read from the end of its log: the last may be a table's border
+_MAX_CHARACTERS = 60  # characters of its last line
+_SILENT_S = 5.0  # without output, until it is reported
+# Prefixes of log messages: a process, a level, a time, a file. Triton has another order.
 _PREFIX = re.compile(
     r"^(\([^)]* pid=\d+\) ?)?(\[[^\]]*\] ?)*((DEBUG|INFO|WARNING|ERROR):? +)?"
     r"([\d:,./ -]{5,} )?(\[[\w.]+:\d+\] ?)?"
@@ -44,31 +44,31 @@ _PREFIX = re.compile(
 )
 
 
-def last_said(log: str) -> str:
-    """Return what a server has said last, from the end of its log (see `OwnedServer.tail`); "": nothing."""
+def last_message(log: str) -> str:
+    """Return a server's last message, from the end of its log (see `OwnedServer.tail`); "" if none."""
     for line in reversed(log.splitlines()):
         if (line := line.strip().removeprefix("|").strip()).startswith("$ "):
             break  # its command
         if any(map(str.isalpha, line := _PREFIX.sub("", line))):
-            return line if len(line) <= _SHOWN else f"{line[: _SHOWN - 1]}…"
+            return line if len(line) <= _MAX_CHARACTERS else f"{line[: _MAX_CHARACTERS - 1]}…"
     return ""
 
 
-def doing(name: str, said: str, server: OwnedServer) -> str:
-    """Return what a server that is not ready does; `said`: its last line.
+def doing(name: str, message: str, server: OwnedServer) -> str:
+    """Return the activity of a server that is not ready; `message`: its last one.
 
-    That of one which imports says nothing for a minute: its CPU time shows that it lives.
+    While it imports, it may print nothing for a minute. Its CPU time is then a sign of life.
     """
-    if not said:
+    if not message:
         return f"{name}: starts, {server.cpu_s:.0f} s of CPU so far"
     silent_s = server.silent_s()
-    return f"{name}{f', silent {silent_s:.0f} s' if silent_s >= _SILENT_S else ''}: {said}"
+    return f"{name}{f', silent {silent_s:.0f} s' if silent_s >= _SILENT_S else ''}: {message}"
 
 
 class ServerRole(Role):
-    """Owns a server."""
+    """Role that owns a server, or its part on this node."""
 
-    owns = True
+    owns_processes = True
 
     def __init__(
         self,
@@ -79,8 +79,16 @@ class ServerRole(Role):
         announce: Callable[[str, str], None],
         secret: str = "",
     ) -> None:
-        """`folder`: of the run, for its log; `deadline_s`: for it to become ready; `wake`: this rank;
-        `announce`: see `RankControl`; `secret`: see `ServerKind.secret`."""
+        """Prepare the start of the server.
+
+        Args:
+            spec: the server.
+            folder: the run directory, for its log.
+            deadline_s: maximum time until it is ready.
+            wake: wakes this rank's event loop.
+            announce: see `RankControl`.
+            secret: see `ServerKind.secret`.
+        """
         self._spec = spec
         self._folder = folder
         self._deadline_s = deadline_s
@@ -89,15 +97,15 @@ class ServerRole(Role):
         secret_in = spec.kind.secret if spec.role else ""
         self._secret = {} if not secret_in or secret_in in os.environ else {secret_in: secret}
         self._server: OwnedServer | None = None
-        self._ports: list[ReservedPort] = []  # that of HTTP, and the kind's others
+        self._ports: list[ReservedPort] = []  # HTTP's, and the kind's others
         self._tries = 0
         self._started = 0.0
         self._check: HealthCheck | None = None
         self._is_ready = self._ends_well = False
-        self._answers = not spec.node.number  # the API is on the first node, once all are ready
+        self._has_api = not spec.node.number  # the API is on the first node, when all are ready
         self._startup_s = 0.0
-        self.dependent: OutlivesServer | None = None  # of one that may be started again
-        self._test_started: float | None = None  # in the test
+        self.dependent: OutlivesServer | None = None  # client of a server that may be restarted
+        self._test_started: float | None = None  # only in the test
         self._restarts: list[dict[str, Any]] = []
 
     # --- phases ---
@@ -107,10 +115,10 @@ class ServerRole(Role):
         self._start()
 
     def done(self, phase: Phase) -> bool:
-        return phase != "load" or self._is_ready or not self._answers
+        return phase != "load" or self._is_ready or not self._has_api
 
     def health(self) -> None:
-        if not self._answers:  # the first part does
+        if not self._has_api:  # the first node's part has checked it
             self._note_ready()
 
     def test(self) -> None:
@@ -124,18 +132,18 @@ class ServerRole(Role):
         if self._server is not None:
             self._server.stop(_GRACE_S if self._ends_well else _SHORT_GRACE_S)
         for port in self._ports:
-            port.let_go()
+            port.release()
 
     def serves(self) -> dict[int, str]:
-        return {self._spec.index: self._spec.url} if self._answers else {}
+        return {self._spec.index: self._spec.url} if self._has_api else {}
 
     def doing(self) -> str:
         if self._server is None or self._is_ready:
             return ""
-        return doing(self._spec.title, last_said(self._server.tail(_LOOKED_AT)), self._server)
+        return doing(self._spec.title, last_message(self._server.tail(_LOG_LINES)), self._server)
 
     def report(self) -> dict[str, Any]:
-        if not self._answers:
+        if not self._has_api:
             return {}
         server = {"index": self._spec.index, "startup_s": round(self._startup_s, 3)}
         return {"server": {**server, **({"restarts": self._restarts} if self._restarts else {})}}
@@ -149,7 +157,7 @@ class ServerRole(Role):
         self._spec = spec = self._resolved()
         try:
             command = spec.command()
-        except ValueError as error:  # a model repository that this node lacks, say
+        except ValueError as error:  # such as a missing model repository
             raise ConfigError(f"{spec.title}: {error}") from None
         if text := kind.file_text(spec):
             with naming(settings := spec.base.with_suffix(".yaml")):
@@ -157,7 +165,7 @@ class ServerRole(Role):
         command = kind.located(command)
         if not kind.binds_held_port:
             for port in self._ports:
-                port.let_go()
+                port.release()
         _log.info("%s: %s", spec.title, command)
         log = spec.base.with_suffix(".log")
         self._server = OwnedServer(
@@ -169,10 +177,10 @@ class ServerRole(Role):
         """Return the server with its ports, address and folder. Raises ConfigError."""
         spec = self._spec
         try:
-            address = socket.gethostbyname(spec.reached_at)  # not everything listens at a name
+            address = socket.gethostbyname(spec.reached_at)  # not every server listens at a name
         except OSError as error:
             raise ConfigError(f"{spec.title}: {spec.reached_at} has no address: {error}") from None
-        if spec.reached_at != _LOOPBACK and address.startswith("127."):  # as Debian names a host to itself
+        if spec.reached_at != _LOOPBACK and address.startswith("127."):  # as in Debian's /etc/hosts
             address = next(iter(own_addresses()), address)
         port, *others = (one.number for one in self._ports)
         more_ports = dict(zip(spec.more_ports, others, strict=True))
@@ -183,7 +191,7 @@ class ServerRole(Role):
             return False
         if why := self._server.ended():
             self._on_end(why)
-        if self._is_ready or not self._answers:
+        if self._is_ready or not self._has_api:
             return False
         if time.monotonic() - self._started > self._deadline_s:
             problem = f": {self._check.problem}" if self._check and self._check.problem else ""
@@ -221,8 +229,8 @@ class ServerRole(Role):
         may = self._test_started is not None and len(self._restarts) < self._spec.restarts
         if may and self.dependent is not None:
             assert self._test_started is not None
-            said = str(self._failure(why).failures[0].cause)
-            _log.error("%s\nit is started again", said)
+            cause = str(self._failure(why).failures[0].cause)
+            _log.error("%s\nit is started again", cause)
             at = time.monotonic()
             self._announce("lost", f"{self._spec.title}: {why}; it is started again")
             self._restarts.append({"at_s": round(at - self._test_started, 3), "why": why})
@@ -233,9 +241,9 @@ class ServerRole(Role):
         raise self._failure(why, self._is_cause())
 
     def _is_cause(self) -> bool:
-        """Return whether nothing else explains the server's end.
+        """Return whether the server's end is the cause of a failure, not a consequence.
 
-        A server of one node and both phases does not end because another has, unless a signal stops it.
+        A server of one node and both phases does not end because another one has, unless a signal stops it.
         """
         assert self._server is not None
         spec, code = self._spec, self._server.code
@@ -246,14 +254,14 @@ class ServerRole(Role):
         assert self._server is not None
         self._server.stop(_SHORT_GRACE_S)
         for port in self._ports:
-            port.let_go()
+            port.release()
         self._start()
 
-    def _failure(self, what: str, seen: bool = False) -> RunError:
+    def _failure(self, event: str, seen: bool = False) -> RunError:
         assert self._server is not None
-        cause = self._server.cause(self._spec.title, what, self._spec.kind.explain)
+        cause = self._server.cause(self._spec.title, event, self._spec.kind.explain)
         was_ready = self._is_ready or bool(self._restarts)
         code = ExitCode.INSTANCE_LOST if was_ready else ExitCode.NOT_READY
-        # A part usually ends by itself because another part has ended.
-        may_follow = self._spec.node.n > 1 and what == f"ended with exit code {self._server.code}"
+        # A part usually exits because another part has exited.
+        may_follow = self._spec.node.n > 1 and event == f"ended with exit code {self._server.code}"
         return RunError(Failure(cause, self._spec.rank, code=code, may_follow=may_follow, seen=seen))

@@ -79,7 +79,7 @@ def what_runs(
         yaml = with_hosts(
             yaml,
             plan.ranks[plan.leader_rank].node,
-            [plan.ranks[instance.leader].node for instance in plan.instances],
+            [plan.ranks[instance.root_rank].node for instance in plan.instances],
         )
     of_section = {plan.instances[core.instance].section: core for core in cores}
 

@@ -121,7 +121,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class RunningServer:
     """A server that runs: its URL, which ends with /v1 as OpenAI's clients want it, and its run directory."""
 
     url: str
@@ -179,7 +179,7 @@ def serve(
     echo: bool = True,
     deadline_s: float = 600.0,
     **options: Any,
-) -> Iterator[Endpoint]:
+) -> Iterator[RunningServer]:
     """Serve a model on `ranks` ranks inside a ``with`` block, on a free port unless ``port=`` says otherwise.
 
     Arguments as of `run`, but `echo` and `deadline_s` go until it is ready. Raises ConfigError if it does not
@@ -197,7 +197,7 @@ def serve(
             adopts=False,
         ) as url,
     ):
-        yield Endpoint(url, folder)
+        yield RunningServer(url, folder)
 
 
 def _folder(log_dir: str | Path | None, name: str) -> Path:

@@ -29,7 +29,14 @@ from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.loadgen.issue_order import issue_order
 from mpillm.options.options import run_name
 from mpillm.options.run_config import RunConfig
-from mpillm.programs.load_clients.kind import LATENCIES, LoadReport, LoadSpec, Request, Sample, Seeds
+from mpillm.programs.load_clients.kind import (
+    LATENCIES,
+    LoadReport,
+    LoadSpec,
+    PromptSample,
+    RequestRecord,
+    Seeds,
+)
 from mpillm.programs.load_clients.kinds import kind_of
 from mpillm.report.arrivals import arrival_figures
 from mpillm.report.console import Console
@@ -41,9 +48,9 @@ from mpillm.report.result import other_harness_rows, other_loads
 from mpillm.report.run_directory import HARNESS, HARNESS_LOG, MEASURED, RunRecord, display_path
 from mpillm.report.run_files import RunFiles
 from mpillm.report.validity_checks import doubts, load_client_doubts, server_checks
-from mpillm.roles.client_program import Bounds, ClientProgram, command_of
+from mpillm.roles.client_program import ClientLimits, ClientProgram, command_of
 from mpillm.roles.role import Role
-from mpillm.runtime.join import Planned, Prepared, prepare
+from mpillm.runtime.join import RunPlan, RunSetup, prepare
 from mpillm.runtime.run_session import announced, opened
 from mpillm.runtime.serve_session import ServeSession
 from mpillm.workloads.rounds import allows_speculation
@@ -65,7 +72,7 @@ class HarnessSession(ServeSession):
 
     @classmethod
     def open(
-        cls, planned: Planned, record: Callable[[], RunRecord], console: Console, control: Rank0Control
+        cls, planned: RunPlan, record: Callable[[], RunRecord], console: Console, control: Rank0Control
     ) -> tuple[HarnessSession, list[str]]:
         prepared = prepare(planned, lambda: record().path)
         session = opened(lambda: HarnessSession(prepared, record, console, control), planned, record)
@@ -89,7 +96,7 @@ class HarnessSession(ServeSession):
         return {**super().about(config), "harness": harness, **test}
 
     def __init__(
-        self, prepared: Prepared, record: Callable[[], RunRecord], console: Console, control: Rank0Control
+        self, prepared: RunSetup, record: Callable[[], RunRecord], console: Console, control: Rank0Control
     ) -> None:
         """Raises ConfigError if the client can't do what it is asked, or is not there."""
         planned = prepared.planned
@@ -127,10 +134,10 @@ class HarnessSession(ServeSession):
         config = self._asked
         roles = super().make_harness(route, leader, loop)
         assert self._frontend is not None
-        bounds = Bounds(config.stall_timeout, (config.harness_memory_limit or math.inf) * (1 << 30))
+        limits = ClientLimits(config.stall_timeout, (config.harness_memory_limit or math.inf) * (1 << 30))
         log = self._record.path / HARNESS_LOG
         end = self._frontend.end_early
-        self._client = ClientProgram(self.kind, self._load, end, log, bounds, loop.wake)
+        self._client = ClientProgram(self.kind, self._load, end, log, limits, loop.wake)
         return [*roles, self._client]
 
     def _load(self, urls: Mapping[int, str]) -> LoadSpec:
@@ -154,7 +161,7 @@ class HarnessSession(ServeSession):
 
     def _load_of(self, urls: Sequence[str], model: str) -> LoadSpec:
         config, test = self._asked, self._prepared.settings.test
-        samples = _Samples(self._prepared.dataset, self._prepared.tokenizer, config.max_output_len)
+        samples = _PromptSamples(self._prepared.dataset, self._prepared.tokenizer, config.max_output_len)
         folder = Path(config.model_path).absolute() if config.model_path else None
         has_tokenizer = folder is not None and (folder / "tokenizer.json").exists()
         return LoadSpec(
@@ -273,7 +280,7 @@ class HarnessSession(ServeSession):
                 figures["goodput"] = goodput(found, limits, lasted)
         return figures
 
-    def _in_test(self, requests: Sequence[Request]) -> list[Request]:
+    def _in_test(self, requests: Sequence[RequestRecord]) -> list[RequestRecord]:
         """Return the client's records by time of issue, in seconds of the test.
 
         Clients read one of two clocks; of another one, the first request is the test's start.
@@ -299,7 +306,7 @@ class HarnessSession(ServeSession):
         return int(ExitCode.DONE)
 
 
-def _order(prepared: Prepared) -> NDArray[np.int64]:
+def _order(prepared: RunSetup) -> NDArray[np.int64]:
     """Return the samples as LoadGen would issue them; of an accuracy run each once."""
     n = len(prepared.dataset)
     if prepared.planned.config.test_mode == "AccuracyOnly":
@@ -307,7 +314,7 @@ def _order(prepared: Prepared) -> NDArray[np.int64]:
     return issue_order(prepared.settings, n).indices
 
 
-class _Samples(Sequence[Sample]):
+class _PromptSamples(Sequence[PromptSample]):
     """The samples of a data set, each made when it is asked for: texts of thousands take seconds."""
 
     def __init__(self, dataset: Dataset, tokenizer: Tokenizer, longest: int) -> None:
@@ -323,23 +330,23 @@ class _Samples(Sequence[Sample]):
         return len(self._dataset)
 
     @overload
-    def __getitem__(self, index: int) -> Sample: ...
+    def __getitem__(self, index: int) -> PromptSample: ...
     @overload
-    def __getitem__(self, index: slice) -> Sequence[Sample]: ...
-    def __getitem__(self, index: int | slice) -> Sample | Sequence[Sample]:
+    def __getitem__(self, index: slice) -> Sequence[PromptSample]: ...
+    def __getitem__(self, index: int | slice) -> PromptSample | Sequence[PromptSample]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not 0 <= index < len(self):
             raise IndexError(index)
         ids, length, ignores = self._dataset.sample(index), self.lengths[index], self.ignoring[index]
         if self._dataset.sends_text:
-            return Sample([], self._dataset.texts[index], length, ignores)
+            return PromptSample([], self._dataset.texts[index], length, ignores)
         known = not isinstance(self._tokenizer, NoTokenizer)
         text = self._tokenizer.decode(ids, keep_special=True) if known else ""
-        return Sample(ids.tolist(), text, length, ignores)
+        return PromptSample(ids.tolist(), text, length, ignores)
 
 
-def _servers_of(planned: Planned) -> int:
+def _servers_of(planned: RunPlan) -> int:
     """Return how many servers the client could ask itself; 0: only the run's own endpoint."""
     config = planned.config
     # A request of a disaggregated run goes to two servers, which the run's own clients know.

@@ -41,7 +41,7 @@ from mpillm.workloads.rounds import why_not
 
 
 @dataclass(frozen=True)
-class Planned:
+class RunPlan:
     """What runs where."""
 
     config: RunConfig
@@ -57,10 +57,10 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class RunSetup:
     """A run that can be loaded."""
 
-    planned: Planned
+    planned: RunPlan
     dataset: Dataset
     tokenizer: Tokenizer
     settings: LoadGenSettings
@@ -117,7 +117,7 @@ def _of_round(config: RunConfig, settings: LoadGenSettings) -> list[str]:
     return [f"round {name} (LoadGen's seeds), which has {config.workload.benchmark(config.accuracy_target)}"]
 
 
-def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves: bool = False) -> Planned:
+def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves: bool = False) -> RunPlan:
     """Plan the run. Raises ConfigError if the ranks differ, or can't run the configuration.
 
     `config`: rank 0's; None if its command line is wrong.
@@ -147,7 +147,7 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
         notes += own_servers.server_lines(plan, own_servers.server_specs(config, plan, server_gpus))
     notes += idle_gpus(plan, seen, {**{rank: (gpu.device,) for rank, gpu in gpus.items()}, **server_gpus})
     check_flags(config, plan)
-    cores = core_configs(config, plan, [instance.leader for instance in plan.instances], gpus)
+    cores = core_configs(config, plan, [instance.root_rank for instance in plan.instances], gpus)
     with config.explained():
         cores = with_settings(config, plan, cores)
         models = [core_class.check(core) for core in cores]
@@ -165,7 +165,7 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
         outlives_losses = False
         notes.append(f"a lost instance ends this server: {why}")
     plan = plan.on_devices({rank: gpu.device for rank, gpu in gpus.items()}, server_gpus)
-    return Planned(config, reports, plan, yaml, gpus, cores, models, notes, outlives_losses, server_gpus)
+    return RunPlan(config, reports, plan, yaml, gpus, cores, models, notes, outlives_losses, server_gpus)
 
 
 def _check_hands_over(config: RunConfig, core_class: type[LLMCore], plan: WorldPlan) -> None:
@@ -204,7 +204,7 @@ def _why_a_loss_ends_it(plan: WorldPlan, mpi: str, on_gpus: bool, serves: bool) 
     return ""
 
 
-def prepare(planned: Planned, run_directory: Callable[[], Path]) -> Prepared:
+def prepare(planned: RunPlan, run_directory: Callable[[], Path]) -> RunSetup:
     """Read the data set and LoadGen's settings.
 
     Raises ConfigError if they don't fit the model, or each other.
@@ -212,7 +212,7 @@ def prepare(planned: Planned, run_directory: Callable[[], Path]) -> Prepared:
     `run_directory()` is called only to write the data set of a scaled-down workload there.
     """
     dataset, tokenizer = load_samples(planned.config, planned.models, run_directory)
-    return Prepared(
+    return RunSetup(
         planned, dataset, tokenizer, load_settings(LoadGenConfig.from_run(planned.config), len(dataset))
     )
 

@@ -21,7 +21,7 @@ from mpillm.options.sources import Source
 from mpillm.options.unused_options import SERVER_SIZES, of_engine
 from mpillm.programs.servers.kind import ServerKind, ServerNode, ServerSpec
 from mpillm.programs.servers.kinds import kind_of
-from mpillm.roles.server import MOST_RESTARTS
+from mpillm.roles.server import MAX_RESTARTS
 
 _MOST_SHOWN = 4  # servers of a role
 
@@ -82,7 +82,7 @@ def server_specs(
             f"--server {kind.short_name} with {config.named('mode')}: {kind.no_disagg}",
             about=["server", "mode"],
         )
-    restarts = MOST_RESTARTS if config.on_instance_loss == "restart" else 0
+    restarts = MAX_RESTARTS if config.on_instance_loss == "restart" else 0
     specs = []
     for server, (index, rank) in [(one, part) for one in plan.servers for part in enumerate(one.parts)]:
         nodes = {plan.ranks[rank].node for rank in (server.owner, *server.clients)}

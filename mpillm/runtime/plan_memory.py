@@ -56,7 +56,7 @@ def memory_lines(config: RunConfig, plan: WorldPlan) -> list[str]:
     core_class = BackendRegistry.get(DEFAULT)
     here = {rank.node for rank in plan.ranks} <= {"localhost", socket.gethostname()}
     seen = [core_class.gpus() if here and core_class.uses_gpus else () for _ in plan.ranks]
-    leaders = [instance.leader for instance in plan.instances]
+    leaders = [instance.root_rank for instance in plan.instances]
     said: dict[str, list[int]] = {}
     refused = ""  # as by a run: what else is wrong is known when that is right
     idle: list[str] = []

@@ -290,12 +290,12 @@ class Rank:
             serves=serves,
         )
         # What asks comes first: the leader has its requests in the same turn.
-        asks, rest = ([one.poll for one in self._roles if one.asks is it] for it in (True, False))
+        asks, rest = ([one.poll for one in self._roles if one.sends_requests is it] for it in (True, False))
         self._loop.pollers += [*asks, *([route.dispatch] if route else []), *rest]
         self._loop.quiet_s += [*([route.quiet_s] if route else []), *(role.quiet_s for role in self._roles)]
         in_any = serves and issubclass(BackendRegistry.get(self._config.core_type), WorksInAnyThread)
         if route and (in_any or (session and ranks[self.rank].instance is None)):  # other cores: the main one
-            rest = [one.poll for one in self._roles if not (one.asks or one.owns)]
+            rest = [one.poll for one in self._roles if not (one.sends_requests or one.owns_processes)]
             self._inline_tasks = [*asks, route.dispatch_own, *rest, route.dispatch_own]
         if session:
             self._loop.pollers.append(session.poll)

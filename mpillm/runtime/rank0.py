@@ -22,7 +22,7 @@ from mpillm.options.run_config import RunConfig
 from mpillm.phases import PHASES, Phase
 from mpillm.report.console import Console
 from mpillm.report.run_directory import RunRecord, display_path, failures_json, take_directory
-from mpillm.runtime.join import Planned, plan_run
+from mpillm.runtime.join import RunPlan, plan_run
 from mpillm.runtime.run_session import RunSession
 from mpillm.telemetry.rank_log import ended_by_a_loss, how_it_ended, last_read, log_name
 
@@ -135,7 +135,7 @@ class Rank0:
         connections = self.control.connections
         return Rank0At(own.host, own.pid, own.pids, connections.address if connections else None)
 
-    def _made_record(self, planned: Planned) -> RunRecord:
+    def _made_record(self, planned: RunPlan) -> RunRecord:
         """Return the run directory, created at the first call."""
         if self._record is None:
             config, purpose = planned.config, self._purpose

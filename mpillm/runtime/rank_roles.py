@@ -21,7 +21,7 @@ from mpillm.errors import Failure
 from mpillm.options.disagg_values import router_arguments
 from mpillm.options.run_config import RunConfig
 from mpillm.programs.servers.kind import server_log
-from mpillm.roles.follower import Follower
+from mpillm.roles.follower import FollowerRole
 from mpillm.roles.instance import InstanceRole
 from mpillm.roles.role import Importer, Role
 from mpillm.runtime.core_configs import core_configs, with_settings
@@ -127,7 +127,7 @@ def _instance_role(
     comms: Communicators,
     session: RunSession | None,
     outlives_others: bool,
-) -> Follower:
+) -> FollowerRole:
     instance = plan.instances[core.config.instance]
     leader = plan.leader_rank
     contexts = [i for i in plan.instances if i.role == "ctx"]
@@ -135,12 +135,12 @@ def _instance_role(
     if comms.handoff is not None:
         members = handoff_ranks(plan)
         others = generations if instance.role == "ctx" else contexts
-        peers = {i.index: Peer(members.index(i.leader), i.tp_size, i.pp_size) for i in others}
+        peers = {i.index: Peer(members.index(i.root_rank), i.tp_size, i.pp_size) for i in others}
         mover = MpiMover(comms.handoff, outlives_others=outlives_others)
         assert isinstance(core, TransfersKv)  # `join` has asked its class
         core.connect(mover, peers)
-    if route is None or rank != instance.leader:
-        return Follower(core)
+    if route is None or rank != instance.root_rank:
+        return FollowerRole(core)
     if session is not None and (role := session.make_disagg_role(core, route, leader, instance.index)):
         return role
     if instance.role == "executor":
@@ -150,15 +150,15 @@ def _instance_role(
     n = max(len(contexts), len(generations))
     pairs = {(contexts[k % len(contexts)].index, generations[k % len(generations)].index) for k in range(n)}
     if instance.role == "ctx":
-        from mpillm.roles.context import Context  # as generation: for ranks of disaggregated runs alone
+        from mpillm.roles.context import ContextRole  # as generation: for ranks of disaggregated runs alone
 
-        receivers = {i.index: i.leader for i in generations}
+        receivers = {i.index: i.root_rank for i in generations}
         mine = sorted(generation for context, generation in pairs if context == instance.index)
-        return Context(core, route, leader, instance.index, receivers, mine)
-    from mpillm.roles.generation import Generation
+        return ContextRole(core, route, leader, instance.index, receivers, mine)
+    from mpillm.roles.generation import GenerationRole
 
-    senders = {i.leader: i.index for i in contexts}
-    return Generation(
+    senders = {i.root_rank: i.index for i in contexts}
+    return GenerationRole(
         core,
         route,
         leader,

@@ -29,7 +29,7 @@ from mpillm.report.telemetry import RunTelemetry
 from mpillm.report.timeline import Timeline
 from mpillm.roles.instance import InstanceRole
 from mpillm.roles.role import Role
-from mpillm.runtime.join import Planned
+from mpillm.runtime.join import RunPlan
 from mpillm.version import __version__
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class RunSession(ABC):
     @classmethod
     @abstractmethod
     def open(
-        cls, planned: Planned, record: Callable[[], RunRecord], console: Console, control: Rank0Control
+        cls, planned: RunPlan, record: Callable[[], RunRecord], console: Console, control: Rank0Control
     ) -> tuple[RunSession, list[str]]:
         """Make the session, and lines for the console; `record` makes the run directory at the first call."""
 
@@ -64,7 +64,7 @@ class RunSession(ABC):
 
     def __init__(
         self,
-        planned: Planned,
+        planned: RunPlan,
         record: RunRecord,
         console: Console,
         control: Rank0Control,
@@ -116,7 +116,7 @@ class RunSession(ABC):
     def note_measured(self) -> None:
         """Add to the timeline what the instances have computed since."""
         for instance in self._plan.instances:
-            if (measured := self._control.ranks[instance.leader].measured) is not None:
+            if (measured := self._control.ranks[instance.root_rank].measured) is not None:
                 self._timeline.add(instance.index, *measured)
 
     def lose(self, instance: int) -> float:
@@ -195,7 +195,7 @@ class RunSession(ABC):
         return ""
 
 
-def opened(make: Callable[[], S], planned: Planned, record: Callable[[], RunRecord]) -> S:
+def opened(make: Callable[[], S], planned: RunPlan, record: Callable[[], RunRecord]) -> S:
     """Return what `make` makes: a session. Raises RunError if the run directory can't be written."""
     try:
         return make()
@@ -203,7 +203,7 @@ def opened(make: Callable[[], S], planned: Planned, record: Callable[[], RunReco
         raise unwritable(planned.config, record().path, error) from error
 
 
-def announced(planned: Planned, lines: Sequence[str], model: str = "") -> list[str]:
+def announced(planned: RunPlan, lines: Sequence[str], model: str = "") -> list[str]:
     """Return what the console says before a run loads: what it is, its plan, and more lines."""
     plan, config = planned.plan, planned.config
     nodes = len({rank.node for rank in plan.ranks})

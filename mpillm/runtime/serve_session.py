@@ -28,7 +28,7 @@ from mpillm.report.run_directory import TELEMETRY, TIMELINE, RunRecord, display_
 from mpillm.roles.instance import InstanceRole
 from mpillm.roles.role import Role
 from mpillm.runtime.choose_samples import limits_of, tokenizer_of
-from mpillm.runtime.join import Planned
+from mpillm.runtime.join import RunPlan
 from mpillm.runtime.run_session import RunSession, announced, opened
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class ServeSession(RunSession):
 
     @classmethod
     def open(
-        cls, planned: Planned, record: Callable[[], RunRecord], console: Console, control: Rank0Control
+        cls, planned: RunPlan, record: Callable[[], RunRecord], console: Console, control: Rank0Control
     ) -> tuple[ServeSession, list[str]]:
         session = opened(lambda: ServeSession(planned, record, console, control), planned, record)
         served = session.served
@@ -80,7 +80,7 @@ class ServeSession(RunSession):
         return {"url": None, "aborted": 0}
 
     def __init__(
-        self, planned: Planned, record: Callable[[], RunRecord], console: Console, control: Rank0Control
+        self, planned: RunPlan, record: Callable[[], RunRecord], console: Console, control: Rank0Control
     ) -> None:
         """Take the port.
 
@@ -180,7 +180,7 @@ class ServeSession(RunSession):
 
     def _kv_cache_usage(self) -> float | None:
         """Return the usage of the fullest instance. Called in the HTTP thread."""
-        measured = [self._control.ranks[instance.leader].measured for instance in self._plan.instances]
+        measured = [self._control.ranks[instance.root_rank].measured for instance in self._plan.instances]
         usages = [
             one[1].kv_cache_usage for one in measured if one is not None and one[1].kv_cache_usage is not None
         ]
@@ -216,7 +216,7 @@ class ServeSession(RunSession):
         return super().failed(reports)
 
 
-def _served(planned: Planned, takes_text: bool) -> Served:
+def _served(planned: RunPlan, takes_text: bool) -> Served:
     """Return what the options and the cores' models say of what is behind the endpoint.
 
     Raises ConfigError if it `takes_text`, and there is no tokenizer.
@@ -251,7 +251,7 @@ def _served(planned: Planned, takes_text: bool) -> Served:
     )
 
 
-def _block_tokens(planned: Planned) -> int | None:
+def _block_tokens(planned: RunPlan) -> int | None:
     """Return the tokens of a KV cache block, as `Answer.cached_tokens` needs them."""
     config, cores = planned.config, planned.cores
     core_class = BackendRegistry.get(config.core_type)

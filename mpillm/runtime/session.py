@@ -30,9 +30,9 @@ from mpillm.report.result import other_loads, others_on_gpus, summary_rows
 from mpillm.report.run_directory import TIMELINE, RunRecord, display_path
 from mpillm.report.run_files import RunFiles
 from mpillm.report.validity_checks import doubts, failed_checks, server_checks
-from mpillm.roles.harness import Harness, Sampling, Totals
+from mpillm.roles.harness import Harness, SamplingOptions, Totals
 from mpillm.roles.role import Role
-from mpillm.runtime.join import Planned, Prepared, prepare
+from mpillm.runtime.join import RunPlan, RunSetup, prepare
 from mpillm.runtime.run_session import RunSession, announced, opened
 from mpillm.workloads.rounds import allows_speculation
 
@@ -46,7 +46,7 @@ class Session(RunSession):
 
     @classmethod
     def open(
-        cls, planned: Planned, record: Callable[[], RunRecord], console: Console, control: Rank0Control
+        cls, planned: RunPlan, record: Callable[[], RunRecord], console: Console, control: Rank0Control
     ) -> tuple[Session, list[str]]:
         prepared = prepare(planned, lambda: record().path)
         session = opened(lambda: Session(prepared, record(), console, control), planned, record)
@@ -59,7 +59,7 @@ class Session(RunSession):
         return {"loadgen_result": None, "scenario": config.scenario, "test_mode": config.test_mode}
 
     def __init__(
-        self, prepared: Prepared, record: RunRecord, console: Console, control: Rank0Control
+        self, prepared: RunSetup, record: RunRecord, console: Console, control: Rank0Control
     ) -> None:
         """Write the plan to the run directory. Raises OSError if one of its files can't be written."""
         config = prepared.planned.config
@@ -87,11 +87,13 @@ class Session(RunSession):
 
     def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> list[Role]:
         dataset, settings = self._prepared.dataset, self._prepared.settings
-        sampling = Sampling(**{one.name: getattr(self._config, one.name) for one in fields(Sampling)})
+        sampling = SamplingOptions(
+            **{one.name: getattr(self._config, one.name) for one in fields(SamplingOptions)}
+        )
         test = LoadGenTest(settings.test, len(dataset), self._record.path, self._audit, loop)
         on_answer = self._outputs.add if self._outputs else None
-        hands_over = self._plan.instances[0].role == "ctx"
-        told = (on_answer, hands_over, self._totals, self._requests)
+        has_handoff = self._plan.instances[0].role == "ctx"
+        told = (on_answer, has_handoff, self._totals, self._requests)
         return [Harness(route, leader, dataset, sampling, test, *told)]
 
     def poll(self) -> bool:

@@ -23,14 +23,14 @@ from mpillm.options.run_config import RunConfig
 from mpillm.options.sources import OptionValue, Source
 
 
-class Share(NamedTuple):
+class WorkerRun(NamedTuple):
     """What a rank of a worker's mpirun has instead of the whole."""
 
     config: RunConfig
     comms: RunComms  # of its instance's ranks
 
 
-def share(config: RunConfig, control: MPI.Intracomm) -> Share:
+def worker_run(config: RunConfig, control: MPI.Intracomm) -> WorkerRun:
     """Return this rank's instance of the YAML, and the configuration of its server.
 
     Collective over `control`. Raises EveryRankError if the YAML can't be served by these ranks.
@@ -68,7 +68,7 @@ def share(config: RunConfig, control: MPI.Intracomm) -> Share:
     made.option_values = config.option_values | {
         name: OptionValue(value, Source.YAML, where) for name, value in values.items()
     }
-    return Share(made, RunComms(world, world.Dup(), world.Dup()))
+    return WorkerRun(made, RunComms(world, world.Dup(), world.Dup()))
 
 
 def _keep_own_gpus(config: RunConfig, control: MPI.Intracomm, ranks: Sequence[int]) -> None:

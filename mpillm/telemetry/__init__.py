@@ -1,1 +1,1 @@
-"""What a rank records of itself: its log, spans of work, samples of its CPU and GPU, free memory."""
+"""Telemetry of a rank: its log, spans of work, samples of its CPU and GPU, free memory."""

@@ -1,4 +1,4 @@
-"""How much memory a process can still get: within the node, and within its control groups."""
+"""Free memory for a process, within the node and its control groups."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _CGROUP_FILES = {
 
 def available_bytes(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
     """Return the memory this process can still get within the node and its cgroups (container, Slurm job)."""
-    return min([int(psutil.virtual_memory().available), *_cgroup_rooms(cgroups, own)])
+    return min([int(psutil.virtual_memory().available), *_cgroup_free_bytes(cgroups, own)])
 
 
-def _cgroup_rooms(cgroups: Path, own: Path) -> Iterator[int]:
+def _cgroup_free_bytes(cgroups: Path, own: Path) -> Iterator[int]:
     """Yield the free memory, cached files included, of each cgroup around this process that limits it."""
     lines = own.read_text().splitlines() if own.is_file() else []
     for _, controllers, path in (line.split(":", 2) for line in lines):

@@ -1,4 +1,4 @@
-"""A GPU's power, energy, clocks, temperature, memory and load, from NVML."""
+"""Power, energy, clocks, temperature, memory and load of a GPU, from NVML."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mpillm.telemetry.cpu_use import descendants
 
 
 class GpuUse(NamedTuple):
-    """What one rank says of its GPU."""
+    """Processes on a rank's GPU during a test."""
 
     uuid: str
-    seen: frozenset[int]  # processes on it
-    own: frozenset[int]  # this rank's: itself, and what it has started
+    all: frozenset[int]  # process ids
+    own: frozenset[int]  # of this rank and its descendants
 
 
 class GpuWatch:
-    """Looks for the first time when it is made."""
+    """Reads the processes of a GPU when it is created, and in `read`."""
 
     def __init__(self, uuid: str, meter: GpuMeter) -> None:
         self._uuid, self._meter = uuid, meter
@@ -29,26 +29,26 @@ class GpuWatch:
         self._own = _own()
 
     def read(self) -> GpuUse | None:
-        """Look again; return what was there either time. None: the driver does not say."""
+        """Return the processes of both times; None if the driver does not report them."""
         if self._first is None or (last := self._meter.processes()) is None:
             return None
         return GpuUse(self._uuid, self._first | last, self._own | _own())
 
 
 def other_processes(host: str, ranks: Sequence[GpuUse]) -> list[dict[str, Any]]:
-    """Return for `result.json` the GPUs of a node on which others computed, too, and their processes' ids.
+    """Return for `result.json` the GPUs of a node that other processes also used, with their ids.
 
-    A GPU on which the driver shows none of the ranks' processes is left out: its ids are not ours to read, as
-    in a container.
+    A GPU is omitted if the driver reports none of the ranks' processes on it. Its ids are then of another
+    namespace, as in a container.
     """
     own = frozenset[int]().union(*(rank.own for rank in ranks))
     on: dict[str, frozenset[int]] = {}
     for rank in ranks:
-        on[rank.uuid] = on.get(rank.uuid, frozenset()) | rank.seen
+        on[rank.uuid] = on.get(rank.uuid, frozenset()) | rank.all
     return [
-        {"host": host, "gpu": uuid, "pids": sorted(seen - own)}
-        for uuid, seen in on.items()
-        if seen & own and seen - own
+        {"host": host, "gpu": uuid, "pids": sorted(pids - own)}
+        for uuid, pids in on.items()
+        if pids & own and pids - own
     ]
 
 
@@ -62,7 +62,7 @@ _CLOCK_SM, _CLOCK_MEMORY, _TEMPERATURE_GPU = 1, 2, 0
 
 
 _TOO_SMALL = 7  # NVML_ERROR_INSUFFICIENT_SIZE
-_MOST_PROCESSES = 64
+_MAX_PROCESSES = 64
 
 
 class _Process(ctypes.Structure):
@@ -81,7 +81,7 @@ class _Utilization(ctypes.Structure):
 
 
 class GpuMeter:
-    """Reads one GPU; what its driver does not say is NaN. The handle stays open with the process."""
+    """Reads one GPU. Values that its driver does not report are NaN. The handle stays open."""
 
     def __init__(self, device: int) -> None:
         """`device`: as this process numbers GPUs. Raises OSError if NVML can't read the GPU."""
@@ -112,24 +112,24 @@ class GpuMeter:
         )
 
     def processes(self) -> frozenset[int] | None:
-        """Return the processes that compute on the GPU, by id; None: its driver does not say.
+        """Return the ids of the processes on the GPU; None if its driver does not report them.
 
-        In a container the ids may be those of its host.
+        In a container, they may be ids of its host.
         """
-        room = _MOST_PROCESSES
+        size = _MAX_PROCESSES
         while True:
-            count, found = ctypes.c_uint(room), (_Process * room)()
+            count, processes = ctypes.c_uint(size), (_Process * size)()
             try:
                 code = self._nvml.nvmlDeviceGetComputeRunningProcesses_v3(
-                    self._handle, ctypes.byref(count), found
+                    self._handle, ctypes.byref(count), processes
                 )
             except AttributeError:  # an older driver
                 return None
-            if code != _TOO_SMALL or room != _MOST_PROCESSES:
-                return None if code else frozenset(one.pid for one in found[: count.value])
-            room = 2 * count.value
+            if code != _TOO_SMALL or size != _MAX_PROCESSES:
+                return None if code else frozenset(one.pid for one in processes[: count.value])
+            size = 2 * count.value
 
-    def _number(self, function: Callable[..., int], *what: int, long: bool = False) -> float:
+    def _number(self, function: Callable[..., int], *args: int, long: bool = False) -> float:
         value = ctypes.c_ulonglong() if long else ctypes.c_uint()
-        failed = function(self._handle, *map(ctypes.c_uint, what), ctypes.byref(value))
+        failed = function(self._handle, *map(ctypes.c_uint, args), ctypes.byref(value))
         return math.nan if failed else float(value.value)

@@ -1,4 +1,4 @@
-"""How much of this machine's CPUs others use while runs of ours are measured."""
+"""CPU use of other processes and of the virtual machine's host during a measurement."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ import psutil
 
 T = TypeVar("T")
 
-DISTURBS = 0.1  # cores that other processes use: from there on figures are disturbed
-STOLEN = 0.02  # cores that the host of a virtual machine gives to others: little is seen of what slows
+DISTURBS = 0.1  # CPU cores used by other processes, from which measurements are disturbed
+STOLEN = 0.02  # CPU cores that the host of a virtual machine gives to others; only a part is reported
 _ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
 class Disturbance:
-    """What others used meanwhile, in cores on average."""
+    """Average number of CPU cores that others used."""
 
     processes: float
     stolen: float  # by the host of this virtual machine
 
     @property
     def degree(self) -> float:
-        """How much it is beside what is passed over; above 1 figures are disturbed."""
+        """The use relative to the limits; above 1, measurements are disturbed."""
         return max(self.processes / DISTURBS, self.stolen / STOLEN)
 
-    def said(self) -> str:
-        """Return it as the end of a line; "" if it does not disturb."""
+    def note(self) -> str:
+        """Return a text for the end of a line; "" if the use is below the limits."""
         if self.degree <= 1:
             return ""
-        said = [f"other processes used {self.processes:.1f} cores"] if self.processes > DISTURBS else []
-        said += [f"the host took {self.stolen:.2f} cores"] if self.stolen > STOLEN else []
-        return f"; disturbed: {', '.join(said)}"
+        causes = [f"other processes used {self.processes:.1f} cores"] if self.processes > DISTURBS else []
+        causes += [f"the host took {self.stolen:.2f} cores"] if self.stolen > STOLEN else []
+        return f"; disturbed: {', '.join(causes)}"
 
 
 class OtherLoad:
-    """Counts from its making on. Processes of ours count when they have ended."""
+    """Meter that starts when it is created. Our own processes are excluded after their exit."""
 
     def __init__(self) -> None:
         self._since, self._before = time.monotonic(), _others_s()
 
     def so_far(self) -> Disturbance:
-        """Return what others have used on average until now."""
+        """Return the average use of others until now."""
         lasted = max(1e-9, time.monotonic() - self._since)
         used = [
             max(0.0, now - before) / lasted for now, before in zip(_others_s(), self._before, strict=True)
@@ -53,30 +53,30 @@ class OtherLoad:
         return Disturbance(*used)
 
 
-def least_disturbed(measure: Callable[[], T]) -> tuple[T, Disturbance]:
-    """Return what `measure` returns, and what others used meanwhile.
+def measure_undisturbed(measure: Callable[[], T]) -> tuple[T, Disturbance]:
+    """Return the result of `measure`, and the use of others meanwhile.
 
-    While other processes disturb, it is measured again, twice at most. What the host takes goes on for
-    minutes: measuring again does not escape it.
+    If other processes disturb, measure again, at most twice. The host's use lasts for minutes, so further
+    measurements do not avoid it.
     """
     best: tuple[T, Disturbance] | None = None
     for _ in range(_ATTEMPTS):
         load = OtherLoad()
-        found = measure(), load.so_far()
-        if best is None or found[1].degree < best[1].degree:
-            best = found
-        if found[1].processes <= DISTURBS:
+        result = measure(), load.so_far()
+        if best is None or result[1].degree < best[1].degree:
+            best = result
+        if result[1].processes <= DISTURBS:
             break
     assert best is not None
     return best
 
 
 def _others_s() -> tuple[float, float]:
-    """Return the CPU seconds of other processes (but for this one's ended children), and of the host."""
+    """Return the CPU seconds of other processes (without this one's exited children), and of the host."""
     machine = psutil.cpu_times()
     stolen = float(getattr(machine, "steal", 0.0))
     idle = machine.idle + getattr(machine, "iowait", 0.0) + stolen
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    guest = getattr(machine, "guest", 0.0) + getattr(machine, "guest_nice", 0.0)  # counted as user, too
-    ours = sum(usage.ru_utime + usage.ru_stime for usage in usages)
-    return float(sum(machine) - guest - idle - ours), stolen
+    usages = [resource.getrusage(which) for which in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    guest = getattr(machine, "guest", 0.0) + getattr(machine, "guest_nice", 0.0)  # also counted as user
+    own = sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    return float(sum(machine) - guest - idle - own), stolen

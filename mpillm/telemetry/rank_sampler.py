@@ -1,4 +1,4 @@
-"""What a rank's process uses, and its GPU's state, twice a second: where the heartbeat beats."""
+"""Samples of a rank's process and its GPU, twice a second, with the heartbeat."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from mpillm.telemetry.gpu_meter import GPU_COLUMNS, GpuMeter
 from mpillm.telemetry.recorder import Recorder
 from mpillm.telemetry.series import Series
 
-_MOST_ROWS = 1200  # ten minutes at the rate of the heartbeat, then half as often
-_MOST_OF_ALL_RANKS = 200_000
+_MAX_ROWS = 1200  # ten minutes at the rate of the heartbeat, then half the rate
+_MAX_OF_ALL_RANKS = 200_000
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _WORK = ("context_s", "decode_s", "busy_s", "handoff_s")
 COLUMNS = ("seconds", "cpu_s", "rss_bytes", "threads", "open_files", *_WORK)
 
 
 class RankSampler:
-    """Samples this process. One thread calls `sample`, which takes some 40 us, with a GPU more."""
+    """Sampler of this process. One thread calls `sample`, which takes 40 us, or more with a GPU."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._own = Series(COLUMNS, _MOST_ROWS)
-        self._gpu = Series(("seconds", *GPU_COLUMNS), _MOST_ROWS)
+        self._own = Series(COLUMNS, _MAX_ROWS)
+        self._gpu = Series(("seconds", *GPU_COLUMNS), _MAX_ROWS)
         self.meter: GpuMeter | None = None
 
     def sample(self) -> None:
@@ -36,13 +36,13 @@ class RankSampler:
             self._gpu.add(now, *self.meter.read())
 
     def to_json(self, since: float, n_ranks: int) -> dict[str, Any]:
-        """Return the rows as columns, with `seconds` after `since`; fewer where there are many ranks.
+        """Return the rows as columns, with `seconds` after `since`. With many ranks, there are fewer rows.
 
-        ``gpu``, of a rank that has one, has None where its driver does not say.
+        A rank with a GPU also has ``gpu``, with None for values that its driver does not report.
         """
-        most = max(20, min(_MOST_ROWS, _MOST_OF_ALL_RANKS // n_ranks))
-        own = self._own.to_json(since, most)
-        return own | ({"gpu": self._gpu.to_json(since, most)} if len(self._gpu) else {})
+        max_rows = max(20, min(_MAX_ROWS, _MAX_OF_ALL_RANKS // n_ranks))
+        own = self._own.to_json(since, max_rows)
+        return own | ({"gpu": self._gpu.to_json(since, max_rows)} if len(self._gpu) else {})
 
 
 def _rss() -> float:
@@ -53,7 +53,7 @@ def _rss() -> float:
 
 
 def _entries(folder: str) -> float:
-    """Count this process's threads (``task``) or file descriptors (``fd``, the one for looking included)."""
+    """Count this process's threads (``task``) or file descriptors (``fd``, including the counting one)."""
     try:
         return len(os.listdir(f"/proc/self/{folder}"))  # noqa: PTH208 - a third of iterdir's time
     except OSError:

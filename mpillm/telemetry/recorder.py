@@ -1,4 +1,4 @@
-"""When a rank computed, and what: spans of time, in constant memory."""
+"""Spans of a rank's computation, recorded in constant memory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ COLUMNS = (
 class StepSums:
     """Sums over steps, a row of `COLUMNS` for each size.
 
-    A size is the number of contexts' tokens and of generating sequences, each to about an eighth, and of
-    what these attend to, to about a quarter: answers that begin together grow together, and only the steps of
-    one number of sequences tell what their length costs. A step that follows another at once counts from that
-    one's end, so that what is done between steps is in it.
+    A size consists of the numbers of context tokens and of generating sequences, each rounded to an eighth,
+    and of the tokens that the sequences attend to, rounded to a quarter. Responses that begin together grow
+    together, so only steps with an equal number of sequences show the cost of their length. A step that
+    immediately follows another one counts from the end of that step. So it includes the time between steps.
     """
 
     def __init__(self) -> None:
@@ -68,28 +68,28 @@ def _size(n: int, bits: int = 4) -> int:
 
 Kind = Literal["context", "decode", "mixed", "busy", "handoff"]
 KINDS: tuple[Kind, ...] = ("context", "decode", "mixed", "busy", "handoff")
-"""A step with contexts only, with generating sequences only, or with both (or such steps together); requests
-in a core that does not tell its steps; KV caches under way."""
+"""Steps with contexts, with generating sequences, or with both (or merged). "busy": open requests in a core
+that does not report its steps. "handoff": KV caches in transfer."""
 
 _MIXED = KINDS.index("mixed")
 _SPAN = np.dtype([("start", "f8"), ("end", "f8"), ("busy", "f4"), ("n", "u4"), ("kind", "u1")])
-_MOST_SPANS = 4096
-_MOST_OF_ALL_RANKS = 400_000
+_MAX_SPANS = 4096
+_MAX_OF_ALL_RANKS = 400_000
 
 
-class Lane:
-    """Spans in their order. Once full, neighbours become one, which keeps how long they were busy."""
+class SpanTrack:
+    """Spans in their order. A full track merges neighboring spans, and keeps their total busy time."""
 
-    def __init__(self, most: int = _MOST_SPANS) -> None:
-        self._rows = np.zeros(most, _SPAN)
+    def __init__(self, max_spans: int = _MAX_SPANS) -> None:
+        self._rows = np.zeros(max_spans, _SPAN)
         self._n = 0
-        self._bin_s = 0.0  # spans that start in the same bin are one; 0: each is its own
+        self._bin_s = 0.0  # spans that start in the same bin are merged; 0: none are
 
     def __len__(self) -> int:
         return self._n
 
     def add(self, kind: Kind, start: float, end: float) -> None:
-        """Add a span that starts no earlier than the last one."""
+        """Add a span. It must not start before the last one."""
         if self._bin_s and self._n:
             last = self._rows[self._n - 1]
             if int(last["start"] / self._bin_s) == int(start / self._bin_s):
@@ -100,22 +100,22 @@ class Lane:
                     last["kind"] = _MIXED
                 return
         if self._n == len(self._rows):
-            self._halve(len(self._rows) // 2)
+            self._condense(len(self._rows) // 2)
         self._rows[self._n] = start, end, end - start, 1, KINDS.index(kind)
         self._n += 1
 
-    def _halve(self, most: int) -> None:
+    def _condense(self, max_spans: int) -> None:
         rows = self._rows[: self._n]
-        self._bin_s = max(2 * self._bin_s, (rows["end"][-1] - rows["start"][0]) / most / 2, 1e-6)
-        while (merged := _merged(rows, self._bin_s)) is None or len(merged) > most:
+        self._bin_s = max(2 * self._bin_s, (rows["end"][-1] - rows["start"][0]) / max_spans / 2, 1e-6)
+        while (merged := _merged(rows, self._bin_s)) is None or len(merged) > max_spans:
             self._bin_s *= 2
         self._n = len(merged)
         self._rows[: self._n] = merged
 
-    def to_json(self, since: float, most: int = _MOST_SPANS) -> dict[str, list[Any]]:
+    def to_json(self, since: float, max_spans: int = _MAX_SPANS) -> dict[str, list[Any]]:
         """Return columns: start and end in seconds after `since`, busy seconds, steps, kind (of `KINDS`)."""
-        if self._n > most:
-            self._halve(most)
+        if self._n > max_spans:
+            self._condense(max_spans)
         rows = self._rows[: self._n]
         return {
             "start": np.round(rows["start"] - since, 5).tolist(),
@@ -133,55 +133,55 @@ def _merged(rows: NDArray[np.void], bin_s: float) -> NDArray[np.void]:
     merged["end"] = np.maximum.reduceat(rows["end"], starts)
     merged["busy"] = np.add.reduceat(rows["busy"], starts)
     merged["n"] = np.add.reduceat(rows["n"], starts)
-    least, greatest = np.minimum.reduceat(rows["kind"], starts), np.maximum.reduceat(rows["kind"], starts)
-    merged["kind"] = np.where(least == greatest, least, _MIXED)
+    first, last = np.minimum.reduceat(rows["kind"], starts), np.maximum.reduceat(rows["kind"], starts)
+    merged["kind"] = np.where(first == last, first, _MIXED)
     return merged
 
 
-class Spell:
-    """A state that comes and goes; each time it held becomes a span."""
+class SpanTracker:
+    """Converts the periods of a state to spans."""
 
     def __init__(self, ended: Callable[[float, float], None]) -> None:
-        """`ended(start, end)` takes it."""
+        """`ended(start, end)` receives each span."""
         self._ended = ended
         self._since: float | None = None
 
-    def see(self, holds: bool, now: float) -> None:
-        """Note whether it holds now."""
+    def update(self, holds: bool, now: float) -> None:
+        """Note whether the state holds now."""
         if holds != (self._since is not None):
             if self._since is not None:
                 self._ended(self._since, now)
             self._since = now if holds else None
 
-    def cut(self, now: float) -> None:
-        """Make a span of the time until now, if it holds."""
+    def flush(self, now: float) -> None:
+        """End a span now, if the state holds, and start the next one."""
         if self._since is not None:
             self._ended(self._since, now)
             self._since = now
 
 
 class Recorder:
-    """What one rank did; its memory does not grow with the test. Times are of `time.perf_counter`."""
+    """Record of one rank, in constant memory. Times are of `time.perf_counter`."""
 
     def __init__(self) -> None:
-        self.steps, self.handoffs = Lane(), Lane()
-        self.costs = StepSums()  # on ranks that lead an instance whose core tells its steps
+        self.steps, self.handoffs = SpanTrack(), SpanTrack()
+        self.costs = StepSums()  # on root ranks whose core reports its steps
         self.phases: list[tuple[str, float, float]] = []
         self.context_s = self.decode_s = self.busy_s = self.handoff_s = 0.0
-        self.knows_steps = False
-        self._spells: list[Spell] = []
+        self.has_steps = False
+        self._trackers: list[SpanTracker] = []
 
-    def spell(self, ended: Callable[[float, float], None]) -> Spell:
-        """Return a spell whose last span counts, too, if it goes on when this rank tells what it did."""
-        self._spells.append(Spell(ended))
-        return self._spells[-1]
+    def track(self, ended: Callable[[float, float], None]) -> SpanTracker:
+        """Return a tracker. `to_json` also includes its unfinished span."""
+        self._trackers.append(SpanTracker(ended))
+        return self._trackers[-1]
 
     def step(self, start: float, end: float, contexts: int, generations: int, context_tokens: int) -> None:
-        """Note a step of the engine: how many sequences it held, and how many tokens of contexts.
+        """Add a step of the engine, with its numbers of sequences and of context tokens.
 
-        The time of a mixed step counts for each by its tokens.
+        The time of a mixed step is divided between the phases by their tokens.
         """
-        self.knows_steps = True
+        self.has_steps = True
         share = context_tokens / ((context_tokens + generations) or 1)
         self.context_s += share * (end - start)
         self.decode_s += (1 - share) * (end - start)
@@ -189,7 +189,7 @@ class Recorder:
         self.steps.add(kind, start, end)
 
     def busy(self, kind: Kind, start: float, end: float) -> None:
-        """Note when requests were open in a core that does not tell its steps."""
+        """Add a time with open requests in a core that does not report its steps."""
         if kind == "context":
             self.context_s += end - start
         elif kind == "decode":
@@ -199,17 +199,20 @@ class Recorder:
         self.steps.add(kind, start, end)
 
     def handoff(self, start: float, end: float) -> None:
-        """Note when KV caches were under way."""
+        """Add a time with KV caches in transfer."""
         self.handoff_s += end - start
         self.handoffs.add("handoff", start, end)
 
     def to_json(self, since: float, n_ranks: int) -> dict[str, Any]:
-        """Return all of it, in seconds after `since`; less of each rank where there are many."""
+        """Return the record, in seconds after `since`. With many ranks, there are fewer spans of each."""
         now = time.perf_counter()
-        for spell in self._spells:  # of a test that was stopped
-            spell.cut(now)
-        most = max(64, min(_MOST_SPANS, _MOST_OF_ALL_RANKS // n_ranks))
+        for tracker in self._trackers:  # of a stopped test
+            tracker.flush(now)
+        max_spans = max(64, min(_MAX_SPANS, _MAX_OF_ALL_RANKS // n_ranks))
         phases = [[name, round(start - since, 4), round(end - since, 4)] for name, start, end in self.phases]
-        lanes = {"steps": self.steps.to_json(since, most), "handoffs": self.handoffs.to_json(since, most)}
-        known = {"phases": phases, "knows_steps": self.knows_steps}
-        return known | lanes | {"costs": self.costs.to_json()}
+        tracks = {
+            "steps": self.steps.to_json(since, max_spans),
+            "handoffs": self.handoffs.to_json(since, max_spans),
+        }
+        common = {"phases": phases, "knows_steps": self.has_steps}
+        return common | tracks | {"costs": self.costs.to_json()}

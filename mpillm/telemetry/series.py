@@ -9,11 +9,11 @@ import numpy as np
 
 
 class Series:
-    """Rows whose first column is a time; once full, every other row goes, and half of the new ones."""
+    """Rows whose first column is a time. A full series drops every other row, and halves its rate."""
 
-    def __init__(self, columns: Sequence[str], most: int) -> None:
+    def __init__(self, columns: Sequence[str], max_rows: int) -> None:
         self.columns = tuple(columns)
-        self._rows = np.zeros((most, len(self.columns)))
+        self._rows = np.zeros((max_rows, len(self.columns)))
         self._n = self._skipped = 0
         self._stride = 1
 
@@ -27,17 +27,17 @@ class Series:
             return
         self._skipped = 0
         if self._n == len(self._rows):
-            kept = self._rows[1::2].copy()
-            self._rows[: len(kept)] = kept
-            self._n, self._skipped = len(kept), self._stride
+            thinned = self._rows[1::2].copy()
+            self._rows[: len(thinned)] = thinned
+            self._n, self._skipped = len(thinned), self._stride
             self._stride *= 2
-            return  # this row is one of those that go
+            return  # this row is dropped also
         self._rows[self._n] = row
         self._n += 1
 
-    def to_json(self, since: float, most: int = 1 << 30, digits: int = 3) -> dict[str, list[Any]]:
-        """Return each column, at most `most` rows; None for NaN. `since`: what the first counts from."""
-        step = max(1, -(-self._n // most))
+    def to_json(self, since: float, max_rows: int = 1 << 30, digits: int = 3) -> dict[str, list[Any]]:
+        """Return each column, with None for NaN. `since`: start of the times."""
+        step = max(1, -(-self._n // max_rows))
         rows = self._rows[: self._n][(self._n - 1) % step :: step].copy() if self._n else self._rows[:0]
         rows[:, 0] -= since
         return {

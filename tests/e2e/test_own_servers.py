@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mpillm.roles.server import MOST_RESTARTS
+from mpillm.roles.server import MAX_RESTARTS
 from tests.helpers.answers import wait_for_answers
 from tests.helpers.make_checkpoint import make_tokenizer
 from tests.helpers.owned import OUTPUT, TEST, guards, processes, server
@@ -265,13 +265,13 @@ def test_a_server_that_is_lost_again_and_again(one: Starter) -> None:
     command, _ = start(one, 2, *server(*SLOW), "--on_instance_loss", "restart")
     wait_for_answers(command, 4)
     killed: list[int] = []
-    for _ in range(1 + MOST_RESTARTS):
+    for _ in range(1 + MAX_RESTARTS):
         (victim,) = wait_until(lambda: [pid for pid in processes(command) if pid not in killed], "a server")
         killed.append(victim)
         os.kill(victim, signal.SIGKILL)
     ended = command.end(60).must(INSTANCE_LOST)
     assert "server 0 (command): was ended by signal 9 (SIGKILL)" in ended.message
-    assert (ended.log_dir / "server_0.log").read_text().count("$ ") == 1 + MOST_RESTARTS
+    assert (ended.log_dir / "server_0.log").read_text().count("$ ") == 1 + MAX_RESTARTS
 
 
 def test_a_lost_server_behind_serve(one: Starter) -> None:

@@ -40,5 +40,5 @@ def cores(config: RunConfig, ranks: int) -> tuple[DisaggConfig, list[CoreConfig]
     yaml = disagg_config(config, ranks)
     plan = disagg.plan(yaml, ranks)
     check_flags(config, plan)
-    made = core_configs(config, plan, [instance.leader for instance in plan.instances], {})
+    made = core_configs(config, plan, [instance.root_rank for instance in plan.instances], {})
     return what_runs(config, yaml, plan, made), made

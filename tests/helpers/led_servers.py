@@ -10,7 +10,7 @@ from typing import Any
 
 from aiohttp import ClientSession
 
-from disagg.instances import Instance
+from disagg.instances import ServedInstance
 from mpillm.endpoint.admission import Guard
 from mpillm.endpoint.http_thread import bind, listen, url
 from mpillm.endpoint.leader.leader_service import LeaderService
@@ -89,7 +89,7 @@ async def led(
             servers = [stack.enter_context(ScriptedServer(completions)) for completions in scripts]
             kinds = ["context"] * len(contexts) + ["generation"] * len(generations)
             workers = [
-                Worker(Instance(i, kind, f"{kind}_servers", server.address, range(i, i + 1)))
+                Worker(ServedInstance(i, kind, f"{kind}_servers", server.address, range(i, i + 1)))
                 for i, (kind, server) in enumerate(zip(kinds, servers, strict=True))
             ]
             first, second = (

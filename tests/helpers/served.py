@@ -13,8 +13,8 @@ from mpillm.cores.dummy import VOCAB_SIZE, DummyCore
 from mpillm.endpoint.frontend import Frontend, Mailbox
 from mpillm.endpoint.open_requests import Answer, OpenRequests
 from mpillm.errors import Failure, RunError
-from mpillm.roles.context import Context
-from mpillm.roles.generation import Generation
+from mpillm.roles.context import ContextRole
+from mpillm.roles.generation import GenerationRole
 from mpillm.roles.instance import InstanceRole
 from mpillm.roles.leader import Leader
 from mpillm.roles.role import Role
@@ -39,7 +39,7 @@ class World:
         n = len(roles)
         self.network = Network(2 + n, self.chance)
         routes = self.network.routes
-        instances = [SimpleNamespace(index=i, role=role, leader=2 + i) for i, role in enumerate(roles)]
+        instances = [SimpleNamespace(index=i, role=role, root_rank=2 + i) for i, role in enumerate(roles)]
         plan: Any = SimpleNamespace(instances=instances, harness_rank=0, leader_rank=1)
         mailbox = Mailbox()
         self.open = OpenRequests(disaggregated, mailbox.out.append)
@@ -67,9 +67,9 @@ class World:
             if role == "executor":
                 made = InstanceRole(core, route, 1, i)
             elif role == "ctx":
-                made = Context(core, route, 1, i, {j: 2 + j for j in generations}, [])
+                made = ContextRole(core, route, 1, i, {j: 2 + j for j in generations}, [])
             else:
-                made = Generation(core, route, 1, i, {2 + j: j for j in contexts}, 0)
+                made = GenerationRole(core, route, 1, i, {2 + j: j for j in contexts}, 0)
             made.ready()
             self.roles.append(made)
         self.roles[0].test()
@@ -94,13 +94,13 @@ class World:
     def check_unused(self) -> None:
         """Check that no rank holds anything of any request."""
         assert len(self.open) == 0
-        assert set(self.leader.owed().values()) == {0}
+        assert set(self.leader.outstanding_by_instance().values()) == {0}
         assert not self.leader._waiting
         for pool in filter(None, (self.leader._entry, self.leader._generation)):
-            assert pool.owed_tokens.tolist() == [0] * len(pool.instances)
+            assert pool.outstanding_tokens.tolist() == [0] * len(pool.instances)
         for core, role in zip(self.cores, self.roles[2:], strict=True):
             assert isinstance(role, InstanceRole)
-            assert role._owed == 0 and role.done("drain")
+            assert role._n_outstanding == 0 and role.done("drain")
             assert not core.has_work() and core._running == 0 and len(core._streams) == 0
             assert not (
                 core._kv
@@ -111,9 +111,9 @@ class World:
                 or core._cancelled_before
             )
         for role in self.roles[2:]:
-            if isinstance(role, Context):
+            if isinstance(role, ContextRole):
                 assert not role._requests
-            if isinstance(role, Generation):
+            if isinstance(role, GenerationRole):
                 assert len(role._receiver._slots) == 256
 
 

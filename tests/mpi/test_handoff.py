@@ -156,7 +156,7 @@ def test_every_request_arrives_once_with_its_own_cache(
             sender.offer([request(id_, receiver_of[id_]) for id_ in offered])
             to_tell = random.permutation(to_tell + offered).tolist()
             told, to_tell = to_tell[:4], to_tell[4:]
-            sender.tell_first({id_: first_token(id_) for id_ in told})
+            sender.send_first_tokens({id_: first_token(id_) for id_ in told})
             transport.dispatch()
             done = [one.id for one in sender.poll()]
             assert not set(done) & context.held  # released before it is told
@@ -200,11 +200,11 @@ def test_a_cache_without_room_stays_where_it_is(comm: MPI.Intracomm, mover: MpiM
         context = ContextCore(mover, set(range(5)))
         sender = HandoffSender(transport, context, {rank: rank for rank in range(1, comm.size)})
         sender.offer([request(id_, full) for id_ in range(4)])
-        sender.tell_first({0: 5, 1: 5, 2: None, 3: 5})
+        sender.send_first_tokens({0: 5, 1: 5, 2: None, 3: 5})
         waiting = {0, 1, 3}
         if roomy:
             sender.offer([request(4, roomy)])
-            sender.tell_first({4: 5})
+            sender.send_first_tokens({4: 5})
         left: list[int] = []
         while not set(left) >= {2} | ({4} if roomy else set()):
             assert time.monotonic() < end

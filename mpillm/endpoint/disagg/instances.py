@@ -257,7 +257,7 @@ class ContextServer(_Server):
         if len(passed_on):
             super()._on_responses(passed_on)
         if first_tokens:
-            self._sender.tell_first(first_tokens)
+            self._sender.send_first_tokens(first_tokens)
 
 
 class GenerationServer(_Server):
@@ -298,7 +298,7 @@ class GenerationServer(_Server):
             request = self._waiting.popleft()
             self._to_send[id_] = int(request.rows["n_tokens"][0]), arrival
             self._sender.offer([request])
-            self._sender.tell_first({id_: arrival.first_token})
+            self._sender.send_first_tokens({id_: arrival.first_token})
 
     def send_kv(self, request_id: int, receiver: int, slot: int) -> None:
         n_tokens, arrival = self._to_send[request_id]
@@ -326,7 +326,7 @@ class GenerationServer(_Server):
 
     def _on_drop(self, source: int, ids: list[int]) -> None:
         self._receiver.cancel(ids)
-        self._tell_of(ids, ResponseFlag.CANCEL_DONE)
+        self._send_flag(ids, ResponseFlag.CANCEL_DONE)
         waiting, self._waiting = self._waiting, deque()
         for request in waiting:
             if (id_ := int(request.rows["id"][0])) in ids:

@@ -13,7 +13,7 @@ import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
-from disagg.instances import Instance
+from disagg.instances import ServedInstance
 from launch.safe_text import one_line
 from mpillm.comms.messages import REQUEST, Batch
 from mpillm.roles.pool import InstancePool
@@ -29,7 +29,7 @@ _MOST_REQUESTS, _MOST_TOKENS = 1 << 32, 1 << 40
 class Worker:
     """A context or a generation server."""
 
-    def __init__(self, instance: Instance) -> None:
+    def __init__(self, instance: ServedInstance) -> None:
         self.name = instance.name
         self.kind = instance.kind
         self.base = f"http://{instance.url}"
@@ -109,7 +109,7 @@ class Pool:
     def give_back(self, place: Place) -> None:
         """Note that the server has answered, or never will."""
         place.worker.running -= 1
-        self._router.give_back(np.array([place.position]), np.array([place.need]))
+        self._router.return_credits(np.array([place.position]), np.array([place.need]))
 
     def all_gone(self) -> str:
         """Return why no server of this kind answers; empty if one does."""

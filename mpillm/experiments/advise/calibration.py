@@ -20,7 +20,7 @@ from mpillm.options.options import parse_run
 from mpillm.report.request_log import read_requests
 from mpillm.report.run_files import RunFiles
 from mpillm.runtime.whole_runs import run_in
-from mpillm.telemetry.other_load import least_disturbed
+from mpillm.telemetry.other_load import measure_undisturbed
 
 _ALONE = 8  # requests, one after another
 # Length of a run with full batches, and limits of its requests per instance:
@@ -125,8 +125,8 @@ class Calibrator:
         return self._measure(f"{candidate} again", candidate, scenario, n)
 
     def _run(self, label: str, candidate: Candidate, scenario: str, queries: int) -> RunFiles:
-        run, others = least_disturbed(lambda: self._measure(label, candidate, scenario, queries))
-        self.report(f"  {label}: {run.result['tokens_per_second']:,.4g} tokens/s{others.said()}")
+        run, others = measure_undisturbed(lambda: self._measure(label, candidate, scenario, queries))
+        self.report(f"  {label}: {run.result['tokens_per_second']:,.4g} tokens/s{others.note()}")
         rows = read_requests(run.path)
         self.answers |= dict(zip(rows["index"].tolist(), rows["tokens"].tolist(), strict=True))
         return run

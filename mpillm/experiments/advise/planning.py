@@ -12,7 +12,7 @@ from mpillm.cores.registry import BackendRegistry
 from mpillm.options.options import parse_run
 
 if TYPE_CHECKING:
-    from mpillm.runtime.join import Planned, Prepared
+    from mpillm.runtime.join import RunPlan, RunSetup
 
 _NODE = "this-node"
 
@@ -22,7 +22,7 @@ def world_size(args: Sequence[str], worker_ranks: int) -> int:
     return disagg.ranks_for(worker_ranks, parse_run(args).control_ranks)
 
 
-def plan_of(args: Sequence[str], worker_ranks: int) -> Planned:
+def plan_of(args: Sequence[str], worker_ranks: int) -> RunPlan:
     """Return the plan of a run with these options and `worker_ranks` on this node.
 
     Raises ConfigError if the options, the ranks, the model or the memory do not allow it.
@@ -43,7 +43,7 @@ def plan_of(args: Sequence[str], worker_ranks: int) -> Planned:
     )
 
 
-def prepared(planned: Planned, folder: Callable[[], Path]) -> Prepared:
+def prepared(planned: RunPlan, folder: Callable[[], Path]) -> RunSetup:
     """Return the data set and LoadGen's settings of the run; once per process (see `load_settings`)."""
     from mpillm.runtime.join import prepare
 

@@ -26,7 +26,7 @@ from mpillm.report.request_log import read_requests
 from mpillm.report.run_files import RunFiles
 
 if TYPE_CHECKING:
-    from mpillm.runtime.join import Planned
+    from mpillm.runtime.join import RunPlan
 
 _UNBOUNDED = 1 << 40  # tokens of a KV cache that a core does not have
 
@@ -63,7 +63,7 @@ class Prediction:
 
 def predict(
     candidate: Candidate,
-    planned: Planned,
+    planned: RunPlan,
     calibration: Calibration,
     load: Load,
     limits_ms: Mapping[str, float],
@@ -116,7 +116,7 @@ def with_steps_of(calibration: Calibration, candidate: Candidate, run: RunFiles)
     return replace(calibration, steps=steps, sharing=ALONE, answers={**calibration.answers, **seen})
 
 
-def _system(candidate: Candidate, planned: Planned, calibration: Calibration) -> System:
+def _system(candidate: Candidate, planned: RunPlan, calibration: Calibration) -> System:
     caches = [_kv_tokens(planned, i) for i in range(len(planned.cores))]
     policy, n = planned.config.traffic_distribution_policy, candidate.ctx_instances
     is_engine = bool(calibration.steps)  # its instances grant twice their KV cache as credits
@@ -132,7 +132,7 @@ def _system(candidate: Candidate, planned: Planned, calibration: Calibration) ->
     )
 
 
-def _maker(candidate: Candidate, planned: Planned, calibration: Calibration) -> Make:
+def _maker(candidate: Candidate, planned: RunPlan, calibration: Calibration) -> Make:
     def make(generates: bool, listener: InstanceListener, at: At) -> Instance:
         hands_over = bool(candidate.ctx_instances) and not generates
         layout = candidate.ctx_layout if hands_over else candidate.layout
@@ -153,7 +153,7 @@ def _maker(candidate: Candidate, planned: Planned, calibration: Calibration) -> 
     return make
 
 
-def _kv_tokens(planned: Planned, which: int) -> int:
+def _kv_tokens(planned: RunPlan, which: int) -> int:
     tokens = getattr(planned.models[which], "kv_cache_tokens", None)
     return int(tokens or planned.cores[which].engine.kv_cache_tokens or _UNBOUNDED)
 

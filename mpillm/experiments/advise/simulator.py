@@ -144,7 +144,7 @@ class Simulation:
         return n
 
     def _return(self, pool: InstancePool, position: int, request: SimulatedRequest) -> None:
-        pool.give_back(np.array([position]), np.array([request.needs]))
+        pool.return_credits(np.array([position]), np.array([request.needs]))
 
     # --- requests ---
 

@@ -35,12 +35,12 @@ from mpillm.options.run_config import RunConfig
 from mpillm.report.run_directory import display_path, series_folder
 from mpillm.report.run_files import RunFiles
 from mpillm.runtime.whole_runs import run_in
-from mpillm.telemetry.other_load import least_disturbed
+from mpillm.telemetry.other_load import measure_undisturbed
 
 if TYPE_CHECKING:
     from mpillm.experiments.advise.calibration import Calibrator
     from mpillm.experiments.advise.prediction import Prediction
-    from mpillm.runtime.join import Planned, Prepared
+    from mpillm.runtime.join import RunPlan, RunSetup
 
 _PROPOSED = 3
 _PROPOSED_OPTIONS = (  # options of `run` that a proposal sets
@@ -188,13 +188,13 @@ def _left_out(config: RunConfig) -> list[str]:
 
 def _plans(
     args: Sequence[str], config: RunConfig, ranks: int, folder: Path, options: Options
-) -> tuple[dict[Candidate, Planned], Prepared, Calibrator]:
+) -> tuple[dict[Candidate, RunPlan], RunSetup, Calibrator]:
     """Return the feasible candidates with their plans, the prepared test, and the calibrator.
 
     Raises ConfigError if no candidate is feasible.
     """
     modes = [config.mode] if config.is_user_set("mode") else ["aggregated", "disaggregated"]
-    plans: dict[Candidate, Planned] = {}
+    plans: dict[Candidate, RunPlan] = {}
     refused: dict[str, str] = {}
     largest = plan_of([*args, "--mode=aggregated"], ranks).cores[0].engine.scheduler.max_batch_size
     # Without a model, several ranks do not make an instance faster.
@@ -232,7 +232,7 @@ def _plans(
     return plans, test, calibrator
 
 
-def _of(plans: dict[Candidate, Planned]) -> str:
+def _of(plans: dict[Candidate, RunPlan]) -> str:
     return "GPU" if next(iter(plans.values())).gpus else "rank"
 
 
@@ -302,7 +302,7 @@ def _verify(
     rows: list[list[dict[str, Any]]] = [[] for _ in tried]
     for turn in range(1, repeats + 1):
         for i, one in enumerate(tried):
-            (now, run), others = least_disturbed(partial(measure, one, f"verify-{i + 1:02d}-{turn}"))
+            (now, run), others = measure_undisturbed(partial(measure, one, f"verify-{i + 1:02d}-{turn}"))
             measured = figures(run)
             predictions = {"": one, "_just_before": now, "_from_own_steps": from_steps_of(one, run)}
             row = {}
@@ -312,7 +312,7 @@ def _verify(
                 row[f"error{name}"] = tokens and tokens / measured["tokens_per_second"] - 1
             last = row["error"] if now is None else row["error_just_before"]
             label = f"{i + 1}  {_label(one.candidate)}"
-            verdict = f"{measured['status']}, prediction {last:+.1%}{others.said()}"
+            verdict = f"{measured['status']}, prediction {last:+.1%}{others.note()}"
             print(indented("  ", f"{label}: {verdict}"), flush=True)
             row |= {"other_processes_cores": others.processes, "stolen_cores": others.stolen}
             rows[i].append({"run": str(run.path), **row, **measured})

@@ -160,7 +160,7 @@ def _core(config: RunConfig) -> ranks.LLMCore:
     plan = disagg.plan(disagg_config(config, n_ranks, kind.is_client), n_ranks, None, 0)
     (instance,) = plan.instances
     gpus = assign(config.device, plan, [kind.gpus()] * n_ranks) if kind.uses_gpus else {}
-    (own,) = with_settings(config, plan, core_configs(config, plan, [instance.leader], gpus))
+    (own,) = with_settings(config, plan, core_configs(config, plan, [instance.root_rank], gpus))
     if kind.world_import:
         importlib.import_module(kind.world_import)
     kind.check(own)

@@ -11,7 +11,7 @@ from mpillm.programs.load_clients.kind import (
     LoadClientKind,
     LoadReport,
     LoadSpec,
-    Request,
+    RequestRecord,
     body,
     milliseconds,
     read_lines,
@@ -84,7 +84,7 @@ def _average(report: Mapping[str, Any], name: str) -> float:
     return float((report.get(name) or {}).get("avg") or 0.0)
 
 
-def _request(load: LoadSpec, row: Mapping[str, Any]) -> Request:
+def _request(load: LoadSpec, row: Mapping[str, Any]) -> RequestRecord:
     about, metrics = row["metadata"], row.get("metrics") or {}
 
     def value(name: str) -> float:
@@ -94,7 +94,7 @@ def _request(load: LoadSpec, row: Mapping[str, Any]) -> Request:
     issued, tokens = about["request_start_ns"] * _NS, value("output_sequence_length")
     lasted = value("request_latency") / 1e3  # the end of the last token, not of the connection
     ended = about["request_end_ns"] * _NS if math.isnan(lasted) else issued + lasted
-    return Request(
+    return RequestRecord(
         issued,
         issued + value("time_to_first_token") / 1e3,
         ended,

@@ -18,7 +18,7 @@ from mpillm.programs.load_clients.kind import (
     LoadClientKind,
     LoadReport,
     LoadSpec,
-    Request,
+    RequestRecord,
     body,
     report_of,
     write_lines,
@@ -79,8 +79,8 @@ def _read(load: LoadSpec) -> LoadReport:
     )
 
 
-def _request(load: LoadSpec, place: int, row: Sequence[Any]) -> Request:
+def _request(load: LoadSpec, place: int, row: Sequence[Any]) -> RequestRecord:
     issued, first, ended, tokens, *error = row
     sample = load.order[place] if place < len(load.order) else 0
     first = math.nan if first is None else float(first)
-    return Request(float(issued), first, float(ended), int(sample), int(tokens), *map(str, error))
+    return RequestRecord(float(issued), first, float(ended), int(sample), int(tokens), *map(str, error))

@@ -18,7 +18,7 @@ from mpillm.programs.load_clients.kind import (
     LoadClientKind,
     LoadReport,
     LoadSpec,
-    Request,
+    RequestRecord,
     milliseconds,
     report_of,
     sampling,
@@ -147,7 +147,7 @@ def _statistics(found: Mapping[str, Any], factor: float) -> dict[str, float]:
     return milliseconds(named, factor, mean="mean", p50="p50", p90="p90", p99="p99")
 
 
-def _requests(load: LoadSpec, found: Mapping[str, Any]) -> list[Request]:
+def _requests(load: LoadSpec, found: Mapping[str, Any]) -> list[RequestRecord]:
     """Return the outcome of each request after the warm-up; the order of the starts gives the samples."""
     order, n_warmup = _order(load), _warmup(load)[0]
     rows = [row for kind in ("successful", "errored") for row in found.get(kind) or ()]
@@ -157,9 +157,9 @@ def _requests(load: LoadSpec, found: Mapping[str, Any]) -> list[Request]:
     return sent[n_warmup:]
 
 
-def _request(row: Mapping[str, Any], sample: int) -> Request:
+def _request(row: Mapping[str, Any], sample: int) -> RequestRecord:
     issued, first = row["request_start_time"], row.get("time_to_first_token_ms")
-    return Request(
+    return RequestRecord(
         issued,
         math.nan if first is None else issued + first / 1e3,
         row["request_end_time"],

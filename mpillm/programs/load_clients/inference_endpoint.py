@@ -19,7 +19,7 @@ from mpillm.programs.load_clients.kind import (
     LoadClientKind,
     LoadReport,
     LoadSpec,
-    Request,
+    RequestRecord,
     milliseconds,
     read_lines,
     report_of,
@@ -142,7 +142,7 @@ def _statistics(found: Mapping[str, Any]) -> dict[str, float]:
     return {name: max(figure, 0.0) for name, figure in made.items()}
 
 
-def _requests(load: LoadSpec) -> list[Request]:
+def _requests(load: LoadSpec) -> list[RequestRecord]:
     """Return what became of each request, from the client's log of events; none without one."""
     if not (load.folder / EVENTS).exists():
         return []
@@ -165,7 +165,7 @@ def _requests(load: LoadSpec) -> list[Request]:
             sample = samples[one]
             tokens = _tokens(load, sample, event)
             found.append(
-                Request(
+                RequestRecord(
                     issued[one], min(first.get(one, math.nan), at), at, sample, tokens, errors.get(one, "")
                 )
             )

@@ -21,7 +21,7 @@ _MOST_LINE = 16 << 20  # bytes: an event holds one answer
 _LINES_OF_A_REQUEST, _MORE_LINES = 16, 100_000
 
 
-class Sample(NamedTuple):
+class PromptSample(NamedTuple):
     """A prompt, and what may follow it."""
 
     tokens: list[int]  # none where only a text is known
@@ -46,7 +46,7 @@ class LoadSpec:
     model: str  # as they call it
     tokenizer: str  # its folder; "": there is none
     folder: Path  # for its files, which no other run uses
-    samples: Sequence[Sample]  # each made when it is asked for
+    samples: Sequence[PromptSample]  # each made when it is asked for
     lengths: Sequence[int]  # of the samples: tokens of the longest answer
     ignoring: Sequence[bool]  # of the samples: the answer has no fewer
     order: Sequence[int]  # the requests: of each the sample, as LoadGen would issue them
@@ -85,7 +85,7 @@ class LoadSpec:
         return found.pop()
 
 
-class Request(NamedTuple):
+class RequestRecord(NamedTuple):
     """What became of a request: seconds of any clock."""
 
     issued: float
@@ -129,7 +129,7 @@ class LoadReport:
     # Of each latency that it tells, milliseconds by name: mean, p50, p90, p99.
     latencies: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     problems: tuple[str, ...] = ()  # what it says against its own figures
-    requests: Sequence[Request] = ()  # each of them; none: it tells only sums
+    requests: Sequence[RequestRecord] = ()  # each of them; none: it tells only sums
 
     def to_json(self) -> dict[str, Any]:
         """Return its main figures, for result.json, without percentiles: those have one definition."""
@@ -258,7 +258,7 @@ def report_of(path: Path) -> dict[str, Any]:
     return read_object(path)
 
 
-def body(load: LoadSpec, sample: Sample) -> dict[str, Any]:
+def body(load: LoadSpec, sample: PromptSample) -> dict[str, Any]:
     """Return the body of a sample's request, for clients that take whole bodies.
 
     Its prompt is tokens, or a text if only that is known.

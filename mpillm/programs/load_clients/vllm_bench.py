@@ -14,7 +14,7 @@ from mpillm.programs.load_clients.kind import (
     LoadClientKind,
     LoadReport,
     LoadSpec,
-    Request,
+    RequestRecord,
     milliseconds,
     report_of,
     sampling,
@@ -67,7 +67,7 @@ def _version() -> str:
 def _read(load: LoadSpec) -> LoadReport:
     report = report_of(load.folder / _REPORT)
     requests = [
-        Request(
+        RequestRecord(
             report["start_times"][place],
             report["start_times"][place] + first if first else math.nan,
             report["start_times"][place] + report["latencies"][place],

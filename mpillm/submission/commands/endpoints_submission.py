@@ -29,7 +29,7 @@ from mpillm.options.fields.model import ModelFields
 from mpillm.options.fields.results import OutputFields
 from mpillm.options.parsers import integers, one_of, positive, seconds
 from mpillm.options.values import Values, collect
-from mpillm.programs.load_clients.kind import LoadSpec, Sample, Seeds
+from mpillm.programs.load_clients.kind import LoadSpec, PromptSample, Seeds
 from mpillm.programs.load_clients.kinds import kind_of
 from mpillm.report.run_directory import display_path
 from mpillm.submission.endpoint_points import (
@@ -374,7 +374,10 @@ def _load_of(
         client.endpoint.model,
         str(Path(options.model_path or "").absolute()),
         (curve.root(Path(options.output or "")).parent / "inference-endpoint" / f"r{c}").absolute(),
-        [Sample(dataset.sample(i).tolist(), "", sampling.max_tokens, False) for i in range(len(dataset))],
+        [
+            PromptSample(dataset.sample(i).tolist(), "", sampling.max_tokens, False)
+            for i in range(len(dataset))
+        ],
         [sampling.max_tokens] * len(dataset),
         [False] * len(dataset),
         range(len(dataset)),

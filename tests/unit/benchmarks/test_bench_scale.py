@@ -36,10 +36,10 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("policy", AllFields.traffic_distribution_policy.choices)
 def test_every_request_is_sent_on_and_answered(policy: str) -> None:
     cluster = RoutedCluster(plan_of(N), policy)
-    assert set(cluster.leader.owed().values()) == {8}
+    assert set(cluster.leader.outstanding_by_instance().values()) == {8}
     cluster.ask(100)
     cluster.answer(8 * N + 100)
-    assert set(cluster.leader.owed().values()) == {0}
+    assert set(cluster.leader.outstanding_by_instance().values()) == {0}
 
 
 def test_losses_are_noticed() -> None:

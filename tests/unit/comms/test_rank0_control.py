@@ -29,14 +29,14 @@ def test_who_waits_for_a_stopped_rank_is_not_blamed(also_told: bool) -> None:
     cluster.live(10.0, BEATS_S, without=STOPPED)
     guilty, waiting = (plan.ranks[STOPPED].instance, plan.instances[3].index)
     assert guilty is not None and guilty != waiting
-    cluster.tell(1, Failure("sent nothing", plan.instances[waiting].leader))
+    cluster.tell(1, Failure("sent nothing", plan.instances[waiting].root_rank))
     if not also_told:
         cluster.live(2.0, BEATS_S, without=STOPPED)
-    cluster.tell(1, Failure("sent nothing", plan.instances[guilty].leader))
+    cluster.tell(1, Failure("sent nothing", plan.instances[guilty].root_rank))
     with pytest.raises(RunError) as error:
         cluster.live(2.0, BEATS_S, without=STOPPED)
     (failure,) = error.value.failures
-    assert failure.rank == STOPPED != plan.instances[guilty].leader
+    assert failure.rank == STOPPED != plan.instances[guilty].root_rank
     assert re.fullmatch(r"no heartbeat for 1[0-9] s; sent nothing", failure.cause)
 
 
@@ -45,10 +45,10 @@ def test_an_instance_that_is_silent_while_all_ranks_beat_is_blamed() -> None:
     cluster = ControlledCluster(plan, {}, heartbeat_s=60.0)
     cluster.arrive("join")
     cluster.live(5.0, BEATS_S)
-    cluster.tell(1, Failure("sent nothing", plan.instances[2].leader))
+    cluster.tell(1, Failure("sent nothing", plan.instances[2].root_rank))
     with pytest.raises(RunError) as error:
         cluster.live(2.0, BEATS_S)
-    assert [failure.rank for failure in error.value.failures] == [plan.instances[2].leader]
+    assert [failure.rank for failure in error.value.failures] == [plan.instances[2].root_rank]
 
 
 def test_no_phase_ends_once_a_failure_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,7 @@ def test_a_server_that_is_up_has_30_s_for_its_first_token() -> None:
     def wait_s(*words: str) -> float | None:
         config = parse_run(["--core_type=openai", *words])
         plan = disagg.plan(disagg_config(config, 2, True), 2, ["a", "a"], 0)
-        return core_configs(config, plan, [plan.instances[0].leader], {})[0].client.first_token_wait_s
+        return core_configs(config, plan, [plan.instances[0].root_rank], {})[0].client.first_token_wait_s
 
     assert wait_s() == 30
     assert wait_s("--health_deadline=200") is None

@@ -30,7 +30,7 @@ def test_harness_and_leader_have_ranks_of_their_own() -> None:
     world = plan(generate("disaggregated", 5, control_ranks=2), 5)
     assert [rank.roles for rank in world.ranks] == [("harness",), ("leader",), ("ctx",), ("gen",), ("gen",)]
     assert (world.world_size, world.harness_rank, world.leader_rank) == (5, 0, 1)
-    assert [(i.index, i.role, i.ranks, i.leader) for i in world.instances] == [
+    assert [(i.index, i.role, i.ranks, i.root_rank) for i in world.instances] == [
         (0, "ctx", (2,), 2),
         (1, "gen", (3,), 3),
         (2, "gen", (4,), 4),
@@ -147,7 +147,7 @@ def test_coordinates_are_those_of_trtllm(
             mapping.pp_rank,
             mapping.ep_rank,
         )
-    assert world.instances[0].leader == n_control
+    assert world.instances[0].root_rank == n_control
 
 
 def test_devices_count_the_workers_of_each_node_under_any_placement() -> None:

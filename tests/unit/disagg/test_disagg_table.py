@@ -75,7 +75,7 @@ def test_a_medium_world_shows_which_instances_are_on_which_node() -> None:
     ],
 )
 def test_ranges(numbers: list[int], text: str) -> None:
-    assert ranges(numbers, ", ", most=4) == text
+    assert ranges(numbers, ", ", max_ranges=4) == text
     assert ranges(numbers) == text.replace(" ", "").replace("...", "9-10")
 
 

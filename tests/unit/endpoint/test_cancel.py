@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpillm.endpoint.open_requests import Answer
-from mpillm.roles.generation import Generation
+from mpillm.roles.generation import GenerationRole
 from tests.helpers.served import MAX_BATCH, World, whole
 
 
@@ -84,7 +84,7 @@ def test_requests_that_wait_for_room_at_a_generation_instance_are_cancelled() ->
     world = World(5, True, tpot_ms=3_600_000.0)
     answers = [world.ask([i], 2, stream=True) for i in range(4 * MAX_BATCH)]
     world.settle()
-    receivers = [role._receiver for role in world.roles if isinstance(role, Generation)]
+    receivers = [role._receiver for role in world.roles if isinstance(role, GenerationRole)]
     assert sum(len(receiver._waiting) for receiver in receivers) == 2 * MAX_BATCH, "offered, and without room"
     world.open.give_up_all()
     world.settle()

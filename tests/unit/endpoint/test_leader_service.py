@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, ConnectionTimeoutError
 
-from disagg.instances import Instance
+from disagg.instances import ServedInstance
 from mpillm.endpoint.admission import Guard
 from mpillm.endpoint.leader import ask
 from mpillm.endpoint.leader.leader_service import LeaderService
@@ -250,7 +250,7 @@ def test_a_server_that_names_another_address_sends_nothing_there(kind: str) -> N
                 assert await it.error(502, BODY) == f"{named}: it redirects (HTTP 307)"
                 status, _ = await it.ask({**BODY, "stream": True})
                 assert status == 502
-            health = Worker(Instance(0, "context", "context_servers", elsewhere.address, range(1)))
+            health = Worker(ServedInstance(0, "context", "context_servers", elsewhere.address, range(1)))
             away = says(plain({}, "302 Found", Location=f"{elsewhere.url}/health"))
             with ScriptedServer(others={"/health": away}) as server:
                 health.base = server.url
@@ -385,7 +385,7 @@ def test_bodies_that_are_refused(body: Any, message: str) -> None:
 def test_servers_that_are_not_ready_in_time_are_known() -> None:
     async def run() -> None:
         with ScriptedServer(others={"/health": says(plain({}, "503 Service Unavailable"))}) as server:
-            late = Worker(Instance(3, "context", "context_servers", server.address, range(1)))
+            late = Worker(ServedInstance(3, "context", "context_servers", server.address, range(1)))
             async with new_session() as session:
                 assert await wait_ready(session, [late], 0.2, lambda text: None) == [late]
             assert late.gone == "its health check says 503"

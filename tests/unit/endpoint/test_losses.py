@@ -140,7 +140,7 @@ def test_a_lost_instance_that_owes_something_is_a_failure_of_the_leader() -> Non
     world = LosingWorld(0, False, ttft_ms=3_600_000.0)
     asked = world.ask([1, 2], 3, stream=False)
     world.settle()
-    (holder,) = (instance for instance, n in world.leader.owed().items() if n)
+    (holder,) = (instance for instance, n in world.leader.outstanding_by_instance().items() if n)
     world.leader._lost.add(holder)
     with pytest.raises(RunError) as error:
         world.leader._check_stalls(time.monotonic() + 301)

@@ -15,12 +15,12 @@ from disagg.errors import ConfigError
 from mpillm.cores.openai_client.server_counts import ServerCounts, of_iterations
 from mpillm.options.command_line import Parser
 from mpillm.options.values import collect
-from mpillm.programs.load_clients.kind import LoadSpec, Sample, Seeds
+from mpillm.programs.load_clients.kind import LoadSpec, PromptSample, Seeds
 from mpillm.programs.load_clients.kinds import kind_of
 from mpillm.submission.commands import endpoints_submission
 from tests.helpers.fuzzing import changed, damaged, fuzz, json_bytes
 
-SAMPLES = [Sample([1, 2, 3], "abc", 8, False), Sample([4], "d", 8, False)]
+SAMPLES = [PromptSample([1, 2, 3], "abc", 8, False), PromptSample([4], "d", 8, False)]
 VALUE = {"avg": 5.0, "p50": 5.0, "p90": 5.0, "p99": 5.0}
 TOLD = {"avg": 5e6, "percentiles": {"50.0": 5e6, "90.0": 6e6, "99.0": 7e6}}
 METRIC = {"successful": {"mean": 5.0, "total_sum": 8.0, "percentiles": {"p50": 5.0, "p90": 5.0, "p99": 5.0}}}

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from disagg.instances import Instance
+from disagg.instances import ServedInstance
 from launch.liveness_server import KEY, LivenessServer
 from mpillm.comms import messages
 from mpillm.comms.messages import REQUEST, RESPONSE, Batch, Refusal
@@ -465,7 +465,7 @@ BODY = {
 def test_what_a_leaders_servers_answer(_: Path, body: dict[str, Any], data: bytes) -> None:
     server = raw_server()
     server.says = data
-    worker = Worker(Instance(0, "context", "context_servers", server.address, range(1)))
+    worker = Worker(ServedInstance(0, "context", "context_servers", server.address, range(1)))
     worker.gone = ""
     pool = Pool("context", [worker], InstancePool([0], "round_robin"))
 

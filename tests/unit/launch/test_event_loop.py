@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from disagg.instances import Instance
+from disagg.instances import ServedInstance
 from launch.event_loop import run_alone
 from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.endpoint.leader.workers import Worker, new_session, wait_ready
@@ -24,7 +24,7 @@ def test_a_leader_that_is_ended_while_it_waits_leaves_no_task(caplog: pytest.Log
     async def work() -> int:
         async with new_session() as session:
             workers = [
-                Worker(Instance(i, "context", "context_servers", "127.0.0.1:9", range(i, i + 1)))
+                Worker(ServedInstance(i, "context", "context_servers", "127.0.0.1:9", range(i, i + 1)))
                 for i in range(3)
             ]
             waiting = asyncio.ensure_future(wait_ready(session, workers, 3600.0, lambda text: None))

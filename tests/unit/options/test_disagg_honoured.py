@@ -83,7 +83,10 @@ def test_a_generated_yaml_is_what_ran_and_where() -> None:
     yaml = disagg_config(config, 4)
     plan = disagg.plan(yaml, 4, ["a", "b", "b", "c"])
     made = what_runs(
-        config, yaml, plan, core_configs(config, plan, [instance.leader for instance in plan.instances], {})
+        config,
+        yaml,
+        plan,
+        core_configs(config, plan, [instance.root_rank for instance in plan.instances], {}),
     )
     assert made.hostname == "a"
     assert [url for _, server in made.sections for url in server.urls] == ["b:8001", "b:8002", "c:8003"]

@@ -13,7 +13,7 @@ from disagg.errors import ConfigError
 from mpillm.options.options import parse_run
 from mpillm.programs.load_clients.client_files import is_client_file
 from mpillm.programs.load_clients.inference_endpoint import config
-from mpillm.programs.load_clients.kind import LoadSpec, Sample, Seeds
+from mpillm.programs.load_clients.kind import LoadSpec, PromptSample, Seeds
 from mpillm.programs.load_clients.kinds import kind_of
 
 TEXT = """
@@ -43,7 +43,7 @@ def test_a_configuration_of_the_client(tmp_path: Path, option: str) -> None:
 
 
 def load(folder: Path, *args: str) -> LoadSpec:
-    samples = [Sample([1], "a", 8, False)]
+    samples = [PromptSample([1], "a", 8, False)]
     return LoadSpec(
         ("http://h:1",), "m", "", folder, samples, [8], [False], [0], 5.0, None, 1.0, 0, 1.0, 0,
         Seeds(1, 2, 3), args=args,

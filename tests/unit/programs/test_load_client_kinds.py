@@ -14,12 +14,12 @@ import yaml
 
 from disagg.errors import ConfigError
 from mpillm.programs.load_clients import kind, vllm_bench
-from mpillm.programs.load_clients.kind import LoadSpec, Request, Sample, Seeds, checked
+from mpillm.programs.load_clients.kind import LoadSpec, PromptSample, RequestRecord, Seeds, checked
 from mpillm.programs.load_clients.kinds import kind_of
 from mpillm.roles.client_program import command_of
 
 KINDS = ("inference-endpoint", "aiperf", "guidellm", "vllm-bench")
-SAMPLES = [Sample([1, 2, 3], "abc", 8, False), Sample([4], "d", 8, False)]
+SAMPLES = [PromptSample([1, 2, 3], "abc", 8, False), PromptSample([4], "d", 8, False)]
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_when_requests_are_sent(load: LoadSpec, name: str, all_at_once: str, som
 
 def test_a_text_without_tokens(load: LoadSpec) -> None:
     """A client sends it as it is, or refuses it."""
-    load = replace(load, samples=[Sample([], "abc", 8, False)], lengths=[8], order=[0], sends_text=True)
+    load = replace(load, samples=[PromptSample([], "abc", 8, False)], lengths=[8], order=[0], sends_text=True)
     assert kind.body(load, load.samples[0])["prompt"] == "abc"
     with pytest.raises(ValueError, match=r"takes prompts as token ids: .* with --model_path"):
         words("inference-endpoint", load)
@@ -159,7 +159,7 @@ def test_report_of_aiperf(load: LoadSpec) -> None:
     (folder / "profile_export.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     found = kind_of("aiperf").read(load)
     assert (found.version, found.completed, found.failed, found.tokens) == ("0.13.0", 1, 1, 8.0)
-    assert found.requests[0] == Request(1.0, 1.005, 1.25, 0, 8) and not found.problems
+    assert found.requests[0] == RequestRecord(1.0, 1.005, 1.25, 0, 8) and not found.problems
     failed = found.requests[1]
     assert (failed.sample, failed.tokens, failed.error) == (1, 0, "no") and math.isnan(failed.first)
     summary["was_cancelled"] = True
@@ -218,7 +218,7 @@ def test_report_of_mlcommons_client(load: LoadSpec) -> None:
     assert found.latencies["ttft_ms"] == {"mean": 5.0, "p50": 5.0, "p90": 6.0, "p99": 7.0}
     assert "tpot_ms" not in found.latencies
     first, second, third = found.requests
-    assert first == Request(1.0, 1.1, 1.5, 0, 3), "text that was counted"
+    assert first == RequestRecord(1.0, 1.1, 1.5, 0, 3), "text that was counted"
     assert second.tokens == 8 and math.isnan(second.first), "as long as it may be"
     assert "HTTP 500" in third.error
     summary |= {"complete": False, "state": "interrupted"}
@@ -256,7 +256,9 @@ def test_report_of_vllm(load: LoadSpec) -> None:
     found = kind_of("vllm-bench").read(load)
     assert (found.completed, found.failed, found.tokens) == (2, 1, 16)
     assert found.latencies["latency_ms"] == {"mean": 1.0, "p50": 2.0, "p90": 3.0, "p99": 4.0}
-    assert found.requests[0] == Request(1.0, 1.1, 1.5, 1, 8) and found.requests[2].error == "Bad Request"
+    assert (
+        found.requests[0] == RequestRecord(1.0, 1.1, 1.5, 1, 8) and found.requests[2].error == "Bad Request"
+    )
 
 
 def test_report_of_guidellm(load: LoadSpec) -> None:
@@ -283,7 +285,7 @@ def test_report_of_guidellm(load: LoadSpec) -> None:
     found = kind_of("guidellm").read(load)
     assert (found.version, found.completed, found.failed, found.tokens) == ("0.8.1", 1, 1, 8.0)
     assert found.latencies["latency_ms"]["p99"] == 500.0 and found.problems
-    assert found.requests[0] == Request(1.0, 1.1, 1.5, 1, 8)
+    assert found.requests[0] == RequestRecord(1.0, 1.1, 1.5, 1, 8)
     assert found.requests[1].error == "no" and found.requests[1].sample == 0
 
 

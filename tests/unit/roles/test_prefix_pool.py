@@ -35,7 +35,7 @@ def send(made: InstancePool, *prompts: list[int], need: int = 1) -> list[int]:
 
 
 def answered(made: InstancePool, *positions: int, need: int = 1) -> None:
-    made.give_back(np.array(positions), np.full(len(positions), need))
+    made.return_credits(np.array(positions), np.full(len(positions), need))
 
 
 def prompt(name: int, n: int, rest: int = 0) -> list[int]:

@@ -34,10 +34,10 @@ from mpillm.cores.dummy import DummyCore
 from mpillm.data.dataset import Dataset
 from mpillm.errors import RunError
 from mpillm.loadgen.sut import Query
-from mpillm.roles.context import Context
-from mpillm.roles.follower import Follower
-from mpillm.roles.generation import Generation
-from mpillm.roles.harness import Harness, Sampling, Totals
+from mpillm.roles.context import ContextRole
+from mpillm.roles.follower import FollowerRole
+from mpillm.roles.generation import GenerationRole
+from mpillm.roles.harness import Harness, SamplingOptions, Totals
 from mpillm.roles.instance import InstanceRole
 from mpillm.telemetry.recorder import Recorder
 
@@ -77,7 +77,7 @@ def test_an_instance_measures_itself_in_the_test(
 
     route: Any = SimpleNamespace(handlers={}, send=lambda *_: None)
     leading = InstanceRole(Core(CoreConfig("dummy")), route, leader=0, instance=0)
-    following = Follower(Core(CoreConfig("dummy")))
+    following = FollowerRole(Core(CoreConfig("dummy")))
     for role in (leading, following):
         role.load()
         role.poll()
@@ -108,7 +108,7 @@ def test_a_core_is_stopped_once() -> None:
 
     route: Any = SimpleNamespace(handlers={}, send=lambda *_: None)
     core = Core(CoreConfig("dummy"))
-    for role in (Follower(core), InstanceRole(core, route, leader=0, instance=0)):
+    for role in (FollowerRole(core), InstanceRole(core, route, leader=0, instance=0)):
         role.stop()
         role.stop()
         assert stopped == ["stopped"]
@@ -134,7 +134,7 @@ def test_an_instance_that_slept_until_a_request_came_was_not_busy(monkeypatch: p
         role.poll()
         now[0] = at + 2
         role.poll()
-        role._ended(role._owed)
+        role._ended(role._n_outstanding)
         role.poll()
     now[0] = 140.0
     role.poll()
@@ -142,12 +142,12 @@ def test_an_instance_that_slept_until_a_request_came_was_not_busy(monkeypatch: p
 
 
 def test_a_test_that_is_stopped_counts_what_was_open_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its page said 0 %: only a spell that had ended was a span."""
+    """Its page said 0 %: only a tracker that had ended was a span."""
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     recorder = Recorder()
-    spell = recorder.spell(partial(recorder.busy, "busy"))
-    spell.see(True, 100.0)
+    tracker = recorder.track(partial(recorder.busy, "busy"))
+    tracker.update(True, 100.0)
     for at, busy in ((103.0, 3.0), (105.0, 5.0)):  # also where it is asked twice
         now[0] = at
         assert sum(recorder.to_json(100.0, 1)["steps"]["busy_s"]) == busy
@@ -232,7 +232,7 @@ def asked(*ids: int) -> Batch:
 def counted(role: InstanceRole) -> tuple[int, int, int]:
     """Return the requests that are open and that were answered, and the tokens."""
     report = role.report()
-    return role._owed, report["samples"], report["tokens"]
+    return role._n_outstanding, report["samples"], report["tokens"]
 
 
 FIRST_AND_FINAL = ResponseFlag.FIRST | ResponseFlag.FINAL
@@ -243,7 +243,7 @@ def test_a_context_instance_counts_what_it_hands_over_once() -> None:
     moving."""
     core, sent = HandoffCore(), []
     route: Any = SimpleNamespace(handlers={}, send=lambda dest, tag, buffer: sent.append((tag, buffer)))
-    role = Context(core, route, leader=0, instance=0, receivers={1: 5}, warm_up_receivers=[])
+    role = ContextRole(core, route, leader=0, instance=0, receivers={1: 5}, warm_up_receivers=[])
 
     def receive(tag: Tag, buffer: Any) -> None:
         route.handlers[tag](Envelope(5, tag, buffer))
@@ -274,7 +274,7 @@ def test_a_generation_instance_counts_all_but_first_tokens() -> None:
     """The warm-up does not count, and a failed answer counts no tokens."""
     core = HandoffCore()
     route: Any = SimpleNamespace(handlers={}, send=lambda *_: None)
-    role = Generation(core, route, leader=0, instance=1, senders={5: 0}, warm_up_senders=1)
+    role = GenerationRole(core, route, leader=0, instance=1, senders={5: 0}, warm_up_senders=1)
 
     def receive(tag: Tag, buffer: Any) -> None:
         route.handlers[tag](Envelope(5, tag, buffer))
@@ -323,7 +323,7 @@ def test_loadgen_is_told_of_a_first_token_once(messages: list[list[tuple[int, in
     route: Any = SimpleNamespace(handlers={}, send=lambda dest, tag, buffer: sent.append(QUERY.read(buffer)))
     dataset = Dataset("three tokens", np.array([5, 6, 7], np.int32), np.array([0, 3]))
     totals = Totals()
-    harness = Harness(route, 1, dataset, Sampling(8), test, None, len(messages) == 2, totals)
+    harness = Harness(route, 1, dataset, SamplingOptions(8), test, None, len(messages) == 2, totals)
     route.handlers[Tag.WINDOW](Envelope(1, Tag.WINDOW, WINDOW.write(10)))
     harness.test()
     assert harness.poll()
@@ -342,7 +342,7 @@ def test_queries_that_loadgen_has_no_memory_for_name_the_options() -> None:
     test: Any = SimpleNamespace(error=MemoryError("std::bad_alloc"), start=lambda: None)
     dataset = Dataset("one token", np.array([5], np.int32), np.array([0, 1]))
     route: Any = SimpleNamespace(handlers={})
-    harness = Harness(route, 1, dataset, Sampling(8), test, None, False, Totals())
+    harness = Harness(route, 1, dataset, SamplingOptions(8), test, None, False, Totals())
     harness.test()
     with pytest.raises(
         RunError, match=r"LoadGen: out of memory: .* --min_query_count.*--offline_expected_qps"
@@ -352,8 +352,10 @@ def test_queries_that_loadgen_has_no_memory_for_name_the_options() -> None:
 
 @pytest.mark.parametrize("ignores", [None, np.array([True, False, True])])
 # the largest that options take
-@pytest.mark.parametrize("sampling", [Sampling(8), Sampling(8, top_k=2**31 - 1, seed=2**31 - 1)])
-def test_only_some_samples_have_stop_words(ignores: Any, sampling: Sampling) -> None:
+@pytest.mark.parametrize(
+    "sampling", [SamplingOptions(8), SamplingOptions(8, top_k=2**31 - 1, seed=2**31 - 1)]
+)
+def test_only_some_samples_have_stop_words(ignores: Any, sampling: SamplingOptions) -> None:
     sent: list[Batch] = []
     route: Any = SimpleNamespace(handlers={}, send=lambda dest, tag, buffer: sent.append(QUERY.read(buffer)))
     dataset = Dataset("three samples", np.arange(3, dtype=np.int32), np.arange(4), ignores_stop=ignores)

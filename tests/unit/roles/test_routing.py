@@ -43,7 +43,7 @@ def test_single_requests_are_spread_over_quiet_instances(policy: str) -> None:
     chosen = []
     for _ in range(9):
         ((position, _),) = send(made, [5])
-        made.give_back(np.array([position]), np.array([5]))
+        made.return_credits(np.array([position]), np.array([5]))
         chosen.append(position)
     assert chosen == [0, 1, 2] * 3
 
@@ -56,7 +56,7 @@ def test_round_robin_keeps_its_turn_whatever_is_owed() -> None:
 def test_load_balancing_goes_where_the_fewest_tokens_are_owed() -> None:
     made = pool("load_balancing", [9, 9])
     assert [send(made, [n])[0][0] for n in (1000, 1, 1, 1)] == [0, 1, 1, 1]
-    made.give_back(np.array([0]), np.array([1000]))
+    made.return_credits(np.array([0]), np.array([1000]))
     assert send(made, [1])[0][0] == 0
 
 
@@ -65,7 +65,7 @@ def test_instances_without_room_are_passed_over(policy: str) -> None:
     made = pool(policy, [1, 0, 2])
     assert sorted(position for position, n in send(made, [1] * 5) for _ in range(n)) == [0, 2, 2]
     assert made.pick(np.array([1])) == (-1, 0)
-    made.give_back(np.array([2, 2]), np.array([1, 1]))
+    made.return_credits(np.array([2, 2]), np.array([1, 1]))
     assert made.pick(np.array([1]))[0] == 2
 
 
@@ -105,7 +105,7 @@ def test_credits_are_never_overdrawn_and_always_come_back(
     for _ in range(data.draw(st.integers(0, 12))):
         if out and bool(data.draw(st.booleans())):
             ended = [out.pop(data.draw(st.integers(0, len(out) - 1)))]
-            made.give_back(np.array([p for p, _ in ended]), np.array([n for _, n in ended]))
+            made.return_credits(np.array([p for p, _ in ended]), np.array([n for _, n in ended]))
         else:
             needs = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=8))
             waiting = np.array(needs, np.int64)
@@ -121,9 +121,9 @@ def test_credits_are_never_overdrawn_and_always_come_back(
         assert (made.free_requests >= 0).all()
         assert (made.free_tokens >= 0).all()
         for i in range(len(granted)):
-            assert made.owed_requests[i] == sum(p == i for p, _ in out)
-            assert made.owed_tokens[i] == sum(n for p, n in out if p == i)
-    made.give_back(np.array([p for p, _ in out], np.int64), np.array([n for _, n in out], np.int64))
+            assert made.outstanding_requests[i] == sum(p == i for p, _ in out)
+            assert made.outstanding_tokens[i] == sum(n for p, n in out if p == i)
+    made.return_credits(np.array([p for p, _ in out], np.int64), np.array([n for _, n in out], np.int64))
     assert made.free_requests.tolist() == [n for n, _ in granted]
     assert made.free_tokens.tolist() == [t for _, t in granted]
 
@@ -148,4 +148,4 @@ def test_a_lost_instance_gets_nothing_more(policy: str) -> None:
         assert set(positions.tolist()) <= {0}
         sent += len(positions)
     assert sent > 50
-    assert made.owed_requests[1] == made.free_requests[1] == 0
+    assert made.outstanding_requests[1] == made.free_requests[1] == 0

@@ -18,7 +18,7 @@ from launch.owned_server import OwnedServer
 from mpillm.programs.servers.kind import ServerNode, ServerSpec
 from mpillm.programs.servers.kinds import kind_of
 from mpillm.roles import server as role
-from mpillm.roles.server import ServerRole, doing, last_said
+from mpillm.roles.server import ServerRole, doing, last_message
 from tests.helpers.support import wait_until
 
 SPEC = ServerSpec(kind_of("command:true {port}"), "", {}, index=3, rank=1, host="0.0.0.0", reached_at="h7")
@@ -84,7 +84,7 @@ def test_halves_share_a_secret_that_is_not_shown(
     ],
 )
 def test_what_a_server_has_said_last(lines: list[str], said: str) -> None:
-    assert last_said("\n".join(f"  | {line}" for line in lines)) == said
+    assert last_message("\n".join(f"  | {line}" for line in lines)) == said
 
 
 def test_what_a_server_does_that_says_nothing(tmp_path: Path) -> None:

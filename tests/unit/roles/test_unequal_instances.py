@@ -18,7 +18,7 @@ def pool(slots: list[int], policy: str = "load_balancing") -> InstancePool:
     made = InstancePool(list(range(len(slots))), policy)
     for position, n in enumerate(slots):
         made.grant(position, 2 * n, 2 * n * NEED)
-    made.weigh()
+    made.set_weights()
     return made
 
 
@@ -53,7 +53,7 @@ def played(
         now, position = heapq.heappop(ends)
         running[position] -= 1
         answered[position] += 1
-        made.give_back(np.array([position]), np.array([NEED]))
+        made.return_credits(np.array([position]), np.array([NEED]))
 
 
 def mean(slots: list[int], seconds: list[float], n: int, policy: str, *, all_at_once: bool) -> float:
@@ -101,9 +101,9 @@ def test_the_rest_goes_on_when_the_quick_one_is_lost() -> None:
     made = pool([8, 8])
     made.take(0, np.full(16, NEED))
     made.take(1, np.full(16, NEED))
-    made.give_back(np.array([1] * 30), np.full(30, NEED))  # it answers and answers
+    made.return_credits(np.array([1] * 30), np.full(30, NEED))  # it answers and answers
     made.take(1, np.full(30, NEED))
-    made.give_back(np.array([0]), np.array([NEED]))
+    made.return_credits(np.array([0]), np.array([NEED]))
     assert made.pick(np.full(3, NEED), 3 * NEED) == (-1, 0)  # the other is full, and so much quicker
     made.retire(1)
     assert made.pick(np.full(3, NEED), 3 * NEED)[0] == 0
@@ -117,7 +117,9 @@ def test_who_has_answered_nothing_yet_is_not_passed_over(policy: str) -> None:
     assert min(answered) > n / 8
     made = pool(slots, policy)
     made.take(0, np.array([NEED]))
-    made.give_back(np.array([0]), np.array([NEED]))  # one has answered, and nobody else has had a request
+    made.return_credits(
+        np.array([0]), np.array([NEED])
+    )  # one has answered, and nobody else has had a request
     given = set()
     for left in range(5, 0, -1):
         position, count = made.pick(np.array([NEED]), left * NEED)

@@ -56,7 +56,7 @@ def test_what_a_rank_sees(nvml: Nvml) -> None:
         nvml.pids = [OURS, worker.pid, *range(100_000, 100_100)]
         use = watch.read()
         worker.communicate()
-    assert use is not None and use.seen == {11, *nvml.pids}
+    assert use is not None and use.all == {11, *nvml.pids}
     assert {OURS, worker.pid} <= use.own, "with what other tests of this process have started"
     assert not use.own & {11, *range(100_000, 100_100)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpillm.telemetry import other_load
-from mpillm.telemetry.other_load import Disturbance, least_disturbed
+from mpillm.telemetry.other_load import Disturbance, measure_undisturbed
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from mpillm.telemetry.other_load import Disturbance, least_disturbed
     ],
 )
 def test_what_disturbs_is_said(used: Disturbance, said: str) -> None:
-    assert used.said() == said
+    assert used.note() == said
     assert (used.degree > 1) == bool(said)
 
 
@@ -32,8 +32,8 @@ def test_what_the_host_takes_for_minutes_is_not_waited_out(monkeypatch: pytest.M
         taken[0] += 10 * stolen
         return now[0]
 
-    found, others = least_disturbed(lambda: measure(0.5))
-    assert found == 10.0 and others.said() == "; disturbed: the host took 0.50 cores"
+    found, others = measure_undisturbed(lambda: measure(0.5))
+    assert found == 10.0 and others.note() == "; disturbed: the host took 0.50 cores"
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,6 @@ def test_the_least_disturbed_is_kept(
         used[0] += others_s[measured[-1]]
         return measured[-1]
 
-    found, others = least_disturbed(measure)
+    found, others = measure_undisturbed(measure)
     assert (found, others.processes) == (kept, others_s[kept] / 10.0)
     assert len(measured) == min(3, len(others_s))

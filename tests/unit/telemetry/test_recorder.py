@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from mpillm.telemetry.rank_sampler import COLUMNS, RankSampler
-from mpillm.telemetry.recorder import KINDS, Lane, Recorder, Spell
+from mpillm.telemetry.recorder import KINDS, Recorder, SpanTrack, SpanTracker
 from mpillm.telemetry.series import Series
 
 
 def test_a_full_lane_keeps_every_busy_second_and_step_in_order() -> None:
-    lane = Lane(64)
+    lane = SpanTrack(64)
     for i in range(10_000):
         lane.add("context" if i % 3 else "decode", i, i + 0.5)
     found = lane.to_json(0.0)
@@ -53,9 +53,9 @@ def test_the_time_of_a_mixed_step_counts_by_tokens() -> None:
 
 def test_a_spell_is_noted_when_it_ends() -> None:
     spans: list[tuple[float, float]] = []
-    spell = Spell(lambda start, end: spans.append((start, end)))
+    tracker = SpanTracker(lambda start, end: spans.append((start, end)))
     for now, holds in enumerate((False, True, True, False, False, True)):
-        spell.see(holds, now)
+        tracker.update(holds, now)
     assert spans == [(1, 3)]
 
 
@@ -69,7 +69,7 @@ def test_a_full_series_keeps_the_whole_time_and_its_last_rows() -> None:
     assert found["seconds"][0] < 100
     assert found["seconds"][-1] > 4800
     assert len(np.unique(np.diff(found["seconds"]))) == 1
-    assert len(series.to_json(0.0, most=10)["seconds"]) <= 10
+    assert len(series.to_json(0.0, max_rows=10)["seconds"]) <= 10
 
 
 def test_what_is_not_known_is_none_in_json() -> None:
