@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpillm.cores.base import LLMCore
-from mpillm.cores.capabilities import FindsServers, TransfersKv, ReportsCompilations, RecordsSteps
+from mpillm.cores.capabilities import FindsServers, RecordsSteps, ReportsCompilations, TransfersKv
 from mpillm.roles.role import Role
 from mpillm.telemetry.recorder import Recorder
 
