@@ -256,7 +256,7 @@ def test_a_lost_server_that_is_started_again(one: Starter, ranks: int) -> None:
     (doubt,) = [doubt for doubt in result["doubts"] if doubt.startswith("server ")]
     index = doubt.split()[1]
     assert f"requests were sent again: server {index}: {one_restart['why']}" in ended.flowing
-    assert "was lost" in doubt and "there again" in doubt
+    assert "was lost" in doubt and "available again" in doubt
     log = (ended.log_dir / f"server_{index}.log").read_text()
     assert log.count("$ ") == 2
 
