@@ -15,7 +15,7 @@ from torch import Tensor
 from mpillm.engine.engine import Engine
 from mpillm.engine.kernels.linear import Linear
 from mpillm.engine.kernels.ops import choice_of
-from mpillm.engine.model.feed_forward import GatedMlp, Mixture, PlainMlp
+from mpillm.engine.model.feed_forward import ExpertMixture, GatedMlp, PlainMlp
 from mpillm.engine.model.projections import GroupedProjections
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.run.worker import Worker
@@ -137,7 +137,7 @@ class CountedEngine:
                 assert isinstance(attention, GroupedProjections)
                 yield _product(attention.product, rows)
                 yield _product(attention.output.product, last)
-                if isinstance(feed_forward, Mixture):
+                if isinstance(feed_forward, ExpertMixture):
                     yield from _products_of_experts(feed_forward, last)
                     continue
                 assert isinstance(feed_forward, (GatedMlp, PlainMlp))
@@ -150,7 +150,7 @@ def _product(linear: Linear, rows: int) -> _Product:
     return _Product(linear, linear.in_features, linear.out_features, rows)
 
 
-def _products_of_experts(mixture: Mixture, rows: int) -> Iterator[_Product]:
+def _products_of_experts(mixture: ExpertMixture, rows: int) -> Iterator[_Product]:
     """Yield a mixture's products, with random experts for each row."""
     n_experts, n_chosen = mixture.router.out_features, mixture.n_chosen
     chosen = torch.rand(rows, n_experts).topk(n_chosen).indices

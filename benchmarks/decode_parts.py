@@ -145,7 +145,7 @@ def _attention(part: ModelPart, batch: int, n_tokens: int, kernels: Any) -> Laye
 
 def _products(part: ModelPart, n_rows: int, kernels: Any) -> list[LayerOp]:
     """Return the products with weights: those of the layers, by name, and the head."""
-    from mpillm.engine.model.feed_forward import Mixture, PlainMlp
+    from mpillm.engine.model.feed_forward import ExpertMixture, PlainMlp
 
     model = part.model
     assert model.lm_head is not None
@@ -154,7 +154,7 @@ def _products(part: ModelPart, n_rows: int, kernels: Any) -> list[LayerOp]:
     of_experts, of_others = {"none": (width, width), "mxfp4": (17 / 32, width), "int4": (0.53, 0.53)}.get(
         quantization, (1, 1)
     )
-    mixtures = [mlp for layer in model.layers if isinstance(mlp := layer.feed_forward, Mixture)]
+    mixtures = [mlp for layer in model.layers if isinstance(mlp := layer.feed_forward, ExpertMixture)]
     choice, n_pairs, n_hit = [], n_rows, 1.0
     if mixtures:
         n_experts, n_chosen = part.info.config.n_experts, part.info.config.n_experts_per_token
@@ -194,7 +194,7 @@ def _products(part: ModelPart, n_rows: int, kernels: Any) -> list[LayerOp]:
     mlps: list[Any] = [layer.feed_forward for layer in model.layers]
     outputs = [each.output.product for each in attentions]
     ups = [mlp.up if isinstance(mlp, PlainMlp) else mlp.gate_up for mlp in mlps]
-    downs = [mlp.down if isinstance(mlp, Mixture) else mlp.down.product for mlp in mlps]
+    downs = [mlp.down if isinstance(mlp, ExpertMixture) else mlp.down.product for mlp in mlps]
     return [
         products("qkv", [each.product for each in attentions], n_rows, []),
         products("o", outputs, n_rows, [], may_be_rounded=False),

@@ -1,9 +1,9 @@
-"""Attention of one step: sequences that add one token or a few, all at once, and sequences that add several.
+"""Attention of one step: sequences that add one token or a few, together, and sequences that add several.
 
 With `CpuKernels` one kernel computes the first kind, and the second up to some length, row by row. Otherwise
 the first kind (decode) is in `decode_attention`. Several new tokens (context) go through PyTorch's fused
-attention: together, padded to the longest, when they start at position 0 (the causal mask hides the padding
-behind them), and one by one when a part of the context is in the cache already.
+attention. Contexts that start at position 0 run together, padded to the longest; the causal mask hides the
+padding. A context whose first part is in the cache runs alone.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _MAX_PADDING = 1.25  # padded rows over real ones, for contexts computed togethe
 # Tokens of a context, with those before it, that go to `CpuKernels.attend`: 32 take it a half to a quarter of
 # the time of PyTorch's attention, 512 0.6 to 0.95, 1,024 0.8 to 1.4 (two cores of an AMD EPYC with AVX-512);
 # with AVX2 64 a half, 512 0.7 to 0.9, 1,024 1.03 to 1.15.
-_MOST_BY_ROW = 512
-_MOST_SCORES = 1 << 24  # in memory at once
+_MAX_BY_ROW = 512
+_MAX_SCORES = 1 << 24  # in memory at a time
 
 
 class _Rows(NamedTuple):
@@ -84,7 +84,7 @@ class _Plan(NamedTuple):
 
 
 class StepAttention:
-    """What all layers of a step share: made once per step, called once per layer."""
+    """Attention of all layers of a step: made once per step, called once per layer."""
 
     def __init__(
         self,
@@ -99,8 +99,8 @@ class StepAttention:
     ) -> None:
         """`spans` in the order of the step's rows, those with one new token first; `tables`: slot -> blocks.
 
-        `rotations`: complex64 [positions, head_dim / 2]. `dtype` is that of queries, keys and values; the
-        cache may have another, if there are no `kernels`. `kinds`: of the layers; None: all are `PLAIN`.
+        `rotations`: complex64 [positions, head_dim / 2]. `dtype`: of queries, keys and values; without
+        `kernels` the cache may have another one. `kinds`: of the layers; None: all are `PLAIN`.
         """
         self._tables = tables
         self._cache = cache
@@ -121,7 +121,7 @@ class StepAttention:
             ]
         )
         self.positions, self._table = torch.from_numpy(positions), rotations
-        self._rotations: dict[int, Tensor] = {}  # of the rows, by where those of their layers begin
+        self._rotations: dict[int, Tensor] = {}  # of the rows, by `LayerKind.first_rotation`
         self._slots = (torch.from_numpy(blocks), torch.from_numpy(positions % self._size))
         self._places = torch.from_numpy(blocks * self._size + positions % self._size)
 
@@ -134,7 +134,7 @@ class StepAttention:
         return ByRow(self._turns(PLAIN), self._places, *plan.rows)
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
-        """As `step_parts.Attention`."""
+        """Compute a layer's attention (see `step_parts.Attention`)."""
         h, kind = self._n_heads, PLAIN if self._kinds is None else self._kinds[layer]
         plan, rotations = self._plan(kind), self._turns(kind)
         pools = self._pools(layer)
@@ -172,7 +172,7 @@ class StepAttention:
         contexts: list[tuple[Span, int]] = []
         for span, row in self._placed:
             # PyTorch's attention has neither windows nor sinks.
-            is_short = window or sinks or span.n_cached + span.n_new <= _MOST_BY_ROW
+            is_short = window or sinks or span.n_cached + span.n_new <= _MAX_BY_ROW
             takes_rows = span.decodes or (kernels is not None and is_short)
             (by_row if takes_rows else contexts).append((span, row))
         rows = self._plan_rows(by_row, window) if by_row and kernels is not None else None
@@ -294,13 +294,13 @@ class StepAttention:
 
 
 def _with_sinks(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
-    """Attend with q [1, heads, rows, head_dim] as `mask` [rows, tokens] says: [rows, heads * head_dim].
+    """Attend with q [1, heads, rows, head_dim] under `mask` [rows, tokens]: [rows, heads * head_dim].
 
     A sink is one more token, whose key and value are zero and whose score is in the mask.
     """
     keys, values = (F.pad(x, (0, 0, 0, 1)) for x in (keys, values))
     h, n = q.shape[1], mask.shape[1]
-    pieces, at_once = [], max(1, _MOST_SCORES // (h * n))
+    pieces, at_once = [], max(1, _MAX_SCORES // (h * n))
     for first in range(0, len(mask), at_once):
         some, seen = q[:, :, first : first + at_once], mask[first : first + at_once]
         scores = q.new_zeros(h, len(seen), n + 1)

@@ -1,8 +1,8 @@
 """How a step's kernels attend with contexts, several new tokens of a sequence: in which tiles, to what.
 
-A context's keys and values of its own step are rows of the step. Those of earlier steps are in the cache's
-blocks, and a program that reads them there looks each up and, from fp8, widens it: for each tile of queries
-anew. A context with many queries has its whole sequence copied into rows first, once per layer.
+A context's keys and values of its own step are rows of the step. Its earlier keys and values are in the
+cache's blocks. A program that reads them there looks each up and, from fp8, widens it, for each tile of
+queries. The sequence of a context with many queries is copied into rows first, once per layer.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from mpillm.engine.shape.memory import padded
 if TYPE_CHECKING:
     from mpillm.engine.schedule.step import Span
 
-LEAST_QUERIES = 128  # of a context that is worth copying
+MIN_QUERIES = 128  # of a context whose sequence is copied
 
 
 @dataclass(frozen=True)
 class ContextPlan:
     """Arguments of `attention_kernels.context_attention` and `copied_rows` for a step."""
 
-    tiles: tuple[NDArray[np.int64], ...]  # [m, 6]: nothing cached; the cache copied; the cache in its blocks
+    tiles: tuple[NDArray[np.int64], ...]  # each [m, 6]: no cache, a copied cache, a cache in its blocks
     copies: NDArray[np.int64]  # [m, 3]
     n_copied: int  # rows
     longest: int  # sequence among them, tokens
 
     @staticmethod
-    def of(spans: Sequence[Span], starts: Sequence[int], n_queries: int, most: int) -> ContextPlan:
+    def of(spans: Sequence[Span], starts: Sequence[int], n_queries: int, max_copied: int) -> ContextPlan:
         """Plan for `spans`, each with its first row of the step.
 
-        A tile has `n_queries` of them; at most `most` rows are copied.
+        A tile has `n_queries` of them; at most `max_copied` rows are copied.
         """
         tiles: tuple[list[tuple[int, ...]], ...] = [], [], []
         copies: list[tuple[int, int, int]] = []
@@ -44,7 +44,7 @@ class ContextPlan:
             n, n_cached, first, kind = span.n_cached + span.n_new, span.n_cached, start, 0
             if n_cached:
                 kind = 2
-                if span.n_new >= LEAST_QUERIES and n_copied + padded(n) <= most:
+                if span.n_new >= MIN_QUERIES and n_copied + padded(n) <= max_copied:
                     kind, n_cached, first = 1, 0, n_copied
                     copies.append((span.slot, n, n_copied))
                     n_copied, longest = n_copied + padded(n), max(longest, n)

@@ -1,12 +1,12 @@
-"""Attention of sequences that add one token, or a few, to cached ones: all at once, over the blocks in place.
+"""Attention of sequences that add one token, or a few, to cached ones: together, over the blocks in place.
 
 That reads much and computes little. Gathering each sequence's blocks into a padded batch costs as much as
-the attention. So the products run over the blocks in place, as one batched product per step and layer; only
+the attention. So the products run over the blocks in place, as one batched product per step and layer. Only
 the scores, `head_dim` times smaller than the cache, are gathered into rows per sequence for the softmax, and
 back.
 
-Several rows of a sequence (its last token and guesses for the next) are more rows of the same products, each
-with a mask of its own; sequences with fewer rows than others repeat their last one.
+Several rows of a sequence (its last token and draft tokens) are additional rows of the same products, each
+with its own mask. Sequences with fewer rows than others repeat their last row.
 """
 
 from __future__ import annotations

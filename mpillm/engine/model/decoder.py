@@ -2,8 +2,8 @@
 
 Its layers follow the composition of the model's family (`shape.families`; `layers` has their formula).
 
-`Weights` gives a rank its own heads, intermediate values, experts and vocabulary. So the formula is that of
-the whole model, and only sums over the TP group are added: of attention's output, of the feed-forward and of
+`Weights` gives a rank its own heads, intermediate values, experts and vocabulary. So the formula is the
+model's, and only sums over the TP group are added: of attention's output, of the feed-forward and of
 the embedding. `Weights` also reorders the rows of the q and k projections: the values that a rotary embedding
 pairs are adjacent. The rotation is then one complex product, in place. Scores do not change, and cached keys
 keep that order.
@@ -23,7 +23,7 @@ from mpillm.engine.kernels import ops
 from mpillm.engine.kernels.linear import Linear
 from mpillm.engine.kernels.ops import Partial
 from mpillm.engine.model.features import Features
-from mpillm.engine.model.feed_forward import Mixture
+from mpillm.engine.model.feed_forward import ExpertMixture
 from mpillm.engine.model.layers import Norm, Product
 from mpillm.engine.model.rope import rotations
 from mpillm.engine.model.step_parts import Attention, Ops
@@ -74,7 +74,7 @@ class Decoder:
     def read_choices_above(self, n_rows: int) -> None:
         """Let the host wait for the choice of experts in steps of more rows, which no CUDA graph may have."""
         for layer in self.layers:
-            if isinstance(layer.feed_forward, Mixture):
+            if isinstance(layer.feed_forward, ExpertMixture):
                 layer.feed_forward.one_by_one_above = n_rows
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class Decoder:
     def leave(self, x: Tensor, attended: Tensor, logits_rows: Tensor | None, n_padded: int = 0) -> Tensor:
         """Return the result of `forward` from the last attention's output.
 
-        `n_padded`: the number of computed rows, if more than those of x.
+        `n_padded`: the number of computed rows, if more than x has.
         """
         features = self.features if self.lm_head is not None else None
         keeps_last = features is not None and self.config.n_layers in features.layers
@@ -133,7 +133,7 @@ class Decoder:
             x = self._chosen(x, logits_rows, n_padded or len(x))  # nothing reads the other rows
             attended = attended.index_select(0, logits_rows)
         elif keeps_last and n_padded > len(x):  # ranks may share fewer rows in another way
-            x = self._whole_residual(x, n_padded)
+            x = self._full_residual(x, n_padded)
         delta = self.layers[-1].after(x, attended)
         if self.lm_head is None:
             assert not isinstance(delta, Partial)  # ranks of several stages share no rows
@@ -151,10 +151,10 @@ class Decoder:
         return self.lm_head(normed)
 
     def _note(self, features: Features, layer: int, x: Tensor) -> None:
-        features.note(layer, self._whole_residual(x, len(x)))
+        features.note(layer, self._full_residual(x, len(x)))
 
-    def _whole_residual(self, x: Tensor, n_computed: int) -> Tensor:
-        """Return the residual x with all its rows on each rank, from `n_computed` computed rows."""
+    def _full_residual(self, x: Tensor, n_computed: int) -> Tensor:
+        """Return the residual x with all rows on each rank, from `n_computed` computed rows."""
         shared = self._groups.shared_rows
         if shared is None or not shared.splits(n_computed, x.dtype):
             return x

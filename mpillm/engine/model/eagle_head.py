@@ -1,7 +1,7 @@
-"""An EAGLE-3 head: a layer that guesses from a token's embedding and from what the model thought before it.
+"""An EAGLE-3 head: a draft layer, which reads a token's embedding and a hidden state before it.
 
-Li et al., EAGLE-3, 2025. Row i of a sequence is token i + 1 with the hidden state of token i: the model's,
-three layers' outputs `fuse`d into one, or, behind a guess, what the head itself made of the row before.
+Li et al., EAGLE-3, 2025. Row i of a sequence is token i + 1 with the hidden state of token i: three layers'
+outputs of the model, `fuse`d into one. After a draft token it is the head's own output for the row before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class EagleHead(Decoder):
-    """As a model of one layer whose rows read `hidden`, too. Its logits are over the model's vocabulary."""
+    """A model of one layer whose rows also read `hidden`. Its logits are over the model's vocabulary."""
 
     in_parts = False
 
@@ -40,18 +40,18 @@ class EagleHead(Decoder):
         max_seq_len: int,
         dtype: torch.dtype,
         ops: Ops,
-        most_rows: int,
+        max_rows: int,
     ) -> None:
-        """`embedding` [vocabulary, hidden]: the model's; `most_rows`: of a step.
+        """`embedding` [vocabulary, hidden]: the model's; `max_rows`: of a step.
 
         Raises ConfigError if a tensor cannot be read.
         """
         source = _HeadFile(eagle, embedding)
         weights = Shards(source, eagle.model, RankLayout(), dtype, embedding.device)
         super().__init__(eagle.model, weights, max_seq_len, Groups(), ops)
-        # Before a step, in its first rows: what each row reads. After it: what the head made of each wanted
-        # row. It stays where it is for graphs.
-        self.hidden = embedding.new_zeros(most_rows, eagle.model.hidden_size, dtype=dtype)
+        # Before a step, the hidden state that each row reads, in the first rows. After the step, the head's
+        # outputs. The memory stays in place for graphs.
+        self.hidden = embedding.new_zeros(max_rows, eagle.model.hidden_size, dtype=dtype)
         self._fc = Linear(weights.get("fc"))
         self._hidden_norm = AddRmsNorm(weights.get(f"{LAYER}hidden_norm"), self.config.rms_norm_eps, ops)
         self._norm_before_residual = eagle.norm_before_residual
@@ -72,7 +72,7 @@ class EagleHead(Decoder):
         logits_rows: Tensor | None,
         layer_stored: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """As `Decoder.forward`, without a handoff."""
+        """Run a step (see `Decoder.forward`); there is no handoff."""
         layer, residual = self.layers[0], self.hidden[: len(x)]
         normed = self._hidden_norm(residual)
         if self._norm_before_residual:

@@ -1,4 +1,4 @@
-"""Outputs of some layers for each row of a step: what a head that guesses reads beside the tokens."""
+"""Outputs of some layers for each row of a step, which a draft head reads besides the tokens."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 class Features:
-    """Those of the last step, in its first rows of `rows` [most rows, layers * hidden], side by side."""
+    """Outputs of the last step, side by side in the first rows of `rows` [max rows, layers * hidden]."""
 
     def __init__(self, layers: tuple[int, ...], rows: Tensor) -> None:
-        """`layers`: whose outputs; the number behind the last layer's means that one's, normed.
+        """`layers`: their numbers; the number after the last layer's means the normed output of the last one.
 
         `rows` stays where it is for graphs.
         """

@@ -13,8 +13,7 @@ from mpillm.engine.kernels.linear import GroupedLinear, Linear
 from mpillm.engine.kernels.ops import Choice, RoundedRows, UnscaledProduct
 from mpillm.engine.model.projections import OutputProduct
 from mpillm.engine.model.step_parts import Ops
-from mpillm.engine.shape.composition import CORRECTION, Activation
-from mpillm.engine.shape.composition import Mixture as Parts
+from mpillm.engine.shape.composition import CORRECTION, Activation, Mixture
 from mpillm.engine.weights.rank_weights import Weights
 
 
@@ -40,7 +39,7 @@ class GatedMlp:
         return self.down(hidden, onto)
 
     def rounds(self, n_rows: int) -> bool:
-        """As `Linear.rounds`, for its input."""
+        """Return whether the first product takes so many rows rounded (see `Linear.rounds`)."""
         return self.gate_up.rounds(n_rows)
 
 
@@ -58,14 +57,14 @@ class PlainMlp:
         return self.down(hidden)
 
     def rounds(self, n_rows: int) -> bool:
-        """As `Linear.rounds`, for its input."""
+        """Return whether the first product takes so many rows rounded (see `Linear.rounds`)."""
         return self.up.rounds(n_rows)
 
 
-class Mixture:
+class ExpertMixture:
     """A mixture of experts: the best few for each row, weighted; this rank adds its own experts' part."""
 
-    def __init__(self, weights: Weights, prefix: str, parts: Parts, experts: range, ops: Ops) -> None:
+    def __init__(self, weights: Weights, prefix: str, parts: Mixture, experts: range, ops: Ops) -> None:
         """`prefix`: of its tensors; `experts`: this rank's."""
         self._ops = ops
         self._experts = experts
@@ -125,9 +124,9 @@ class Mixture:
         return self._ops.route(scores, *common)
 
     def _one_by_one(self, x: Tensor, choice: Choice) -> Tensor:
-        """As all of the above on a GPU, with dense products of one expert after the other.
+        """Compute on a GPU with dense products, one expert after the other.
 
-        What needs no choice on the host is launched before it waits, so that the GPU works meanwhile.
+        Kernels that do not need the choice on the host are launched before the host waits for the choice.
         """
         from mpillm.engine.kernels.expert_kernels import combine
         from mpillm.engine.kernels.fp8_kernels import quantize_rows
@@ -165,8 +164,6 @@ def _rows_of(x: Tensor | RoundedRows, rows: Tensor) -> Any:
 
 
 def _part(x: Tensor | RoundedRows, start: int, end: int) -> Any:
-    if isinstance(
-        x, RoundedRows
-    ):  # whose scales cuBLAS wants at an address of their own: aligned to 16 bytes
+    if isinstance(x, RoundedRows):  # cuBLAS requires scales aligned to 16 bytes: a copy
         return RoundedRows(x.numbers[start:end], x.scales[start:end].clone(), x.dtype)
     return x[start:end]

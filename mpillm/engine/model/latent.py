@@ -1,9 +1,9 @@
 """Latent attention (DeepSeek V3): all heads read one short vector of each token, and no more is cached.
 
-A token's key is its latent and a few rotated values; its value is the latent. What makes keys of a latent is
-multiplied into the queries, and what makes values of it into the result: so one KV head of `Latent.head_dim`
-values serves all query heads, with the kernels of any model and a cache of keys alone. Read as a value, a key
-has a few values too many, of which nothing is made.
+A token's key is its latent and a few rotated values; its value is the latent. The matrix that makes keys from
+latents is multiplied into the queries, and the matrix that makes values into the result. So one KV head of
+`Latent.head_dim` values serves all query heads, with the kernels of any model and a cache of keys alone. Read
+as a value, a key has a few additional values, which the result ignores.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mpillm.engine.shape.composition import Latent
 if TYPE_CHECKING:
     from mpillm.engine.weights.rank_weights import Weights
 
-_EPS = 1e-6  # of both norms, whatever config.json says of others
+_EPS = 1e-6  # of both norms; the value in config.json does not apply
 
 
 class LatentProjections:
-    """Implements `layers.Attention`."""
+    """Implements `layers.Projections`."""
 
     def __init__(self, weights: Weights, prefix: str, sizes: Latent, output: OutputProduct) -> None:
         """`prefix`: of its tensors."""
@@ -49,7 +49,7 @@ class LatentProjections:
         self._keys, self._values = keys.contiguous(), values.transpose(1, 2).contiguous()
 
     def rounds(self, n_rows: int) -> bool:
-        """As `Linear.rounds`: several products read its input."""
+        """Return False (see `Linear.rounds`): several products read the input."""
         return False
 
     def qkv(self, x: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class Norm(Protocol):
         ...
 
 
-class Attention(Protocol):
+class Projections(Protocol):
     """The products around attention."""
 
     kind: LayerKind
@@ -54,11 +54,11 @@ class FeedForward(Protocol):
     """A dense feed-forward, or a mixture of experts."""
 
     def rounds(self, n_rows: int) -> bool:
-        """As `Attention.rounds`."""
+        """Return whether it takes so many rows rounded (see `Linear.rounds`)."""
         ...
 
     def __call__(self, x: Any, onto: Tensor | None = None) -> Product | None:
-        """As `Attention.output`, of normed rows."""
+        """Return this rank's part of the output. With `onto` it may add the result there and return None."""
         ...
 
 
@@ -68,7 +68,7 @@ class Layer(ABC):
     observe: Callable[[Tensor], None] | None = None  # receives the residual that the layer reads
 
     def __init__(
-        self, norm: Norm, attention: Attention, post_norm: Norm, feed_forward: FeedForward, tp_sum: TpSum
+        self, norm: Norm, attention: Projections, post_norm: Norm, feed_forward: FeedForward, tp_sum: TpSum
     ) -> None:
         self.norm, self.attention = norm, attention
         self.post_norm, self.feed_forward = post_norm, feed_forward
@@ -104,9 +104,9 @@ class SandwichNormLayer(Layer):
         self.attention_norm, self.after_norm = attention_norm, after_norm
 
     def after(self, x: Tensor, attended: Tensor) -> Delta:
-        delta: Tensor = self.attention_norm(self.tp_sum.whole(self.attention.output(attended)))
+        delta: Tensor = self.attention_norm(self.tp_sum.computed(self.attention.output(attended)))
         added = self.feed_forward(self.post_norm(x, delta))
-        normed: Tensor = self.after_norm(self.tp_sum.whole(added))
+        normed: Tensor = self.after_norm(self.tp_sum.computed(added))
         return normed
 
 
@@ -132,9 +132,9 @@ class TpSum:
         if product is None or self._groups.layout.tp_size == 1:
             return product
         shared = self._groups.shared_rows
-        return Partial(product, shared) if shared is not None and self._norm_adds else self.whole(product)
+        return Partial(product, shared) if shared is not None and self._norm_adds else self.computed(product)
 
-    def whole(self, product: Product | None) -> Tensor:
+    def computed(self, product: Product | None) -> Tensor:
         """Return the sum itself."""
         assert product is not None
         return self._groups.all_reduce(self._ops.scaled(product))

@@ -18,7 +18,7 @@ from mpillm.engine.weights.rank_weights import open_weights
 
 
 class ModelPart:
-    """What a rank's steps compute with. It knows nothing of sequences."""
+    """Weights and caches of a rank; no state of sequences."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class ModelPart:
         dtype: torch.dtype,
         kv_scales: Tensor | None = None,
     ) -> None:
-        """`dtype`: of rows, and of weights that are not quantised; `kv_scales`: of an fp8 cache."""
+        """`dtype`: of rows, and of weights that are not quantized; `kv_scales`: of an fp8 cache."""
         config, layout = info.config, groups.layout
         self.info = info
         self.groups = groups
@@ -61,12 +61,12 @@ class ModelPart:
 
         with torch.inference_mode():
             self.cache = cache(False, info.kv_cache_tokens)
-            # Of the layers with a window, if it is not `cache` (see `WindowBlocks`).
+            # The cache of layers with a window, if it is not `cache` (see `WindowBlocks`).
             self.window_cache = cache(True, info.window_cache_tokens) if info.window_cache_tokens else None
 
     @property
     def handed_over(self) -> KVCache | TwoCaches:
-        """What KV caches of handoffs come from, or go to."""
+        """The caches that handoffs read and write."""
         return (
             self.cache
             if self.window_cache is None

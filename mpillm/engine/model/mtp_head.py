@@ -1,8 +1,8 @@
-"""DeepSeek's layer that guesses: a layer as the model's, from a token's embedding and the thought before it.
+"""DeepSeek's draft layer: a layer as the model's, which reads a token's embedding and a hidden state.
 
 DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 2.2. Row i of a sequence is token i + 1 with the
-hidden state of token i: the model's last, normed, or, behind a guess, what this layer itself made of the row
-before, normed by its own head, as TensorRT-LLM has it.
+hidden state of token i: the model's last one, normed. After a draft token it is this layer's own output for
+the row before, normed by its own head, as in TensorRT-LLM.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LAYER = "model.layers.0."
 
 
 class MtpHead(Decoder):
-    """As a model of one layer whose rows read `hidden`, too."""
+    """A model of one layer whose rows also read `hidden`."""
 
     in_parts = False
 
@@ -37,13 +37,13 @@ class MtpHead(Decoder):
         max_seq_len: int,
         dtype: torch.dtype,
         ops: Ops,
-        most_rows: int,
+        max_rows: int,
     ) -> None:
         """As `EagleHead`."""
-        source = _LayerBehind(mtp, embedding)
+        source = _DraftLayer(mtp, embedding)
         weights = Shards(source, mtp.model, RankLayout(), dtype, embedding.device, mtp.quantization)
         super().__init__(mtp.model, weights, max_seq_len, Groups(), ops)
-        self.hidden = embedding.new_zeros(most_rows, mtp.model.hidden_size, dtype=dtype)  # as `EagleHead`'s
+        self.hidden = embedding.new_zeros(max_rows, mtp.model.hidden_size, dtype=dtype)  # as `EagleHead`'s
         self._embedding_norm, self._hidden_norm = (
             AddRmsNorm(weights.get(f"{_LAYER}{name}"), self.config.rms_norm_eps, ops)
             for name in ("enorm", "hnorm")
@@ -61,14 +61,14 @@ class MtpHead(Decoder):
         logits_rows: Tensor | None,
         layer_stored: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """As `Decoder.forward`, without a handoff."""
+        """Run a step (see `Decoder.forward`); there is no handoff."""
         both = [self._embedding_norm(x), self._hidden_norm(self.hidden[: len(x)])]
         out = super().forward(self._eh(torch.cat(both, dim=1)), attention, logits_rows)
         self.hidden[: len(out)] = out
         return out
 
 
-class _LayerBehind:
+class _DraftLayer:
     """Implements `WeightSource`: the layer's tensors by the names of a model's."""
 
     def __init__(self, mtp: MtpConfig, embedding: Tensor) -> None:
@@ -78,10 +78,10 @@ class _LayerBehind:
 
     def get(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         if name.startswith(_LAYER):
-            there = self._prefix + name.removeprefix(_LAYER)
+            stored = self._prefix + name.removeprefix(_LAYER)
         elif name == "model.embed_tokens.weight":
             return self._embedding
         else:
             head = {"model.norm.weight": "norm.weight", "lm_head.weight": "head.weight"}[name]
-            there = f"{self._prefix}shared_head.{head}"
-        return self._checkpoint.get(there, rows, columns)
+            stored = f"{self._prefix}shared_head.{head}"
+        return self._checkpoint.get(stored, rows, columns)

@@ -35,7 +35,7 @@ class Contexts:
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """As `step_parts.Attention`: `n_decode` rows that add one token, then those of contexts.
+    """Implements `step_parts.Attention`: `n_decode` rows that add one token, then rows of contexts.
 
     The other fields are arguments of `kernels`.
     """

@@ -31,7 +31,7 @@ class OutputProduct:
 
 
 class GroupedProjections:
-    """Implements `layers.Attention` for heads with keys and values of their own, or of their group."""
+    """Implements `layers.Projections` for heads with keys and values of their own, or of their group."""
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mpillm.engine.model import layers
-from mpillm.engine.model.feed_forward import GatedMlp, Mixture, PlainMlp
+from mpillm.engine.model.feed_forward import ExpertMixture, GatedMlp, PlainMlp
 from mpillm.engine.model.latent import LatentProjections
 from mpillm.engine.model.layer_kind import LayerKind
 from mpillm.engine.model.layers import AddLayerNorm, AddRmsNorm, PreNormLayer, SandwichNormLayer, TpSum
@@ -56,7 +56,7 @@ class TorchParts:
             return AddLayerNorm(weight, self._weights.bias(name), eps, self._ops)
         return AddRmsNorm(weight, eps, self._ops, rounds)
 
-    def _attention(self, parts: composition.AnyAttention, prefix: str) -> layers.Attention:
+    def _attention(self, parts: composition.AnyAttention, prefix: str) -> layers.Projections:
         weights = self._weights
         if not isinstance(parts, GroupedQueryAttention):
             return LatentProjections(weights, prefix, parts.sizes, self._output(f"{prefix}.o_proj", False))
@@ -84,7 +84,7 @@ class TorchParts:
     def _feed_forward(self, parts: composition.AnyFeedForward, layer: str) -> layers.FeedForward:
         name = f"{layer}{parts.prefix}"
         if isinstance(parts, composition.Mixture):
-            return Mixture(self._weights, name, parts, self._layout.experts(self._config), self._ops)
+            return ExpertMixture(self._weights, name, parts, self._layout.experts(self._config), self._ops)
         if isinstance(parts, composition.GatedFeedForward):
             gate_up = self._weights.linear(f"{name}.gate_up_proj")
             return GatedMlp(gate_up, self._output(f"{name}.down_proj", False), parts.activation, self._ops)

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mpillm.engine.model.context_plan import LEAST_QUERIES, ContextPlan
+from mpillm.engine.model.context_plan import MIN_QUERIES, ContextPlan
 from mpillm.engine.model.model_part import ModelPart
 from mpillm.engine.model.paged_attention import Contexts, LayerCache, PagedAttention
 from mpillm.engine.run import compilations
@@ -345,7 +345,7 @@ class GpuSteps:
             n_contexts = -(-(n_tokens - ones) // longest)
             contexts = [len(part) for part in np.array_split(range(n_tokens - ones), n_contexts)]
             yield self._padding_step([1] * ones + sorted(contexts))
-        for n_new in (2, LEAST_QUERIES):  # chunks that are not their contexts' first
+        for n_new in (2, MIN_QUERIES):  # chunks that are not their contexts' first
             if largest >= n_new and longest > n_new:
                 yield self._padding_step([n_new], n_cached=1)
         for n_rows in reversed(ladder(self._decode_rows)):

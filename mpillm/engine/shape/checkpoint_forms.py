@@ -40,7 +40,7 @@ class PackedExperts:
 
     def __init__(self, model: ModelConfig) -> None:
         self._model = model
-        self._last: tuple[tuple[str, int], Tensor] | None = None  # gate and up are asked for in turn
+        self._last: tuple[tuple[str, int], Tensor] | None = None  # gate and up are read in turn
 
     def holds(self, name: str) -> bool:
         """Return whether a parameter is an expert's."""
@@ -48,24 +48,24 @@ class PackedExperts:
 
     def entries(self) -> dict[str, Entry]:
         """Return the tensors of all layers' experts."""
-        model, made = self._model, dict[str, Entry]()
+        model, entries = self._model, dict[str, Entry]()
         n, h, inner = model.n_experts, model.hidden_size, model.intermediate_size
         for layer in range(model.n_layers):
             for part, n_out, n_in in (("gate_up_proj", 2 * inner, h), ("down_proj", h, inner)):
                 name = f"model.layers.{layer}.mlp.experts.{part}"
                 if model.stored == "mxfp4":
-                    made[f"{name}_blocks"] = Entry("U8", (n, n_out, n_in // BLOCK, _BYTES))
-                    made[f"{name}_scales"] = Entry("U8", (n, n_out, n_in // BLOCK))
+                    entries[f"{name}_blocks"] = Entry("U8", (n, n_out, n_in // BLOCK, _BYTES))
+                    entries[f"{name}_scales"] = Entry("U8", (n, n_out, n_in // BLOCK))
                 else:
-                    made[name] = Entry(STORED[model.dtype], (n, n_in, n_out))
-                made[f"{name}_bias"] = Entry(STORED[model.dtype], (n, n_out))
-        return made
+                    entries[name] = Entry(STORED[model.dtype], (n, n_in, n_out))
+                entries[f"{name}_bias"] = Entry(STORED[model.dtype], (n, n_out))
+        return entries
 
     def get(self, name: str, rows: slice, columns: slice, read: _Read) -> Tensor:
-        """As `WeightSource.get`."""
-        found = _NAME.fullmatch(name)
-        assert found is not None
-        prefix, expert, part, kind = found[1], int(found[2]), found[3], found[4]
+        """Return a part of a parameter (see `WeightSource.get`)."""
+        match = _NAME.fullmatch(name)
+        assert match is not None
+        prefix, expert, part, kind = match[1], int(match[2]), match[3], match[4]
         every = ALL if part == "down_proj" else slice(part == "up_proj", None, 2)
         stored = f"{prefix}.{part if part == 'down_proj' else 'gate_up_proj'}"
         if kind == "bias":
@@ -97,13 +97,13 @@ def _one(read: _Read, name: str, expert: int) -> Tensor:
     return read(name, slice(expert, expert + 1), ALL)[0]
 
 
-_WHOLE = {
+_GLOBAL_NAMES = {
     "model.embed_tokens": "wte",
     "model.embed_positions": "wpe",
     "model.norm": "ln_f",
     "lm_head": "lm_head",
 }
-_OF_LAYER = {
+_LAYER_NAMES = {
     "input_layernorm": "ln_1",
     "post_attention_layernorm": "ln_2",
     "self_attn.q_proj": "attn.c_attn",
@@ -128,13 +128,13 @@ class Gpt2Names:
         return True
 
     def entries(self) -> dict[str, Entry]:
-        made: dict[str, Entry] = {}
+        entries: dict[str, Entry] = {}
         for name, shape in tensor_shapes(self._model).items():
             stored, place = _place(name)
             n_out = shape[0] if place is None else 3 * shape[0]
             turned = (*shape[1:], n_out) if _is_turned(name) else (n_out, *shape[1:])
-            made[stored] = Entry(STORED[self._model.dtype], turned)
-        return made
+            entries[stored] = Entry(STORED[self._model.dtype], turned)
+        return entries
 
     def get(
         self, name: str, rows: slice, columns: slice, read: Callable[[str, slice, slice], Tensor]
@@ -152,9 +152,9 @@ class Gpt2Names:
 def _place(name: str) -> tuple[str, int | None]:
     """Return a parameter's name there, and which third of the tensor it is, if it is one."""
     module, _, kind = name.rpartition(".")
-    if (found := _LAYER.fullmatch(module)) is None:
-        return f"{_WHOLE[module]}.{kind}", None
-    return f"h.{found[1]}.{_OF_LAYER[found[2]]}.{kind}", _IN_QKV.get(found[2])
+    if (match := _LAYER.fullmatch(module)) is None:
+        return f"{_GLOBAL_NAMES[module]}.{kind}", None
+    return f"h.{match[1]}.{_LAYER_NAMES[match[2]]}.{kind}", _IN_QKV.get(match[2])
 
 
 def _is_turned(name: str) -> bool:

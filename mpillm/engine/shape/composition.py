@@ -1,7 +1,7 @@
 """The parts that a family's file composes a model of: pure data.
 
-`tensor_shapes` derives the names and shapes of tensors from it, `model.build_decoder` the products. Names are
-those of a checkpoint, less the prefix of the layer.
+`tensor_shapes` derives the names and shapes of tensors from the composition, and `model.torch_parts` builds
+the products and norms. A part has the name of its tensors in a checkpoint, without the layer's prefix.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CLAMP, SWISH = 7.0, 1.702
 
 
 class Latent(NamedTuple):
-    """Sizes of latent attention, as `config.json` names them."""
+    """Sizes of latent attention, by their names in `config.json`."""
 
     q_lora_rank: int  # 0: queries are one product
     kv_lora_rank: int
@@ -32,7 +32,7 @@ class Latent(NamedTuple):
 
     @property
     def head_dim(self) -> int:
-        """Values of a token in the cache, and of a query there."""
+        """Values of a token in the cache, and of a query."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
@@ -91,7 +91,7 @@ class GatedFeedForward:
 
 
 @dataclass(frozen=True)
-class FeedForward:
+class PlainFeedForward:
     """c_proj(gelu(c_fc(x))), both products with a bias."""
 
     size: int
@@ -99,7 +99,7 @@ class FeedForward:
 
 
 @dataclass(frozen=True)
-class Groups:
+class ExpertGroups:
     """Experts in groups: a row chooses from its best groups, by sigmoids and a bias (DeepSeek-V3, 2024)."""
 
     n_groups: int
@@ -122,12 +122,12 @@ class Mixture:
     activation: Activation = "silu"
     bias: bool = False  # of the router and of each expert's products
     weights_add_up: bool = True  # the weights of a row's experts add up to 1
-    groups: Groups | None = None
+    groups: ExpertGroups | None = None
 
 
 Norm = RmsNorm | LayerNorm
 AnyAttention = GroupedQueryAttention | LatentAttention
-AnyFeedForward = GatedFeedForward | FeedForward | Mixture
+AnyFeedForward = GatedFeedForward | PlainFeedForward | Mixture
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ _ALIASES = (("num_local_experts", "num_experts"),)
 _EMPTY: Raw = MappingProxyType({})
 
 
-class Fields:
+class ConfigFields:
     """A model's fields, by Llama's names."""
 
     def __init__(self, raw: Raw, family: FamilyFields, architecture: str, source: Path) -> None:
@@ -82,7 +82,7 @@ class Fields:
                 )
 
 
-def _no_more(fields: Fields) -> dict[str, Any]:
+def _no_more(fields: ConfigFields) -> dict[str, Any]:
     return {}
 
 
@@ -93,10 +93,10 @@ class FamilyFields(NamedTuple):
     renames: Mapping[str, str] = MappingProxyType({})  # own name -> Llama's name
     aliases: tuple[tuple[str, str], ...] = ()  # further names of one field
     fixed: Mapping[str, tuple[Any, ...]] = MappingProxyType({})  # allowed values; None: may be absent
-    quantization: tuple[str, ...] = ("awq", "gptq")  # supported methods, in addition to those of all families
+    quantization: tuple[str, ...] = ("awq", "gptq")  # supported methods, in addition to the common ones
     rope: Raw | None = None  # rope_parameters, if config.json has neither these nor rope_scaling
     local_rope: bool = False  # layers with a window have a rotary base of their own
     slides: Callable[[int, Raw], bool] | None = None  # whether a layer has the window `sliding_window`
     layer_types: bool = False  # the field layer_types may name other layers that have it
     expert_size: str | None = None  # the field with the intermediate size of an expert; None: a dense model
-    more: Callable[[Fields], dict[str, Any]] = _no_more  # fields of `ModelConfig` that few families have
+    more: Callable[[ConfigFields], dict[str, Any]] = _no_more  # fields of `ModelConfig` of few families

@@ -75,7 +75,7 @@ class ModelConfig:
     shared_size: int = 0  # of the expert that each row has
     latent: Latent | None = None
     score_factor: float = 1.0  # of latent attention's scores, besides the root of a query's size
-    n_guess_layers: int = 0  # behind the last one, which guess (see `mtp_config`): 1 where they are wanted
+    n_draft_layers: int = 0  # draft layers after the last one (see `mtp_config`)
     quantization: str = "none"  # of the checkpoint: none, int8, fp8 or int4
     kv_quantization: str = "none"  # fp8: the checkpoint has scales for the KV cache
     stored: Stored = "rows"  # what the checkpoint's scales are of
@@ -113,7 +113,7 @@ class ModelConfig:
 
     @property
     def kv_parts(self) -> int:
-        """What the cache has of a token and head: a key and a value, or a latent, which is both."""
+        """The vectors per token and head in the cache: a key and a value, or a latent, which is both."""
         return 2 if self.latent is None else 1
 
     def kv_bytes_per_token(self, dtype: str, tp_size: int = 1, pp_size: int = 1) -> int:

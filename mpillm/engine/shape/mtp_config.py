@@ -64,7 +64,7 @@ def mtp_config(
             f"--speculative_config decoding_type {MTP}: {config.model_path} has no layer that guesses ({why})"
         )
     assert folder is not None
-    whole = replace(target, n_guess_layers=1)
+    whole = replace(target, n_draft_layers=1)
     checkpoint_files(folder, whole)
     model = replace(target, n_layers=1, n_dense_layers=0, windows=(), tie_word_embeddings=False)
     return MtpConfig(folder, whole, model, quantization)

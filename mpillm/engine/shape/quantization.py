@@ -1,4 +1,4 @@
-"""What quantised weights are, and how `config.json` says so. Without torch; `quantize` has the arithmetic.
+"""Formats of quantized weights, and their description in `config.json`. No torch; `quantize` computes.
 
 The matrices of a layer's linear projections have 8 bits, with one scale per output channel (a row of the
 matrix): a weight is the number times its row's scale. Embedding, norms, router and `lm_head` keep their type.
@@ -6,8 +6,8 @@ On disk that is the format of compressed-tensors (https://github.com/vllm-projec
 `int-quantized` and `float-quantized`, strategy `channel`), which transformers, vLLM and llm-compressor read
 and write: `X.weight` [out, in] as int8 or float8_e4m3fn, `X.weight_scale` [out, 1].
 
-A KV cache may be fp8 too. A checkpoint that says so (`kv_cache_scheme`) has one scale for the keys and one
-for the values of each layer, or of each KV head: a number in the cache times its scale is the key or value.
+A KV cache may also be fp8. A checkpoint with `kv_cache_scheme` has one scale for the keys and one for the
+values of each layer, or of each KV head. A number in the cache times its scale is the key or value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpillm.engine.shape.config_fields import Raw
 from mpillm.files import excerpt, read_object
 
 ALGORITHMS = ("int8", "fp8")
-# Of weights in the engine's memory; MXFP4 of experts only, the rest floats.
+# Types of weights in the engine's memory. With MXFP4 only experts have it, other weights are floats.
 TYPES = (*ALGORITHMS, "mxfp4", "int4")
 RECORD = "quantization.json"  # in a folder that `quantize` made: what was done, each matrix's relative error
 _TYPES = {"int": "int8", "float": "fp8"}
@@ -32,8 +32,8 @@ _FORMATS = {"int8": "int-quantized", "fp8": "float-quantized"}
 
 MODELOPT = "hf_quant_config.json"
 BLOCK_SIZE = 128  # rows and columns of "blocks"
-# What a scale in a checkpoint is of: a matrix's row, all of it, a square block, or 32 numbers of four bits
-# (see `packed_experts`). The engine has rows, floats for blocks, and for the last either floats or the same.
+# The numbers that share a scale in a checkpoint: a row of a matrix, all of it, a square block, or 32 numbers
+# of four bits. The engine has rows, floats for blocks, and for the last either floats or the same.
 # "gptq2" is GPTQ's second format (see `int4`).
 Stored = Literal["rows", "matrix", "blocks", "mxfp4", "awq", "gptq", "gptq2"]
 GROUPS = (32, 64, 128, -1)  # inputs with one scale in int4; -1: all
@@ -60,8 +60,8 @@ def quantization_config(
 
     `router`: the name in a layer of a mixture's router, which keeps its type.
 
-    fp8 multiplies 8-bit weights with activations that are quantised token by token at run time
-    (llm-compressor's FP8_DYNAMIC); int8 quantises only weights.
+    fp8 multiplies 8-bit weights with activations that are quantized token by token at run time
+    (llm-compressor's FP8_DYNAMIC); int8 quantizes only weights.
     """
     scheme = (
         {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
@@ -92,7 +92,7 @@ def quantization_config(
 
 
 class Quantized(NamedTuple):
-    """What is quantised in a checkpoint."""
+    """The quantization of a checkpoint."""
 
     weights: str = "none"  # or int8 or fp8: what the engine computes with
     kv_cache: str = "none"  # or fp8
@@ -106,15 +106,18 @@ def parse_quantization(raw: Raw, source: Path, more: Sequence[str]) -> Quantized
     Raises ConfigError if it is not supported. `more`: the methods of the model's family.
     """
     config = raw.get("quantization_config")
-    beside = source.parent / MODELOPT
-    if config is None and beside.is_file():
-        config, source = {"quant_method": "modelopt"} | read_object(beside).get("quantization", {}), beside
+    modelopt = source.parent / MODELOPT
+    if config is None and modelopt.is_file():
+        config, source = (
+            {"quant_method": "modelopt"} | read_object(modelopt).get("quantization", {}),
+            modelopt,
+        )
     if config is None:
         return Quantized()
 
-    def refuse(what: str, value: Any, supported: str) -> ConfigError:
+    def refuse(name: str, value: Any, supported: str) -> ConfigError:
         return ConfigError(
-            f"{source}: quantization_config: {what} {excerpt(value)} is not supported by the torch core;"
+            f"{source}: quantization_config: {name} {excerpt(value)} is not supported by the torch core;"
             f" supported: {supported}"
         )
 
@@ -154,9 +157,9 @@ def _modelopt(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
     """`hf_quant_config.json` of NVIDIA's ModelOpt, or what it writes into `config.json` since."""
     if (algorithm := config.get("quant_algo")) != "FP8":
         raise refuse("quant_algo", algorithm, '"FP8"')
-    kept = config.get("exclude_modules") or config.get("ignore")
-    if "lm_head" not in (kept or ()):
-        raise refuse("exclude_modules", kept, 'a list with "lm_head" in it')
+    unquantized = config.get("exclude_modules") or config.get("ignore")
+    if "lm_head" not in (unquantized or ()):
+        raise refuse("exclude_modules", unquantized, 'a list with "lm_head" in it')
     cache = config.get("kv_cache_quant_algo")
     if cache not in (None, "FP8"):
         raise refuse("kv_cache_quant_algo", cache, 'null, "FP8"')
@@ -164,7 +167,7 @@ def _modelopt(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
 
 
 def _fp8(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
-    """As DeepSeek's and Qwen's: a scale for each block, whose products are floats here."""
+    """Read the format of DeepSeek and Qwen: a scale for each block. The engine multiplies these as floats."""
     if (size := config.get("weight_block_size")) is None:
         return Quantized("fp8", stored="matrix")
     if size != [BLOCK_SIZE] * 2:
@@ -175,8 +178,8 @@ def _fp8(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
 
 
 def _awq(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
-    """As AutoAWQ writes it: `gemm`, its only form for many rows."""
-    given = {"version": "gemm", "zero_point": True, "modules_to_not_convert": None, **config}
+    """Read the format of AutoAWQ: `gemm`, its only one for many rows."""
+    values = {"version": "gemm", "zero_point": True, "modules_to_not_convert": None, **config}
     for name, allowed in (
         ("bits", (4,)),
         ("group_size", GROUPS),
@@ -184,14 +187,14 @@ def _awq(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
         ("zero_point", (True,)),
         ("modules_to_not_convert", (None, [], ["lm_head"])),
     ):
-        if given.get(name) not in allowed:
-            raise refuse(name, given.get(name), ", ".join(map(json.dumps, allowed)))
-    return Quantized("int4", stored="awq", group=given["group_size"])
+        if values.get(name) not in allowed:
+            raise refuse(name, values.get(name), ", ".join(map(json.dumps, allowed)))
+    return Quantized("int4", stored="awq", group=values["group_size"])
 
 
 def _gptq(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
-    """As AutoGPTQ and GPTQModel write it, with inputs in their order."""
-    given = {"checkpoint_format": "gptq", **config}
+    """Read the format of AutoGPTQ and GPTQModel, with inputs in their order."""
+    values = {"checkpoint_format": "gptq", **config}
     for name, allowed in (
         ("bits", (4,)),
         ("group_size", GROUPS),
@@ -202,10 +205,10 @@ def _gptq(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
         ("dynamic", (None, {})),
         ("modules_in_block_to_quantize", (None,)),
     ):
-        if given.get(name) not in allowed:
-            raise refuse(name, given.get(name), ", ".join(map(json.dumps, allowed)))
-    form: Stored = "gptq2" if given["checkpoint_format"] == "gptq_v2" else "gptq"
-    return Quantized("int4", stored=form, group=given["group_size"])
+        if values.get(name) not in allowed:
+            raise refuse(name, values.get(name), ", ".join(map(json.dumps, allowed)))
+    form: Stored = "gptq2" if values["checkpoint_format"] == "gptq_v2" else "gptq"
+    return Quantized("int4", stored=form, group=values["group_size"])
 
 
 def _mxfp4(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:

@@ -14,7 +14,7 @@ from typing import Any
 
 from disagg.errors import ConfigError, about, nearest
 from mpillm.data.other_weights import other_weights
-from mpillm.engine.shape.config_fields import FamilyFields, Fields, Raw
+from mpillm.engine.shape.config_fields import ConfigFields, FamilyFields, Raw
 from mpillm.engine.shape.dtypes import CHECKPOINT_DTYPES
 from mpillm.engine.shape.families.known import FAMILIES, MODEL_TYPES
 from mpillm.engine.shape.families.llama import LLAMA
@@ -41,7 +41,7 @@ def load_model_config(model_path: str) -> ModelConfig:
 
 
 def with_own_head(model: ModelConfig, folder: Path | None) -> ModelConfig:
-    """Return `model` with a head of its own if its folder has one, whatever `tie_word_embeddings` says.
+    """Return `model` with a head of its own if its folder has one, even with `tie_word_embeddings`.
 
     transformers ties only a head that is missing, or equal to the embedding.
     """
@@ -128,7 +128,7 @@ def check_architecture(raw: dict[str, Any], source: Path) -> None:
 
 
 def architecture_of(raw: Raw) -> str:
-    """Return the name of the architecture in `config.json`'s `raw`, or that of its `model_type`."""
+    """Return the architecture in the fields `raw`, which may have only a `model_type`."""
     model_type = str(raw.get("model_type"))
     names = raw.get("architectures") or MODEL_TYPES.get(model_type, model_type)
     return str(names[0] if isinstance(names, list) else names)
@@ -143,7 +143,7 @@ def parse_model(raw: Raw, source: Path) -> ModelConfig:
 def _parsed(raw: Raw, source: Path) -> ModelConfig:
     name = architecture_of(raw)
     family = FAMILIES.get(name, LLAMA)  # `check_architecture` refuses other names; a draft head is as Llama
-    fields = Fields(raw, family.fields, name, source)
+    fields = ConfigFields(raw, family.fields, name, source)
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     n_layers = fields.integer("num_hidden_layers")
     if n_layers > _MAX_LAYERS:
@@ -185,14 +185,14 @@ def _parsed(raw: Raw, source: Path) -> ModelConfig:
     )
 
 
-def _kv_heads(fields: Fields, heads: int) -> int:
+def _kv_heads(fields: ConfigFields, heads: int) -> int:
     kv_heads = fields.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise fields.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     return kv_heads
 
 
-def _head_dim(fields: Fields, hidden: int, heads: int) -> int:
+def _head_dim(fields: ConfigFields, hidden: int, heads: int) -> int:
     if fields.raw.get("head_dim") is None and hidden % heads:
         raise fields.error(
             f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and there is no head_dim"
@@ -203,7 +203,7 @@ def _head_dim(fields: Fields, hidden: int, heads: int) -> int:
     return head_dim
 
 
-def _dtype(fields: Fields) -> str:
+def _dtype(fields: ConfigFields) -> str:
     dtype = str(fields.raw.get("dtype") or fields.raw.get("torch_dtype") or "float32")
     if dtype not in CHECKPOINT_DTYPES.values():
         known = ", ".join(CHECKPOINT_DTYPES.values())
@@ -211,7 +211,7 @@ def _dtype(fields: Fields) -> str:
     return dtype
 
 
-def _experts(fields: Fields, family: FamilyFields, n_layers: int) -> dict[str, Any]:
+def _experts(fields: ConfigFields, family: FamilyFields, n_layers: int) -> dict[str, Any]:
     """Return the fields of `ModelConfig` about experts; none for a dense model."""
     count = "num_experts" if fields.raw.get("num_local_experts") is None else "num_local_experts"
     has_count = fields.raw.get(count) is not None
@@ -230,7 +230,7 @@ def _experts(fields: Fields, family: FamilyFields, n_layers: int) -> dict[str, A
     return {"n_experts": n_experts, "n_experts_per_token": n_per_token}
 
 
-def _sliding_layers(fields: Fields, n_layers: int, family: FamilyFields) -> list[bool]:
+def _sliding_layers(fields: ConfigFields, n_layers: int, family: FamilyFields) -> list[bool]:
     """Return for each layer whether its tokens attend to the last `sliding_window` tokens only."""
     raw = fields.raw
     window, uses, types = (raw.get(name) for name in ("sliding_window", "use_sliding_window", "layer_types"))
@@ -262,7 +262,7 @@ def _sliding_layers(fields: Fields, n_layers: int, family: FamilyFields) -> list
     return slides
 
 
-def _by_types(types: Any, slides: list[bool], fields: Fields, *, has_effect: bool) -> list[bool]:
+def _by_types(types: Any, slides: list[bool], fields: ConfigFields, *, has_effect: bool) -> list[bool]:
     """Return which layers slide by `layer_types`. Raises ConfigError if transformers ignores that field."""
     n_layers = len(slides)
     if not isinstance(types, list) or len(types) != n_layers or any(kind not in _KINDS for kind in types):

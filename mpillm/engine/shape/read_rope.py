@@ -101,7 +101,7 @@ def _by_kind(raw: Raw, new: Raw, old: Raw | None, source: Path) -> Rope:
 
 
 def _theta(rope: Raw, name: str, raw: Raw, source: Path) -> float:
-    """Return the base in `rope`, or else that of `raw` under `name`."""
+    """Return the base in `rope`, or else the field `name` of `raw`."""
     value = rope["rope_theta"] if "rope_theta" in rope else raw.get(name, 10_000.0)
     if not is_number(value) or not 0 < value < math.inf:
         raise ConfigError(f"{source}: rope_theta is {excerpt(value)}; must be a positive number")

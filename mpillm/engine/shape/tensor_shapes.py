@@ -31,7 +31,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes |= _of_norm(family.norm, h)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, h)
-    for i in range(config.n_layers + config.n_guess_layers):
+    for i in range(config.n_layers + config.n_draft_layers):
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in _of_layer(config.layer(i), config)}
         if i >= config.n_layers:
             shapes |= {f"model.layers.{i}.{name}": shape for name, shape in _of_mtp(config)}

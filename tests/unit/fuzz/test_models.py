@@ -296,7 +296,7 @@ def test_eagle_head(folder: Path, config: Any, header: Any) -> None:
 
 
 GUESSES = DEEPSEEK | {"num_nextn_predict_layers": 1}
-WITH_GUESSES = replace(parse_model(GUESSES, Path("it")), n_guess_layers=1)
+WITH_GUESSES = replace(parse_model(GUESSES, Path("it")), n_draft_layers=1)
 OF_GUESSES = header_of(
     {
         there: list(entry.shape)

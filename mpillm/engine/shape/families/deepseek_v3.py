@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from mpillm.engine.shape.composition import (
+    ExpertGroups,
     GatedFeedForward,
-    Groups,
     Latent,
     LatentAttention,
     Mixture,
     PreNorm,
     RmsNorm,
 )
-from mpillm.engine.shape.config_fields import FamilyFields, Fields
+from mpillm.engine.shape.config_fields import ConfigFields, FamilyFields
 from mpillm.engine.shape.model_config import Family, ModelConfig
 
 
-def _more(fields: Fields) -> dict[str, Any]:
+def _more(fields: ConfigFields) -> dict[str, Any]:
     latent = _latent(fields)
     n_dense = fields.integer("first_k_dense_replace") if fields.raw["first_k_dense_replace"] else 0
     return {
@@ -32,7 +32,7 @@ def _more(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _latent(fields: Fields) -> Latent:
+def _latent(fields: ConfigFields) -> Latent:
     sizes = {name: fields.integer(name) for name in Latent._fields[1:]}
     for name in ("kv_lora_rank", "qk_rope_head_dim"):
         if sizes[name] % 2:
@@ -40,7 +40,7 @@ def _latent(fields: Fields) -> Latent:
     return Latent(fields.integer("q_lora_rank") if fields.raw["q_lora_rank"] is not None else 0, **sizes)
 
 
-def _groups(fields: Fields) -> tuple[int, int]:
+def _groups(fields: ConfigFields) -> tuple[int, int]:
     n_experts, n_per_token = fields.integer("num_local_experts"), fields.integer("num_experts_per_tok")
     n, n_chosen = fields.integer("n_group"), fields.integer("topk_group")
     if n_experts % n or n_chosen > n or n_per_token > n_experts // n * n_chosen:
@@ -96,7 +96,7 @@ def _mixture(config: ModelConfig) -> Mixture:
         config.n_experts_per_token,
         config.intermediate_size,
         weights_add_up=config.norms_choice,
-        groups=Groups(*config.groups, config.routed_factor, config.shared_size),
+        groups=ExpertGroups(*config.groups, config.routed_factor, config.shared_size),
     )
 
 

@@ -11,7 +11,7 @@ from mpillm.engine.shape.composition import (
     RmsNorm,
     SandwichNorm,
 )
-from mpillm.engine.shape.config_fields import FamilyFields, Fields, Raw
+from mpillm.engine.shape.config_fields import ConfigFields, FamilyFields, Raw
 from mpillm.engine.shape.model_config import Family, ModelConfig
 
 
@@ -19,7 +19,7 @@ def _all_but_each_sixth(layer: int, raw: Raw) -> bool:
     return (layer + 1) % int(raw["sliding_window_pattern"]) != 0
 
 
-def _query_scalar(fields: Fields) -> dict[str, Any]:
+def _query_scalar(fields: ConfigFields) -> dict[str, Any]:
     return {"query_scalar": float(fields.number("query_pre_attn_scalar"))}
 
 

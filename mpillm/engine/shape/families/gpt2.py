@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpillm.engine.shape.composition import Embedding, FeedForward, GroupedQueryAttention, LayerNorm, PreNorm
-from mpillm.engine.shape.config_fields import FamilyFields, Fields
+from mpillm.engine.shape.composition import (
+    Embedding,
+    GroupedQueryAttention,
+    LayerNorm,
+    PlainFeedForward,
+    PreNorm,
+)
+from mpillm.engine.shape.config_fields import ConfigFields, FamilyFields
 from mpillm.engine.shape.model_config import Family, ModelConfig
 
 
-def _inner_size(fields: Fields) -> dict[str, Any]:
+def _inner_size(fields: ConfigFields) -> dict[str, Any]:
     return {"intermediate_size": fields.integer("intermediate_size", 4 * fields.integer("hidden_size"))}
 
 
@@ -44,7 +50,7 @@ def layer(config: ModelConfig, index: int) -> PreNorm:
         LayerNorm("input_layernorm"),
         GroupedQueryAttention(qkv_bias=True, o_bias=True),
         LayerNorm("post_attention_layernorm"),
-        FeedForward(config.intermediate_size),
+        PlainFeedForward(config.intermediate_size),
     )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from mpillm.engine.model.context_plan import LEAST_QUERIES, ContextPlan
+from mpillm.engine.model.context_plan import MIN_QUERIES, ContextPlan
 from mpillm.engine.schedule.step import Span
 from mpillm.engine.shape.memory import most_copied
 
-MANY = LEAST_QUERIES
+MANY = MIN_QUERIES
 
 
 def plan(spans: list[Span], most: int = 10_000) -> ContextPlan:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mpillm.engine.kernels import ops
-from mpillm.engine.model.feed_forward import Mixture
+from mpillm.engine.model.feed_forward import ExpertMixture
 from mpillm.engine.schedule.block_allocator import BlockAllocator
 from mpillm.engine.schedule.engine_messages import PLAN
 from mpillm.engine.schedule.sampling_params import SamplingParams
@@ -104,7 +104,7 @@ def test_what_the_ranks_experts_contribute_adds_up(shape: tuple[int, int, int]) 
         shards = Shards(source, config, layout, torch.float32)
         parts = config.layer(0).feed_forward
         assert isinstance(parts, composition.Mixture)
-        return Mixture(shards, f"model.layers.0.{parts.prefix}", parts, layout.experts(config), ops)(x)
+        return ExpertMixture(shards, f"model.layers.0.{parts.prefix}", parts, layout.experts(config), ops)(x)
 
     for n in (0, 1, 40):
         x = torch.randn(n, config.hidden_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ import torch
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.kernels import linear
 from mpillm.engine.kernels.cpu_products import cpu_products
-from mpillm.engine.model.attention import _MOST_BY_ROW
+from mpillm.engine.model.attention import _MAX_BY_ROW
+from mpillm.engine.run import cpu_steps
 from mpillm.engine.run.cpu_steps import CpuLayers, CpuSteps
 from mpillm.engine.schedule.step import Span, Step
+from mpillm.engine.shape.families.known import FAMILIES
 from mpillm.engine.shape.layout import RankLayout
+from mpillm.engine.shape.read_config import load_model_config
 from tests.helpers.torch_cores import make_core
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
@@ -67,7 +71,7 @@ def test_equal_one_by_one(options: dict[str, Any]) -> None:
 
 
 def test_left_out_for_rows_that_pytorch_attends_with_and_when_somebody_waits_for_layers() -> None:
-    steps = steps_of(make_core("tiny-llama", max_seq_len=_MOST_BY_ROW + 8))
+    steps = steps_of(make_core("tiny-llama", max_seq_len=_MAX_BY_ROW + 8))
     stored: list[int] = []
 
     def never(*args: Any) -> torch.Tensor:
@@ -75,7 +79,7 @@ def test_left_out_for_rows_that_pytorch_attends_with_and_when_somebody_waits_for
 
     steps._layers = never
     with torch.inference_mode():
-        steps.forward(step(Span(0, 0, _MOST_BY_ROW + 1, 0, [*range(65)])))
+        steps.forward(step(Span(0, 0, _MAX_BY_ROW + 1, 0, [*range(65)])))
         steps.forward(step(Span(1, 0, 2, 0, [65])), stored.append)
     assert stored == [*range(len(steps._part.model.layers))]
 
@@ -89,3 +93,21 @@ def test_made_for_dense_models_of_one_rank_with_compiled_products(monkeypatch: p
     assert CpuLayers.of(part, steps._kernels) is None
     monkeypatch.setattr(linear, "_compiled", lambda dtype, weight_dtype: None)
     assert steps_of(make_core("tiny-llama"))._layers is None
+
+
+def test_only_a_layer_of_llamas_formula_without_a_window() -> None:
+    """Other families would give other tokens in that call."""
+    llama = load_model_config("tiny-llama")
+    assert cpu_steps._is_llama(llama, 0)
+    assert cpu_steps._is_llama(replace(llama, family=FAMILIES["MistralForCausalLM"]), 0)
+    for name in (
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "GPT2LMHeadModel",
+        "GptOssForCausalLM",
+        "Gemma3ForCausalLM",
+    ):
+        assert not cpu_steps._is_llama(replace(llama, family=FAMILIES[name]), 0)
+    windows = (0, *[16] * (llama.n_layers - 1))
+    with_windows = replace(llama, family=FAMILIES["MistralForCausalLM"], windows=windows)
+    assert [cpu_steps._is_llama(with_windows, i) for i in (0, 1)] == [True, False]
