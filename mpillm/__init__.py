@@ -18,7 +18,7 @@ __all__ = ["Run", "RunFailed", "RunningServer", "__version__", "load", "run", "s
 
 
 def __getattr__(name: str) -> Any:
-    """Import what programs use when they use it: ranks import this package, too, and shall start at once."""
+    """Import the API on first use: ranks also import this package, and must start fast."""
     if name in __all__:
         return getattr(importlib.import_module("mpillm.runtime.from_python"), name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

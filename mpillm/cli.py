@@ -20,7 +20,7 @@ from launch.environment import drop_launch_type, let_rank_0_report, write_exit_c
 from launch.launcher import RANK_COMMANDS, EveryRankError, find_launcher, refuse_copies
 from launch.safe_text import safe_stream
 from launch.signals import StopSignal, stop_signals
-from mpillm.core_names import PLUGIN_PACKAGES, brought, lacks
+from mpillm.core_names import PLUGIN_PACKAGES, lacks, provided
 from mpillm.core_names import module_of as module_of
 from mpillm.errors import STORAGE_ERRORS, ExitCode, StageError
 from mpillm.version import __version__
@@ -32,15 +32,15 @@ COMMANDS = {
     "sbatch": "write a Slurm job script for a command, submit it, follow it: sbatch --nodes 2 -- run …",
     "doctor": "examine machine and launcher before a run, on all ranks",
     "plan": "show what would run where, without MPI",
-    "rerun": "repeat the run of a run directory, and say what is different",
+    "rerun": "repeat the run of a run directory, and report differences",
     "certify": "measure how much of a run's latency and throughput is the harness's own",
-    "report": "write the page of a run, report.html, again",
+    "report": "write the HTML report of a run, report.html, again",
     "runs": "list runs, newest first, and write an index page of them",
     "fetch-model": "fetch a small real model",
     "completion": "print what a shell needs to complete commands and options: bash, zsh, fish",
-    **brought("COMMANDS"),
+    **provided("COMMANDS"),
 }
-"""What each command does. `module_of` says where it is."""
+"""A line on each command. `module_of` has its module."""
 
 _GROUPS = {
     "run": ("run", "serve", "mpirun", "sbatch"),
@@ -48,8 +48,8 @@ _GROUPS = {
     "find": (),
     "prepare": ("fetch-model", "completion"),
 }
-for _wing in PLUGIN_PACKAGES:
-    for _group, _names in importlib.import_module(_wing).GROUPS.items():
+for _package in PLUGIN_PACKAGES:
+    for _group, _names in importlib.import_module(_package).GROUPS.items():
         _GROUPS[_group] = (*_GROUPS.get(_group, ()), *_names)
 _GROUPED = {name for names in _GROUPS.values() for name in names}
 
@@ -82,19 +82,19 @@ def main(argv: Sequence[str] | None = None, run: Callable[[Sequence[str]], int] 
     commands.
     """
     try:
-        code = _told(sys.argv[1:] if argv is None else argv, run or _run)
+        code = _run_reporting(sys.argv[1:] if argv is None else argv, run or _run)
     except SystemExit:
         rank_registry.deregister()
         raise
-    except Exception:  # nobody expected it: the launcher shall name this rank
+    except Exception:  # unexpected: the launcher must name this rank
         rank_registry.wait_registered()
         raise
     rank_registry.deregister()
     return code
 
 
-def _told(argv: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
-    """Run a command; tell of errors."""
+def _run_reporting(argv: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
+    """Run a command, and report errors."""
     _open_closed()
     _know_home()
     sys.stdout, sys.stderr = safe_stream(sys.stdout), safe_stream(sys.stderr, messages=True)
@@ -114,15 +114,15 @@ def _told(argv: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
         print(f"mpillm: {error}", file=sys.stderr)
         return ExitCode.USAGE
     except ModuleNotFoundError as error:
-        if not (said := lacks((error.name or "").partition(".")[0])):
+        if not (message := lacks((error.name or "").partition(".")[0])):
             raise
-        print(f"mpillm: {said}", file=sys.stderr)
+        print(f"mpillm: {message}", file=sys.stderr)
         return ExitCode.USAGE
     except StageError as error:
         print(f"mpillm: {error}", file=sys.stderr)
         return ExitCode.STAGE_FAILED
     except BrokenPipeError:
-        # The reader (head, say) has gone. Python would complain again when it flushes stdout at exit.
+        # The reader, such as `head`, has exited. Python would complain again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return ExitCode.DONE
     except OSError as error:
@@ -151,7 +151,7 @@ def _open_closed() -> None:
 
 
 def _know_home() -> None:
-    """Set HOME where nobody has (`env -i`, cron, a service): Open MPI starts nothing without it."""
+    """Set HOME if it is unset (`env -i`, cron, a service): Open MPI starts nothing without it."""
     if "HOME" not in os.environ:
         try:
             os.environ["HOME"] = pwd.getpwuid(os.getuid()).pw_dir
@@ -173,7 +173,7 @@ def _run(argv: Sequence[str]) -> int:
         print(f"mpillm {__version__}")
         return ExitCode.DONE
     name = argv[0].removesuffix(".py").replace("_", "-")
-    if (instead := brought("PROGRAMS").get(name)) is not None:
+    if (instead := provided("PROGRAMS").get(name)) is not None:
         raise ConfigError(f"{argv[0]} is a program of TensorRT-LLM, not a command of mpillm: {instead}")
     if name not in COMMANDS:
         raise ConfigError(
@@ -182,14 +182,14 @@ def _run(argv: Sequence[str]) -> int:
     return start(name, module_of(name), argv[1:], on_ranks=name in RANK_COMMANDS)
 
 
-def start(name: str, module: str, words: Sequence[str], *, on_ranks: bool) -> int:
-    """Run `main` of the command `name`, which is in `module`, with its words; return its exit code.
+def start(name: str, module: str, args: Sequence[str], *, on_ranks: bool) -> int:
+    """Run `main` of the command `name`, which is in `module`, with its arguments; return its exit code.
 
     Raises EveryRankError if a launcher started several processes of a command that is not `on_ranks`.
     """
     write_started()
     rank_registry.register()
-    if {"-h", "--help"} & {*words}:
+    if {"-h", "--help"} & {*args}:
         if name != "mpirun" and (launcher := find_launcher()) is not None:
             if not launcher.first:
                 return ExitCode.DONE
@@ -203,9 +203,9 @@ def start(name: str, module: str, words: Sequence[str], *, on_ranks: bool) -> in
         command = importlib.import_module(module)
         gc.enable()  # see __main__
         try:
-            return int(command.main(list(words)))
+            return int(command.main(list(args)))
         finally:
-            if "--json" in words:
+            if "--json" in args:
                 from mpillm.options import json_output
 
                 json_output.end()
@@ -215,7 +215,7 @@ def start(name: str, module: str, words: Sequence[str], *, on_ranks: bool) -> in
 def _stoppable(reports: bool) -> Iterator[None]:
     """Let a stop signal end a command as an exception does, so that it cleans up. A second one kills.
 
-    Commands that end otherwise (ranks, servers) install handlers of their own. `reports`: whether a line
+    Commands that end otherwise (ranks, servers) install their own handlers. `reports`: whether a line
     names the signal; the launcher reports it for its ranks.
     """
     if threading.current_thread() is not threading.main_thread():  # no other thread may set handlers
@@ -237,7 +237,7 @@ def _stoppable(reports: bool) -> Iterator[None]:
     except Exception:
         if not stopped:
             raise
-        # C code may have put an error of its own in its place: NumPy's import says that NumPy is broken.
+        # C code may have replaced it by its own error: NumPy's import reports that NumPy is broken.
         _report(stopped[0])
         raise stopped[0] from None
     finally:

@@ -1,4 +1,4 @@
-"""The names of cores, servers and more, with their places, ``module:Name``, without importing any of them."""
+"""The names of cores, servers and more, with their paths ``module:Name``, without imports."""
 
 from __future__ import annotations
 
@@ -21,48 +21,48 @@ PLUGIN_PACKAGES = (
     "mpillm.triton",
     "mpillm.trtllm",
 )
-"""Packages that bring cores, commands and more by name. Nothing but this line knows them."""
+"""Packages that provide cores, commands and more by name. Only this line names them."""
 
 DEFAULT = "torch"
 
 
-def found_at(place: str) -> Any:
-    """Return what stands at a place, ``module:Name``; its module is imported."""
-    module, _, name = place.partition(":")
+def load_object(path: str) -> Any:
+    """Import and return the object at the path ``module:Name``."""
+    module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
-def brought_by(wing: str, what: str) -> dict[str, str]:
-    """Return what a wing has under a name, such as CORES; its package imports nothing."""
-    found: dict[str, str] = getattr(importlib.import_module(wing), what, {})
-    return found
+def provided_by(package: str, kind: str) -> dict[str, str]:
+    """Return a plugin package's table of a kind, such as CORES; the package imports nothing."""
+    names: dict[str, str] = getattr(importlib.import_module(package), kind, {})
+    return names
 
 
-def brought(what: str) -> dict[str, str]:
-    """Return what all wings have under a name."""
-    return {name: value for wing in PLUGIN_PACKAGES for name, value in brought_by(wing, what).items()}
+def provided(kind: str) -> dict[str, str]:
+    """Return the tables of a kind from all plugin packages together."""
+    return {name: value for package in PLUGIN_PACKAGES for name, value in provided_by(package, kind).items()}
 
 
-def package_of(what: str, name: str, core: str) -> str:
-    """Return the wing that has `name` under `what`; `core`, a package of the core, if none has."""
-    return next((wing for wing in PLUGIN_PACKAGES if name in brought_by(wing, what)), core)
+def package_of(kind: str, name: str, core: str) -> str:
+    """Return the plugin package that provides `name`; otherwise `core`, a main package."""
+    return next((package for package in PLUGIN_PACKAGES if name in provided_by(package, kind)), core)
 
 
 def module_of(command: str) -> str:
-    """Return the module whose `main` takes the command's arguments and returns its exit code."""
+    """Return the module whose `main` gets the command's arguments and returns its exit code."""
     return f"{package_of('COMMANDS', command, 'mpillm')}.commands.{command.replace('-', '_')}"
 
 
 BUILT_IN = {
     DEFAULT: "mpillm.cores.torch_core:TorchCore",
     "dummy": "mpillm.cores.dummy:DummyCore",
-    **brought("CORES"),
+    **provided("CORES"),
 }
 
 DISAGGREGATED = (DEFAULT, "trtllm_disagg")
 """Cores whose `run-llm-server` starts the servers of a disaggregation YAML."""
 
-EXTRAS = {DEFAULT: "torch", **brought("EXTRAS")}
+EXTRAS = {DEFAULT: "torch", **provided("EXTRAS")}
 """The extra of this package that a core's class needs, if any."""
 
 BROUGHT_BY = {
@@ -83,7 +83,7 @@ NEEDED = ("mlperf_loadgen", "mpi4py", "numpy", "psutil", "yaml")
 
 
 def lacks(package: str) -> str:
-    """Return what to say where a package is missing; "" if mpillm does not know it."""
+    """Return the message for a missing package; "" if it is not mpillm's."""
     if package in NEEDED:
         return (
             f"the package '{package}' is missing: mpillm is not installed for {sys.executable}"
@@ -95,13 +95,13 @@ def lacks(package: str) -> str:
 
 
 TRTLLM = ("triton_grpc", "trtllm_disagg", "trtllm_endpoint", "trtllm_executor", "trtllm_hlapi")
-"""Cores with TensorRT-LLM behind them: its flags vary with the model, and are passed as they are given."""
+"""Cores with TensorRT-LLM behind them: its flags vary with the model, and are passed on unchanged."""
 
 ENDPOINT_CORE = "trtllm_endpoint"
 OTHER_NAMES = {"openai": ENDPOINT_CORE}
 """Cores by other names that --core_type may give them."""
 
-# Names of cores with their backends, where one is not the usual one: for whom an option has an effect.
+# Names of cores with their backends, unless it is the usual one, for the effects of options.
 DUMMY = ("dummy",)
 TRTLLM_EXECUTOR = ("trtllm_executor",)
 TRTLLM_HLAPI = ("trtllm_hlapi", "trtllm_hlapi cpp")
@@ -109,7 +109,7 @@ TRTLLM_ENDPOINT = ("trtllm_endpoint", "trtllm_endpoint cpp")
 TRTLLM_DISAGG = ("trtllm_disagg", "trtllm_disagg cpp")
 TRITON = ("triton_grpc", "triton_grpc python")
 TRITON_URL = "localhost:8001"
-"""Where clients look for a tritonserver if nothing else is said."""
+"""The default URL of a tritonserver."""
 EMBEDDED = (DEFAULT, "triton_grpc python")
 """Where mpillm's own engine computes: in the ranks, or behind Triton."""
 RUNS_ENGINES = (
@@ -159,21 +159,21 @@ OTHER = "command:"
 
 
 class NamedKinds(Generic[K]):
-    """Kinds of programs by name, each in a file of its own, and ``command:WORDS`` for any other.
+    """Kinds of programs by name, each in its own file, and ``command:WORDS`` for any other.
 
-    Their files are read when one is wanted: each command has the names.
+    A kind's file is imported on use: every command needs the names.
     """
 
     def __init__(self, built_in: Mapping[str, str], of_command: str) -> None:
-        """`built_in`: ``module:NAME`` by the name of the kind; `of_command`: makes that of any command."""
+        """`built_in`: ``module:NAME`` by the name of the kind; `of_command`: for any other command."""
         self.built_in = built_in
         self._of_command = of_command
 
     def kind_of(self, text: str) -> K:
         """Return a kind. Raises ValueError if there is none."""
         if text.startswith(OTHER):
-            make = found_at(self._of_command)
+            make = load_object(self._of_command)
             return cast(K, make(shlex.split(text.removeprefix(OTHER))))
         if text not in self.built_in:
             raise ValueError(nearest(text, self.built_in).strip(" ()") or "there is no such kind")
-        return cast(K, found_at(self.built_in[text]))
+        return cast(K, load_object(self.built_in[text]))

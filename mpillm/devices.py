@@ -49,7 +49,7 @@ def visible_gpus() -> tuple[Gpu, ...] | None:
 
 
 def open_nvml() -> ctypes.CDLL | None:
-    """Return NVML, initialized; None without NVIDIA's driver. Each call wants an ``nvmlShutdown``."""
+    """Return NVML, initialized; None without NVIDIA's driver. Each call needs an ``nvmlShutdown``."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -58,13 +58,13 @@ def open_nvml() -> ctypes.CDLL | None:
 
 
 def visible_handles(nvml: ctypes.CDLL) -> list[ctypes.c_void_p]:
-    """Return handles of the GPUs that CUDA_VISIBLE_DEVICES leaves: up to the first word that names none."""
+    """Return handles of the GPUs that CUDA_VISIBLE_DEVICES leaves: up to the first invalid entry."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = ctypes.c_uint()
     nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-    words = map(str, range(count.value)) if visible is None else map(str.strip, visible.split(","))
+    entries = map(str, range(count.value)) if visible is None else map(str.strip, visible.split(","))
     handles = []
-    for word in words:
+    for word in entries:
         handle = ctypes.c_void_p()
         if (index := whole_number(word)) is not None:
             failed = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle))
@@ -77,9 +77,9 @@ def visible_handles(nvml: ctypes.CDLL) -> list[ctypes.c_void_p]:
 
 
 def as_visible(devices: Sequence[int]) -> tuple[str, ...]:
-    """Return what CUDA_VISIBLE_DEVICES must be for a process that is to see these of this process's GPUs."""
-    words = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return tuple(words.split(",")[index].strip() if words else str(index) for index in devices)
+    """Return the CUDA_VISIBLE_DEVICES of a process that may use these of this process's GPUs."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return tuple(visible.split(",")[index].strip() if visible else str(index) for index in devices)
 
 
 def _read(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> Gpu:
@@ -91,17 +91,17 @@ def _read(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> Gpu:
 
 
 def share_out(ranks: Sequence[int], gpus: Sequence[tuple[Gpu, ...]]) -> dict[int, int]:
-    """For each of `ranks` on one node, the index of the first GPU it sees that no earlier rank has taken.
+    """Return for each of `ranks` on one node the index of its first visible GPU without an earlier rank.
 
-    Ranks that find none are left out. `gpus`: what each rank sees: all of the node's or, if the launcher
+    Ranks without a free GPU are left out. `gpus`: visible to each rank: all of the node's or, if the launcher
     assigns them (Slurm's --gpus-per-task), only its own.
     """
-    taken: set[str] = set()
+    used_uuids: set[str] = set()
     devices = {}
     for rank in ranks:
         for i, gpu in enumerate(gpus[rank]):
-            if gpu.uuid not in taken:
-                taken.add(gpu.uuid)
+            if gpu.uuid not in used_uuids:
+                used_uuids.add(gpu.uuid)
                 devices[rank] = i
                 break
     return devices
@@ -113,15 +113,15 @@ def _one_each(
     """Return `share_out` over all nodes. Raises ConfigError if one has too few."""
     devices: dict[int, int] = {}
     for node, ranks in ranks_of.items():
-        mine = share_out(ranks, gpus)
-        if len(mine) < len(ranks):
+        node_devices = share_out(ranks, gpus)
+        if len(node_devices) < len(ranks):
             n_gpus = len({gpu.uuid for rank in ranks for gpu in gpus[rank]})
             raise ConfigError(
                 f"--device {device}: node {node} needs one GPU per worker rank ({len(ranks)}),"
                 f" but the core can use {n_gpus} there: start fewer ranks, or use --device cpu",
                 about=["device"],
             )
-        devices |= mine
+        devices |= node_devices
     return devices
 
 
@@ -139,9 +139,9 @@ def of_instance(
     for one, node in enumerate(nodes):
         ranks_of.setdefault(node, []).append(one)
     own = {one: gpus[one][i] for one, i in _one_each(device, ranks_of, gpus).items()}
-    beside = [own[one] for one in ranks if one != rank and nodes[one] == nodes[rank]]
+    others = [own[one] for one in ranks if one != rank and nodes[one] == nodes[rank]]
     seen = {gpu.uuid for gpu in gpus[rank]}
-    return [own[rank], *(gpu for gpu in beside if gpu.uuid in seen)]
+    return [own[rank], *(gpu for gpu in others if gpu.uuid in seen)]
 
 
 def assign(device: str, plan: WorldPlan, gpus: Sequence[tuple[Gpu, ...]]) -> dict[int, OwnGpu]:
@@ -157,12 +157,12 @@ def assign(device: str, plan: WorldPlan, gpus: Sequence[tuple[Gpu, ...]]) -> dic
     for rank in workers:
         ranks_of.setdefault(rank.node, []).append(rank.rank)
     devices = _one_each(device, ranks_of, gpus)
-    least = {
+    min_free = {
         instance.index: min(gpus[rank][devices[rank]].free for rank in instance.ranks)
         for instance in plan.instances
     }
     return {
-        rank.rank: OwnGpu(devices[rank.rank], least[rank.instance])
+        rank.rank: OwnGpu(devices[rank.rank], min_free[rank.instance])
         for rank in workers
         if rank.instance is not None
     }

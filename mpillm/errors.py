@@ -32,7 +32,7 @@ class ExitCode(enum.IntEnum):
 def missing_package(error: Exception) -> str:
     """Return the package that an import did not find; "" for another error, or a part of mpillm.
 
-    Some packages tell of what they lack by a RuntimeError: tritonclient without its extra ``grpc`` does.
+    Some packages raise RuntimeError instead, such as tritonclient without its extra ``grpc``.
     """
     cause = error.__cause__ if isinstance(error, RuntimeError) else error
     name = (cause.name or "") if isinstance(cause, ModuleNotFoundError) else ""
@@ -40,7 +40,7 @@ def missing_package(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def needs_extra(who: str, extra: str) -> Iterator[None]:
+def needs_extra(user: str, extra: str) -> Iterator[None]:
     """Say which package is missing, and how to install it, if the block can't import one.
 
     `extra`: of mpillm's, which brings it. Raises ConfigError.
@@ -50,7 +50,7 @@ def needs_extra(who: str, extra: str) -> Iterator[None]:
     except (ModuleNotFoundError, RuntimeError) as error:
         if not (package := missing_package(error)):
             raise
-        raise ConfigError(f"{who} needs the package '{package}': pip install 'mpillm[{extra}]'") from error
+        raise ConfigError(f"{user} needs the package '{package}': pip install 'mpillm[{extra}]'") from error
 
 
 class StageError(Exception):
@@ -67,8 +67,8 @@ class Failure:
     code: int | None = None  # None: determined by the phase
     interrupted: bool = False  # by a signal
     ended: bool = False  # the rank's process has, without a message
-    may_follow: bool = False  # from another rank's failure, which then says more
-    seen: bool = False  # its rank has seen the cause itself: no other failure says more
+    may_follow: bool = False  # from another rank's failure, whose message is then better
+    seen: bool = False  # its rank has detected the cause itself: no other failure is better
     report: Any = None  # a `DrainReport` of the rank, if a signal ends it in the test
     doctor: str = ""  # the line of `mpillm doctor` that explains it; "" if none does
 
@@ -91,7 +91,7 @@ class RunError(Exception):
         self.failures = failures
 
 
-class Interrupted(BaseException):
+class InterruptError(BaseException):
     """A signal asks to stop; its handler raises this in the main thread.
 
     `how`: the signal's common name. The exit code is 128 plus its number, as in a shell.
@@ -103,11 +103,11 @@ class Interrupted(BaseException):
         self.exit_code = 128 + number
 
     @classmethod
-    def by_launcher(cls) -> Interrupted | None:
+    def by_launcher(cls) -> InterruptError | None:
         """Return an interrupt by the signal that the launcher got and passed on as another one; None if it
         got none."""
-        told = read_signal()
-        return None if told is None else cls(title(told), told)
+        number = read_signal()
+        return None if number is None else cls(title(number), number)
 
     def failure(self, rank: int | None = None) -> Failure:
         """Return the failure to report from `rank`; None: from rank 0, about the whole run."""

@@ -1,4 +1,4 @@
-"""Files and folders: read with errors that name them, written or replaced whole."""
+"""Files and folders: read with errors that name them, written or replaced atomically."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from disagg.errors import ConfigError
 from disagg.text_file import check_file
 from launch.masking import without_known
 
-_MOST_JSON = 1 << 28
+_MAX_JSON = 1 << 28
 LFS_POINTER = b"version https://git-lfs"  # the start of what Git leaves in place of a large file
 _LONG_NUMBER = re.compile(rb"\d{309}")  # or another text
-_MOST_DIMENSIONS = 64  # of an array, in NumPy and PyTorch
+_MAX_DIMENSIONS = 64  # of an array, in NumPy and PyTorch
 
 
 def cache_folder() -> Path:
@@ -34,7 +34,7 @@ def cache_folder() -> Path:
 def check_files(folder: Path) -> None:
     """Raise ConfigError if a folder from elsewhere has a pipe or a device in it, or a link to one.
 
-    To open or to read one need not end.
+    To open or read one may block forever.
     """
     for place, _, names in os.walk(folder):
         for name in names:
@@ -60,7 +60,7 @@ def read_json(path: Path) -> Any:
     check_file(path)
     try:
         with path.open("rb") as file:
-            data = file.read(_MOST_JSON + 1)
+            data = file.read(_MAX_JSON + 1)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except OSError as error:
@@ -69,10 +69,10 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{excerpt(str(path))}: not a file's name") from None
     if data.startswith(LFS_POINTER):
         raise ConfigError(f"{path}: {lfs_hint(path.parent)}")
-    if len(data) > _MOST_JSON:
-        raise ConfigError(f"{path}: more than {_MOST_JSON} bytes of JSON")
+    if len(data) > _MAX_JSON:
+        raise ConfigError(f"{path}: more than {_MAX_JSON} bytes of JSON")
     try:
-        # What no float holds would end whoever reckons with it.
+        # An integer that no float can hold would fail in later arithmetic.
         return json.loads(data, parse_int=_int if _LONG_NUMBER.search(data) else None)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
@@ -90,17 +90,17 @@ def lfs_hint(folder: Path) -> str:
 
 
 def n_values(shape: Sequence[Any]) -> int:
-    """Return how many values an array of this shape has, as a stranger's file says. Raises ValueError.
+    """Return the number of values of an array with this shape, from an untrusted file. Raises ValueError.
 
     With thousands of dimensions, or numbers of thousands of digits, the product alone would take minutes.
     """
-    if len(shape) > _MOST_DIMENSIONS or any(type(n) is not int or not 0 <= n < 1 << 63 for n in shape):
+    if len(shape) > _MAX_DIMENSIONS or any(type(n) is not int or not 0 <= n < 1 << 63 for n in shape):
         raise ValueError("a shape that no array has")
     return math.prod(shape)
 
 
-def is_there(path: str | os.PathLike[str]) -> bool:
-    """Return whether there is such a file or folder; Path raises for a name that none can have."""
+def path_exists(path: str | os.PathLike[str]) -> bool:
+    """Return whether there is such a file or folder; False for an invalid name, where Path raises."""
     try:
         return Path(path).exists()
     except OSError:
@@ -109,22 +109,22 @@ def is_there(path: str | os.PathLike[str]) -> bool:
 
 def excerpt(value: Any) -> str:
     """Return a value of a JSON file or body as a message shows it: 60 characters at most."""
-    made = json.dumps(value)
-    return made if len(made) <= 60 else made[:57] + "..."
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 @contextlib.contextmanager
-def panics_named(what: str) -> Iterator[None]:
+def panics_named(subject: str) -> Iterator[None]:
     """Raise ConfigError, which begins with `what`, where the library `tokenizers` fails in the block.
 
-    It raises nothing more precise than Exception, and a panic, of Rust, which is no Exception.
+    It raises plain Exception, and Rust's panic, which is not an Exception.
     """
     try:
         yield
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ConfigError(f"{what}: {error}") from error
+        raise ConfigError(f"{subject}: {error}") from error
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -168,12 +168,12 @@ def as_writable(path: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, value: Any, *, waits: bool = True) -> None:
-    """As `write_text`."""
+    """Do as `write_text`, for JSON."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", waits=waits)
 
 
 def write_text(path: Path, text: str, *, waits: bool = True) -> None:
-    """Write `text`, with secrets masked, whole or not at all. Raises OSError, which names the file.
+    """Write `text`, with secrets masked, completely or not at all. Raises OSError, which names the file.
 
     `waits`: until it is on the disk; otherwise it outlives this process, but not the machine.
 
@@ -196,22 +196,22 @@ def write_text(path: Path, text: str, *, waits: bool = True) -> None:
 
 
 def replace_folder(
-    made: Path, target: Path, aside: Path, is_there: Callable[[], bool] = lambda: False
+    source: Path, target: Path, aside: Path, is_done: Callable[[], bool] = lambda: False
 ) -> None:
-    """Rename the folder `made` to `target`.
+    """Rename the folder `source` to `target`.
 
-    What was there goes to `aside`, and comes back if anything, a signal included, interrupts. All three are
-    in one file system. `is_there`: whether another process has made `target` meanwhile; it then stays. Raises
-    OSError if renaming failed.
+    An old `target` goes to `aside`, and comes back after any interruption, including a signal. All three are
+    in one file system. `is_done`: whether another process has created `target` meanwhile; it then stays.
+    Raises OSError if renaming failed.
     """
-    if is_there():
+    if is_done():
         return
     try:
         with contextlib.suppress(FileNotFoundError):
             target.rename(aside)
-        made.rename(target)
+        source.rename(target)
     except OSError:
-        if not is_there():
+        if not is_done():
             raise
     finally:
         if aside.exists() and not target.exists():

@@ -1,7 +1,7 @@
-"""What a user's Python configuration file imports: see docs/reference/configuration.md.
+"""Classes for a user's Python configuration file: see docs/reference/configuration.md.
 
-The names are those of NVIDIA's submissions: a class holds values by field, `ConfigRegistry.register` says
-what it is for.
+The names are from NVIDIA's submissions: a class has values by field, `ConfigRegistry.register` has
+its purpose.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Scenario(enum.Enum):
 
 
 class AuditTest(enum.Enum):
-    """--compliance_test, and those that MLCommons has given up."""
+    """--compliance_test, and the tests that MLCommons has retired."""
 
     TEST01 = "TEST01"
     TEST04 = "TEST04"
@@ -68,7 +68,7 @@ CoreType = enum.Enum("CoreType", _CORES)  # type: ignore[misc]
 
 @dataclasses.dataclass(frozen=True)
 class WorkloadSetting:
-    """What an entry of EXPORTS, in NVIDIA's newer form of file, is for."""
+    """The purpose of an entry of EXPORTS, in NVIDIA's newer form of file."""
 
     harness_type: HarnessType = HarnessType.Custom
     accuracy_target: AccuracyTarget = AccuracyTarget.k_99
@@ -106,8 +106,8 @@ class HopperServerGPUBaseConfig(ServerGPUBaseConfig):
     """A base for Server, under the name in NVIDIA's files."""
 
 
-class Registered(NamedTuple):
-    """A class of a configuration file, and what it is for."""
+class RegisteredConfig(NamedTuple):
+    """A class of a configuration file, and its purpose."""
 
     cls: type
     settings: tuple[HarnessType | AccuracyTarget | PowerSetting, ...]
@@ -117,7 +117,7 @@ class Registered(NamedTuple):
 class ConfigRegistry:
     """The classes registered by the file that is being loaded."""
 
-    registered: ClassVar[list[Registered]] = []
+    registered: ClassVar[list[RegisteredConfig]] = []
 
     @classmethod
     def register(cls, *settings: HarnessType | AccuracyTarget | PowerSetting | str) -> Callable[[T], T]:
@@ -133,7 +133,7 @@ class ConfigRegistry:
             known.append(setting)
 
         def decorate(config: T) -> T:
-            cls.registered.append(Registered(config, tuple(known), variant))
+            cls.registered.append(RegisteredConfig(config, tuple(known), variant))
             return config
 
         return decorate

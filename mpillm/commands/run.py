@@ -16,7 +16,7 @@ from launch.signals import Echoes, stop_signals, title
 from mpillm.comms import connection_holder
 from mpillm.comms.start import node_name, start_run
 from mpillm.core_names import lacks
-from mpillm.errors import ExitCode, Interrupted
+from mpillm.errors import ExitCode, InterruptError
 from mpillm.options.fields import DEADLINES
 from mpillm.options.options import parse_run
 from mpillm.options.run_config import RunConfig
@@ -97,7 +97,7 @@ def start_rank(
         for number in stop_signals():
             signal.signal(number, handler)
         return rank.live(), rank.log_dir
-    except Interrupted as interrupted:
+    except InterruptError as interrupted:
         os._exit(interrupted.exit_code)  # while it was ending anyway
 
 
@@ -133,14 +133,14 @@ class Interrupts:
         self._echoes = Echoes()
 
     def __call__(self, number: int, frame: object) -> None:
-        """Raise Interrupted, unless the signal is an echo or the run ends in an orderly way because of it."""
+        """Raise InterruptError, unless the signal is an echo or the run then ends in an orderly way."""
         if self._echoes.has(number):  # it would end a rank that is about to report the first
             return
         killed_soon = number == signal.SIGTERM and mpirun_ends_ranks()
         if not killed_soon and self._drain():
             return
-        if (by_launcher := Interrupted.by_launcher()) is not None:
+        if (by_launcher := InterruptError.by_launcher()) is not None:
             raise by_launcher
         if killed_soon:
-            raise Interrupted("Ctrl-C, or a signal to mpirun", number)
-        raise Interrupted(title(number), number)
+            raise InterruptError("Ctrl-C, or a signal to mpirun", number)
+        raise InterruptError(title(number), number)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from launch import sbatch
-from mpillm.core_names import found_at, module_of
+from mpillm.core_names import load_object, module_of
 from mpillm.options.command_line import Parser, add_fields
 from mpillm.options.fields import FIELDS
 from mpillm.options.options import RUN_FIELDS, parse_run, parse_serve
@@ -30,7 +30,7 @@ def check(command: Sequence[str], has_files: bool) -> None:
     if {"-h", "--help"} & {*words}:
         return
     if has_files and name in (*_PARSE, *_OWN_PARSE):
-        parse = _PARSE.get(name) or found_at(f"{module_of(name)}:parse")
+        parse = _PARSE.get(name) or load_object(f"{module_of(name)}:parse")
         parse(words)
     elif name in _PARSE:
         parser = Parser(prog=f"mpillm {name}")

@@ -41,7 +41,7 @@ from mpillm.comms.messages import (
 from mpillm.comms.own_network import own_network_lost
 from mpillm.comms.rank_connections import RankConnections
 from mpillm.comms.watch import beat_interval_s
-from mpillm.errors import ExitCode, Failure, Interrupted, RunError
+from mpillm.errors import ExitCode, Failure, InterruptError, RunError
 from mpillm.phases import PHASES, Phase
 
 _QUIET_BEATS, _QUIET_S = 3, 3.0  # missing heartbeats, and seconds, after which a rank may be stopped
@@ -280,7 +280,7 @@ class Rank0Control:
         if primary := [f for f in every.values() if not f.interrupted]:
             return tuple([f for f in primary if not f.may_follow] or primary)
         # The launcher's signal ends the whole run, even if another rank received it first.
-        by_launcher = Interrupted.by_launcher()
+        by_launcher = InterruptError.by_launcher()
         return (by_launcher.failure(),) if by_launcher else tuple(list(every.values())[:1])
 
     def _lost_before_join(self) -> frozenset[int]:

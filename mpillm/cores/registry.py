@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError, about, nearest
 from mpillm import core_names
-from mpillm.core_names import EXTRAS, found_at, lacks
+from mpillm.core_names import EXTRAS, lacks, load_object
 from mpillm.cores.base import LLMCore
 from mpillm.errors import missing_package
 
@@ -59,7 +59,7 @@ class BackendRegistry:
         if not attribute or not module or module.startswith("."):
             raise ConfigError(f"--core_type {name}: expected the name of a core, or package.module:Class")
         try:
-            core = found_at(path)
+            core = load_object(path)
         except (ModuleNotFoundError, RuntimeError) as error:
             if not (package := missing_package(error)):
                 raise
@@ -68,7 +68,7 @@ class BackendRegistry:
         except AttributeError as error:
             raise ConfigError(f"--core_type {name}: {error}") from error
         if adapter := getattr(core, "rank_core", None):  # a core of `mpillm.llmlib`
-            core = found_at(adapter)(core)
+            core = load_object(adapter)(core)
         if not (isinstance(core, type) and issubclass(core, LLMCore)):
             raise ConfigError(f"--core_type {name}: {path} is not an LLMCore")
         return core

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from mpillm.comms.messages import Batch
-from mpillm.core_names import brought
+from mpillm.core_names import provided
 from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics, short_requests
 from mpillm.cores.torch_rows import new_sequence, responses
 from mpillm.devices import Gpu
@@ -59,7 +59,7 @@ _PINNED = 4 << 30
 _MEMORY_TO_PINNED = 16  # a rank's share of the host memory over that
 
 
-_STAGES = brought("STAGES")
+_STAGES = provided("STAGES")
 
 
 class TorchCore(LLMCore):

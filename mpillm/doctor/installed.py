@@ -8,7 +8,7 @@ from importlib import metadata
 from typing import NamedTuple
 
 import disagg
-from mpillm.core_names import brought, found_at
+from mpillm.core_names import load_object, provided
 from mpillm.doctor.findings import Line, RankCounts, Status, Verdict, World, by_verdict, check
 from mpillm.engine.kernels.c_library import compiler
 
@@ -60,8 +60,8 @@ def package_facts() -> PackageFacts:
 
 def _program_problems() -> tuple[tuple[str, str], ...]:
     problems = []
-    for program, place in brought("EXAMINED").items():
-        problem = found_at(place)()
+    for program, place in provided("EXAMINED").items():
+        problem = load_object(place)()
         problems += [] if problem is None else [(program, problem)]
     return tuple(problems)
 

@@ -1,4 +1,4 @@
-"""What stands before the routes of a server: who may come in, and how many bytes may come with them."""
+"""Admission of requests to a server's routes: the API key, and limits for bodies in memory."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from functools import lru_cache
 from aiohttp import HttpVersion10, HttpVersion11, web
 
 from mpillm.endpoint.api_error import ApiError
-from mpillm.endpoint.connections import note_begun, note_whole
+from mpillm.endpoint.connections import note_head, note_working
 from mpillm.endpoint.http_errors import error_response
 from mpillm.options.run_config import RunConfig
 
 _log = logging.getLogger(__name__)
-_GONE = 499  # the client has closed the connection, as nginx counts it
+_CLIENT_CLOSED = 499  # nginx's status for a client that closed the connection
 BODY_S = 120.0
-"""How long a client may take to send a body."""
+"""The time for a client to send a body."""
 _VERSIONS = (HttpVersion10, HttpVersion11)
-_BODIES = 16  # of the largest size, that may be in memory at once
+_BODIES = 16  # of the largest size, in memory simultaneously
 OPEN_PATHS = ("/health", "/metrics", "/version")
-"""What needs no key, as with vLLM; everything else tells of single requests, or costs something."""
+"""Paths without a key, as in vLLM; all others reveal single requests, or have a cost."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class _Body:
-    """The body of a request while it is needed; as a context manager, its bytes."""
+    """The body of a request while in use; as a context manager, its bytes."""
 
     def __init__(self, guard: Guard, request: web.Request) -> None:
         self.n_bytes = 0  # so far
@@ -38,16 +38,16 @@ class _Body:
         self._request = request
 
     def drop(self, error: ApiError) -> None:
-        """Have who reads it get an error."""
+        """Fail the reader of the body with `error`."""
         self._request.content.set_exception(error)
 
     async def __aenter__(self) -> bytes:
         try:
-            data = await self._guard.whole(self._request, self)
+            data = await self._guard.read_body(self._request, self)
         except BaseException:
             self._guard.forget(self)
             raise
-        note_whole(self._request, True)
+        note_working(self._request, True)
         return data
 
     async def __aexit__(self, *_: object) -> None:
@@ -55,12 +55,12 @@ class _Body:
 
 
 class Guard:
-    """Checks requests before their routes see them. Used in one event loop's thread."""
+    """Checks requests before their routes. Used in one event loop's thread."""
 
     def __init__(
         self, api_key: str | None = None, max_body_bytes: int = 1 << 24, host: str = "0.0.0.0"
     ) -> None:
-        """`host`: where the server listens."""
+        """`host`: on which the server listens."""
         self.max_body_bytes = max_body_bytes
         self.draining = False
         self.active = 0  # handlers at work
@@ -70,9 +70,9 @@ class Guard:
         self._n_bytes = 0  # of all bodies
 
     async def answered(self, handler: Handler, request: web.Request, name: str) -> web.StreamResponse:
-        """Return what a handler answers, its errors in OpenAI's form. `name`: the request's, for a person."""
+        """Return a handler's response, with errors in OpenAI's form. `name`: of the request, for the log."""
         self.active += 1
-        note_begun(request)
+        note_head(request)
         try:
             self._check(request)
             return await handler(request)
@@ -91,20 +91,20 @@ class Guard:
         except RecursionError:
             return error_response(ApiError(400, "the body is nested too deep"))
         except ConnectionError:
-            return web.Response(status=_GONE)  # nobody reads it
-        except Exception:  # noqa: BLE001 - whatever it is, the client gets an answer, and the log has the rest
+            return web.Response(status=_CLIENT_CLOSED)  # no client reads it
+        except Exception:  # noqa: BLE001 - the client gets an answer, and the log the traceback
             _log.exception("%s", name)
             return error_response(
                 ApiError(500, f"internal error; the server's log has the traceback of {name}")
             )
         finally:
             self.active -= 1
-            note_whole(request, False)
+            note_working(request, False)
 
     def _check(self, request: web.Request) -> None:
-        """Check the key. Where there is none, let no page in that a browser shows."""
-        if request._version not in _VERSIONS:  # `version` is kept from when it is first asked for
-            request._version = HttpVersion11  # the answer would be in the other one
+        """Check the key. Without a key, reject requests of web pages in a browser."""
+        if request._version not in _VERSIONS:  # `version` is cached at its first use
+            request._version = HttpVersion11  # otherwise the answer has the wrong version
             raise ApiError(505, "expected HTTP/1.1 or HTTP/1.0")
         if self._api_key is None:
             if "Origin" in request.headers:
@@ -127,26 +127,25 @@ class Guard:
     # --- bodies ---
 
     def body(self, request: web.Request) -> _Body:
-        """Return what reads the body, and counts its bytes among those in memory until its block ends.
+        """Return a context manager for the body; until its block ends, the bytes count as in memory.
 
-        Raises ApiError if it does not come in time, is compressed, says that it is too long, or if there are
-        too many of them.
+        Raises ApiError if the body is late, compressed or too long, or if there are too many bodies.
         """
         return _Body(self, request)
 
-    async def whole(self, request: web.Request, body: _Body) -> bytes:
-        """Read a body. For `_Body`, as `forget`."""
+    async def read_body(self, request: web.Request, body: _Body) -> bytes:
+        """Read a body. For `_Body`, like `forget`."""
         if (coding := request.headers.get("Content-Encoding", "identity")) != "identity":
-            # To unpack what may become a thousand times as long would keep everybody waiting.
+            # Decompression, to a thousand times the size, would delay all clients.
             raise ApiError(415, f"Content-Encoding {coding[:30]} is not supported: send the body as it is")
         if (request.content_length or 0) > self.max_body_bytes:
             raise web.HTTPRequestEntityTooLarge(self.max_body_bytes)
-        if request.content.is_eof():  # it came with the headers, as almost always
+        if request.content.is_eof():  # it arrived with the headers, the usual case
             data = await request.read()
             self._count(body, len(data))
             return data
         self._arriving.add(body)
-        late = ApiError(408, f"the body has not come within {BODY_S:g} s", code="body_too_slow")
+        late = ApiError(408, f"the body did not arrive within {BODY_S:g} s", code="body_too_slow")
         timer = asyncio.get_running_loop().call_later(BODY_S, body.drop, late)
         parts: list[bytes] = []
         try:
@@ -164,11 +163,11 @@ class Guard:
         self._n_bytes -= body.n_bytes
 
     def _count(self, body: _Body, n: int) -> None:
-        """Count `n` more bytes; if there are too many, the largest body that is not whole makes room."""
+        """Count `n` more bytes; if there are too many, drop the largest incomplete body."""
         body.n_bytes += n
         self._n_bytes += n
         while self._n_bytes > _BODIES * self.max_body_bytes:
-            error = ApiError(429, "too many bytes of requests are here; try again later", code="bodies_full")
+            error = ApiError(429, "too many request bytes in memory; try again later", code="bodies_full")
             largest = max(self._arriving, key=lambda one: one.n_bytes, default=body)
             if largest is body:
                 raise error
@@ -178,7 +177,7 @@ class Guard:
             largest.drop(error)
 
     def drain(self) -> None:
-        """Answer 503 from now on, also to those whose bodies are not here yet."""
+        """Answer 503 from now on, also to requests with incomplete bodies."""
         self.draining = True
         for body in self._arriving:
             body.drop(self.shutting_down())
@@ -199,7 +198,7 @@ def guard_of(config: RunConfig, host: str) -> Guard:
 
 @lru_cache(64)
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches `host`."""
+    """Return whether only this machine can reach `host`."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name, which others resolve
@@ -207,7 +206,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _names_this_machine(host: str) -> bool:
-    """Return whether a Host header has an address, or a name that no other's DNS gives to this machine."""
+    """Return whether a Host header has an address, or a local name that foreign DNS cannot assign."""
     name = host.partition("]")[0].strip("[") if host.startswith("[") else host.partition(":")[0]
     try:
         ipaddress.ip_address(name)
@@ -216,6 +215,6 @@ def _names_this_machine(host: str) -> bool:
     return True
 
 
-def _no_page(what: str) -> ApiError:
-    """Browsers send what any page wants, also to a name that has become this machine's (DNS rebinding)."""
-    return ApiError(403, f"{what} is not taken without a key: set MPILLM_API_KEY", code="no_pages")
+def _no_page(subject: str) -> ApiError:
+    """Return the error for a browser's request: pages can send any, also to a rebound DNS name."""
+    return ApiError(403, f"{subject} is not accepted without a key: set MPILLM_API_KEY", code="no_pages")

@@ -1,4 +1,4 @@
-"""Errors in the form of OpenAI's API. Sessions read it before they know that aiohttp is there."""
+"""Errors in the form of OpenAI's API. Importable without aiohttp."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: int = 1,
     ) -> None:
-        """`retry_after_s`: for those statuses that say it."""
+        """`retry_after_s`: for statuses with Retry-After."""
         super().__init__(message)
         self.status = status
         self.param = param

@@ -1,4 +1,4 @@
-"""The routes: turn an HTTP request into prompts, and answers into a response. Runs in the HTTP thread."""
+"""The routes: convert an HTTP request to prompts, and answers to a response. Runs in the HTTP thread."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from mpillm.endpoint.body_values import LARGE
 from mpillm.endpoint.choices import Choice, Piece
 from mpillm.endpoint.connections import address_of
 from mpillm.endpoint.http_errors import on_expect
-from mpillm.endpoint.open_requests import Answer, OpenRequests
+from mpillm.endpoint.open_requests import OpenRequests, PendingResponse
 from mpillm.endpoint.perf_metrics import PerfMetrics
 from mpillm.endpoint.prometheus import TEXT, ServeMetrics
-from mpillm.endpoint.protocol import REQUEST_ID, Asked, Served, encode, read, render
+from mpillm.endpoint.protocol import REQUEST_ID, CompletionRequest, ServedModel, encode, read, render
 from mpillm.endpoint.shapes import DONE, Shapes, error_event
 from mpillm.version import __version__
 
@@ -37,26 +37,26 @@ if TYPE_CHECKING:  # few servers have them
     from mpillm.endpoint.disagg.routes import DisaggRoutes
 
 _log = logging.getLogger(__name__)
-# Characters. Longer texts are tokenised in another thread, so that streams go on meanwhile.
+# Characters. Longer texts are tokenized in another thread, so that streams continue.
 _LONG_TEXT = 20_000
 _MANY_MESSAGES = 32  # a template may look back through all earlier ones for each
-_SWITCH_INTERVAL_S = 0.0005  # beside a chat that is rendered; Python's is ten times that
-_MOST_BYTES = 1 << 31  # of open requests, as `OpenRequests.bytes_of` counts
-_SPARE_PART = 8  # of the queue, beyond it: for addresses that have no more than that many open requests
+_SWITCH_INTERVAL_S = 0.0005  # while a chat is rendered; Python's is ten times as long
+_MAX_BYTES = 1 << 31  # of open requests, by `OpenRequests.bytes_of`
+_SPARE_PART = 8  # of the queue, beyond its limit: for addresses with at most so many open requests
 
 _request_id: ContextVar[str] = ContextVar("request_id")  # of the handler's task
 _came_at: ContextVar[float] = ContextVar("came_at")  # time.perf_counter()
 
 
-def _render(asked: Asked, served: Served) -> str:
-    """Render a long chat, while the event loop and the main thread get the interpreter when they want it.
+def _render(completion: CompletionRequest, served: ServedModel) -> str:
+    """Render a long chat, with a short switch interval for the event loop and the main thread.
 
-    In the one thread that does so: of several, each would have its turn before these.
+    Called in a single thread: with several, each would have its turn before these.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
-        return render(asked, served)
+        return render(completion, served)
     finally:
         sys.setswitchinterval(before)
 
@@ -68,11 +68,11 @@ def _id_of(request: web.Request, other: str = "") -> str:
 
 
 class Service:
-    """The routes, and what they share."""
+    """The routes and their shared state."""
 
     def __init__(
         self,
-        served: Served,
+        served: ServedModel,
         requests: OpenRequests,
         *,
         guard: Guard | None = None,
@@ -85,8 +85,8 @@ class Service:
     ) -> None:
         """`max_queue_size`: requests without a first token; beyond it clients get 429.
 
-        `kv_cache_usage`: of the fullest instance; None: unknown. `block_tokens`: see `Answer.cached_tokens`.
-        `lost`: the instances that are, as in `result.json`; it may grow.
+        `kv_cache_usage`: of the fullest instance; None: unknown. `block_tokens`: see
+        `PendingResponse.cached_tokens`. `lost`: lost instances, as in `result.json`; it may grow.
         """
         self.metrics = ServeMetrics(block_tokens)
         self.guard = guard or Guard()
@@ -96,7 +96,7 @@ class Service:
         self._requests = requests
         self._max_queue_size = max_queue_size
         self._kv_cache_usage = kv_cache_usage
-        self._timed = bool(block_tokens) or self.perf_metrics.wanted
+        self._timed = bool(block_tokens) or self.perf_metrics.enabled
         self._lost = lost
         self._disagg = disagg
         self._started = int(time.time())
@@ -126,7 +126,7 @@ class Service:
 
     @web.middleware
     async def _around(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Give the request its id, and count the response."""
+        """Set the request's id, and count the response."""
         request_id = _id_of(request)
         _request_id.set(request_id)
         _came_at.set(time.perf_counter())
@@ -162,7 +162,7 @@ class Service:
 
     async def _health(self, request: web.Request) -> web.Response:
         self.guard.check_open()
-        if self._lost:  # what is left still serves
+        if self._lost:  # the other instances still serve
             lost = [{key: one[key] for key in ("instance", "role", "cause", "at_s")} for one in self._lost]
             return web.json_response({"status": "degraded", "lost": lost})
         return web.Response()
@@ -195,28 +195,28 @@ class Service:
         self.guard.check_open()
         loop = asyncio.get_running_loop()
         async with self.guard.body(request) as data:
-            if len(data) > LARGE:  # one at a time: others get the interpreter in between
-                asked = await loop.run_in_executor(self._parser, read, data, chat, self._served)
+            if len(data) > LARGE:  # one at a time, so that other threads run in between
+                completion = await loop.run_in_executor(self._parser, read, data, chat, self._served)
             else:
-                asked = read(data, chat, self._served)
-            _request_id.set(_id_of(request, asked.request_id or _request_id.get()))
-            disagg = self._disagg if asked.disaggregated else None
+                completion = read(data, chat, self._served)
+            _request_id.set(_id_of(request, completion.request_id or _request_id.get()))
+            disagg = self._disagg if completion.disaggregated else None
             if disagg is not None:
-                asked = disagg.check(asked, self._served)
-            if asked.n_characters > _LONG_TEXT or len(asked.messages) > _MANY_MESSAGES:
+                completion = disagg.check(completion, self._served)
+            if completion.n_characters > _LONG_TEXT or len(completion.messages) > _MANY_MESSAGES:
                 text = None
-                if chat and not asked.prompts:
-                    text = await loop.run_in_executor(self._renderer, _render, asked, self._served)
-                prompts = await loop.run_in_executor(None, encode, asked, self._served, text)
+                if chat and not completion.prompts:
+                    text = await loop.run_in_executor(self._renderer, _render, completion, self._served)
+                prompts = await loop.run_in_executor(None, encode, completion, self._served, text)
             else:
-                prompts = encode(asked, self._served)
+                prompts = encode(completion, self._served)
         self.guard.check_open()
-        client, n = address_of(request), asked.n * len(prompts)
+        client, n = address_of(request), completion.n * len(prompts)
         self._check_queue(client, n)
-        self._check_memory(asked, prompts)
+        self._check_memory(completion, prompts)
         self._n_open[client] += n
         try:
-            return await self._generate(request, asked, prompts, disagg)
+            return await self._generate(request, completion, prompts, disagg)
         finally:
             self._n_open[client] -= n
             if not self._n_open[client]:
@@ -225,24 +225,27 @@ class Service:
     async def _generate(
         self,
         request: web.Request,
-        asked: Asked,
+        completion: CompletionRequest,
         prompts: Sequence[tuple[NDArray[np.int32], int]],
         disagg: DisaggRoutes | None,
     ) -> web.StreamResponse:
-        each = [one for one in prompts for _ in range(asked.n)]
-        shapes = Shapes(asked, _request_id.get(), self._served.names[0], self._block_tokens)
+        each = [one for one in prompts for _ in range(completion.n)]
+        shapes = Shapes(completion, _request_id.get(), self._served.names[0], self._block_tokens)
         if disagg is not None and disagg.is_context:
-            return web.json_response(await self._context(disagg, asked, shapes, *prompts[0]))
-        arrival = None if disagg is None else await disagg.fetch(asked, prompts[0][0], self._served)
-        choices = [self._open(i, prompt, wanted, asked, arrival) for i, (prompt, wanted) in enumerate(each)]
+            return web.json_response(await self._context(disagg, completion, shapes, *prompts[0]))
+        arrival = None if disagg is None else await disagg.fetch(completion, prompts[0][0], self._served)
+        choices = [
+            self._open(i, prompt, max_tokens, completion, arrival)
+            for i, (prompt, max_tokens) in enumerate(each)
+        ]
         try:
-            if asked.stream:
-                return await self._stream(request, asked, shapes, choices)
-            made: list[str] = []
+            if completion.stream:
+                return await self._stream(request, completion, shapes, choices)
+            parts: list[str] = []
             for choice in choices:
-                async with aclosing(self._pieces(choice)) as parts:
-                    made.append(shapes.choice(choice, [piece async for piece in parts]))
-            return web.Response(text=shapes.whole(choices, made), content_type="application/json")
+                async with aclosing(self._pieces(choice)) as pieces:
+                    parts.append(shapes.choice(choice, [piece async for piece in pieces]))
+            return web.Response(text=shapes.response(choices, parts), content_type="application/json")
         finally:
             for choice in choices:
                 if disagg is not None and arrival is not None:
@@ -250,12 +253,14 @@ class Service:
                 self._requests.give_up(choice.answer)  # unless it has ended
 
     def _check_queue(self, client: str, n: int) -> None:
-        """Raise ApiError if there is no room for `n` more answers to the client of this address."""
-        most = self._max_queue_size - n
-        if len(self._requests) <= most or (waiting := self._requests.waiting) <= most:  # counted one by one
+        """Raise ApiError if the queue has no space for `n` more answers to this address."""
+        max_waiting = self._max_queue_size - n
+        if (
+            len(self._requests) <= max_waiting or (waiting := self._requests.waiting) <= max_waiting
+        ):  # `waiting` counts one by one
             return
         spare = self._max_queue_size // _SPARE_PART
-        if waiting <= most + spare and self._n_open[client] + n <= spare:
+        if waiting <= max_waiting + spare and self._n_open[client] + n <= spare:
             return
         raise ApiError(
             429,
@@ -263,84 +268,95 @@ class Service:
             code="queue_full",
         )
 
-    def _check_memory(self, asked: Asked, prompts: Sequence[tuple[NDArray[np.int32], int]]) -> None:
-        """Raise ApiError if the prompts and the answers that may come would take too much memory."""
-        n_bytes = asked.n * sum(self._requests.bytes_of(len(prompt), wanted) for prompt, wanted in prompts)
-        if n_bytes > _MOST_BYTES:
-            total = asked.n * sum(len(prompt) + wanted for prompt, wanted in prompts)
-            raise ApiError(400, f"prompts and answers may come to {total} tokens, which is too many at once")
-        if self._requests.n_bytes + n_bytes > _MOST_BYTES:
-            raise ApiError(429, "the open requests may come to take too much memory", code="queue_full")
+    def _check_memory(
+        self, completion: CompletionRequest, prompts: Sequence[tuple[NDArray[np.int32], int]]
+    ) -> None:
+        """Raise ApiError if the prompts and the longest answers would need too much memory."""
+        n_bytes = completion.n * sum(
+            self._requests.bytes_of(len(prompt), max_tokens) for prompt, max_tokens in prompts
+        )
+        if n_bytes > _MAX_BYTES:
+            total = completion.n * sum(len(prompt) + max_tokens for prompt, max_tokens in prompts)
+            raise ApiError(
+                400, f"prompts and answers may reach {total} tokens, which is too many for one request"
+            )
+        if self._requests.n_bytes + n_bytes > _MAX_BYTES:
+            raise ApiError(429, "the open requests may need too much memory", code="queue_full")
 
     def _open(
         self,
         index: int,
         prompt: NDArray[np.int32],
-        wanted: int,
-        asked: Asked,
+        max_tokens: int,
+        completion: CompletionRequest,
         arrival: Arrival | None = None,
-        least_output: int = 1,
+        min_engine_tokens: int = 1,
     ) -> Choice:
-        """`arrival`: of a context server; `least_output`: tokens that the engine may generate at least."""
-        row = asked.row | {
-            "max_output": max(wanted, least_output),
-            "min_output": min(asked.min_tokens, wanted),
+        """Open a choice. `arrival`: from a context server; `min_engine_tokens`: of the engine's limit."""
+        row = completion.row | {
+            "max_output": max(max_tokens, min_engine_tokens),
+            "min_output": min(completion.min_tokens, max_tokens),
         }
         row["seed"] = (
-            int(row["seed"]) + index % asked.n
+            int(row["seed"]) + index % completion.n
         ) & 0xFFFFFFFF  # or sampled answers would be the same
         if self._timed:
             row["flags"] = int(row["flags"]) | RequestFlag.TIMES
-        if arrival is not None and wanted == 1:
-            answer = Answer.of(len(prompt), [arrival.first_token])
+        if arrival is not None and max_tokens == 1:
+            answer = PendingResponse.of(len(prompt), [arrival.first_token])
         else:
             answer = self._requests.open(row, prompt)
             if arrival is not None and self._disagg is not None:
                 self._disagg.opened(answer, arrival)
-        return Choice(index, answer, prompt, wanted, asked, self._served)
+        return Choice(index, answer, prompt, max_tokens, completion, self._served)
 
     async def _context(
-        self, disagg: DisaggRoutes, asked: Asked, shapes: Shapes, prompt: NDArray[np.int32], wanted: int
+        self,
+        disagg: DisaggRoutes,
+        completion: CompletionRequest,
+        shapes: Shapes,
+        prompt: NDArray[np.int32],
+        max_tokens: int,
     ) -> Json:
         """Return the answer to a context-only request.
 
-        Its KV cache is kept for a generation server from here on.
+        From then on, its KV cache is kept for a generation server.
         """
-        await disagg.wait_for_room()
-        choice = self._open(0, prompt, wanted, asked, least_output=2)
+        await disagg.wait_for_capacity()
+        choice = self._open(0, prompt, max_tokens, completion, min_engine_tokens=2)
         disagg.began(choice.answer)
-        reason, is_kept = "abort", False
+        reason, keeps_cache = "abort", False
         try:
             while (piece := choice.take()) is None:
                 await choice.answer.changed()
             self._check_answered(choice.answer)
             self.metrics.first_token(choice.answer)
-            made = disagg.first(shapes, choice, piece)
-            reason, is_kept = piece.finish_reason or "length", piece.finish_reason is None
-            return made
+            response = disagg.first(shapes, choice, piece)
+            reason, keeps_cache = piece.finish_reason or "length", piece.finish_reason is None
+            return response
         except ApiError:
             reason = "error"
             raise
         finally:
             self._finished(choice, reason)
-            if not is_kept:
+            if not keeps_cache:
                 self._requests.give_up(choice.answer)
 
     @staticmethod
-    def _check_answered(answer: Answer) -> None:
+    def _check_answered(answer: PendingResponse) -> None:
         """Raise ApiError if there will be no (more) answer."""
         if answer.refusal is not None:
             status, message, retry_after_s = answer.refusal
             raise ApiError(status, message, code="server_refused", retry_after_s=retry_after_s or 1)
         if answer.failed:
             raise ApiError(
-                500, "the engine could not answer; the log of its rank says why", code="not_answered"
+                500, "the engine could not answer; its rank's log has the cause", code="not_answered"
             )
-        if answer.given_up:
+        if answer.cancelled:
             raise Guard.shutting_down()
 
     async def _pieces(self, choice: Choice) -> AsyncGenerator[Piece, None]:
-        """Yield the pieces of a choice as they come, and count them.
+        """Yield the pieces of a choice as they arrive, and count them.
 
         Raises ApiError if there will be no answer.
         """
@@ -359,7 +375,9 @@ class Service:
                     seen_at = answer.last_at
                 reason = piece.finish_reason or reason
                 yield piece
-                if choice.n_tokens < len(answer.tokens):  # a long answer came at once: others' in between
+                if choice.n_tokens < len(
+                    answer.tokens
+                ):  # a long answer arrived in one piece: let other answers continue
                     await asyncio.sleep(0)
                 if piece.finish_reason is not None:
                     return
@@ -372,27 +390,27 @@ class Service:
     def _finished(self, choice: Choice, reason: str) -> None:
         """Count an answer that has ended for its client."""
         self.metrics.finished(choice.answer, reason, choice.n_tokens)
-        if self.perf_metrics.wanted and reason in ("stop", "length"):
+        if self.perf_metrics.enabled and reason in ("stop", "length"):
             ctx_request_id = None if self._disagg is None else self._disagg.ctx_request_id(choice)
             self.perf_metrics.add(_request_id.get(), _came_at.get(), choice.answer, ctx_request_id)
 
     async def _stream(
-        self, request: web.Request, asked: Asked, shapes: Shapes, choices: list[Choice]
+        self, request: web.Request, completion: CompletionRequest, shapes: Shapes, choices: list[Choice]
     ) -> web.StreamResponse:
         """Send the response with the first piece of an answer. Raises ApiError if there is none."""
         response = _Stream(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
                 "Cache-Control": "no-cache",
-                "X-Accel-Buffering": "no",  # tells nginx not to buffer the response
+                "X-Accel-Buffering": "no",  # for nginx
                 "X-Request-Id": _request_id.get(),
             }
         )
-        end: list[bytes] = []  # what nothing is waited for after: it leaves at once, in one packet
+        end: list[bytes] = []  # the last chunks, sent together in one packet
         is_one = len(choices) == 1
 
         async def write(choice: Choice) -> None:
-            begin = shapes.role_chunk(choice) if asked.chat else b""
+            begin = shapes.role_chunk(choice) if completion.chat else b""
             async with aclosing(self._pieces(choice)) as pieces:
                 async for piece in pieces:
                     if not response.prepared:
@@ -408,7 +426,7 @@ class Service:
                 await write(choices[0])
             else:
                 await _all(write(choice) for choice in choices)
-            if asked.include_usage:
+            if completion.include_usage:
                 end.append(shapes.usage_chunk(choices))
             end.append(DONE)
         except ApiError as error:
@@ -420,13 +438,13 @@ class Service:
 
 
 class _Stream(web.StreamResponse):
-    """Its head leaves with what is written first."""
+    """Sends its head together with the first data."""
 
     _send_headers_immediately = False
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all at once. If one fails or this is cancelled, cancel the others and wait for them."""
+    """Run all concurrently. If one fails or this is cancelled, cancel the others and wait for them."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)

@@ -11,16 +11,16 @@ from mpillm.endpoint.api_error import ApiError, Json
 from mpillm.files import excerpt
 
 LARGE = 1 << 16
-"""Bytes of a body, beyond which it is parsed beside the event loop."""
-_MOST_PARTS = 1 << 17  # arrays, objects and names: a few bytes each, but 100 in memory
-_MOST_VALUES = 1 << 22
+"""Bytes of a body; a larger one is parsed outside the event loop."""
+_MAX_PARTS = 1 << 17  # arrays, objects and names: a few bytes in the body, but 100 bytes each in memory
+_MAX_VALUES = 1 << 22
 _PIECE = 1 << 18  # bytes whose strings are separated in one step, which bounds the memory
 
 
 def parse(data: bytes) -> Json:
-    """Return the object that a body is. Raises ApiError if it is none, or has too many parts."""
+    """Return the body's object. Raises ApiError if the body is not an object, or has too many parts."""
     if len(data) > LARGE and _is_wide([data]) and _is_wide(_outside_strings(data)):
-        raise ApiError(400, f"the body has more than {_MOST_PARTS} parts, or {_MOST_VALUES} values")
+        raise ApiError(400, f"the body has more than {_MAX_PARTS} parts, or {_MAX_VALUES} values")
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -36,7 +36,7 @@ def _is_wide(pieces: Iterable[bytes]) -> bool:
     for piece in pieces:
         parts += piece.count(b"[") + piece.count(b"{") + piece.count(b":")
         values += piece.count(b",")
-    return parts > _MOST_PARTS or values > _MOST_VALUES
+    return parts > _MAX_PARTS or values > _MAX_VALUES
 
 
 def _outside_strings(data: bytes) -> Iterator[bytes]:
@@ -54,8 +54,8 @@ def token_ids(value: Any, param: str, vocab_size: int) -> list[int]:
     if isinstance(value, list):
         if _are_token_ids(value, vocab_size):
             return value
-        if _are_token_ids(whole := [_as_whole(one) for one in value], vocab_size):
-            return whole
+        if _are_token_ids(integers := [_as_integer(one) for one in value], vocab_size):
+            return integers
     raise ApiError(400, f"{param}: expected token ids, 0 to {vocab_size - 1}", param)
 
 
@@ -69,33 +69,37 @@ def text(value: Any, param: str) -> str:
         raise ApiError(400, f"{param}: expected a string, got {_kind(value)}", param)
     try:
         value.encode()
-    except UnicodeEncodeError:  # half of a pair of \\u escapes
+    except UnicodeEncodeError:  # one of a pair of \\u escapes
         raise ApiError(
             400, f"{param}: has half of a surrogate pair, which is not a character", param
         ) from None
     return value
 
 
-def number(body: Json, name: str, least: float, most: float, *, whole: bool = False) -> float | None:
-    """Return a number of the body from `least` to `most`, or None. Raises ApiError for anything else."""
+def number(
+    body: Json, name: str, min_value: float, max_value: float, *, is_integer: bool = False
+) -> float | None:
+    """Return a number of the body from `min_value` to `max_value`, or None. Raises ApiError otherwise."""
     value = body.get(name)
     if value is None:
         return None
-    if whole:
-        value = _as_whole(value)
-    kinds = (int,) if whole else (int, float)
+    if is_integer:
+        value = _as_integer(value)
+    kinds = (int,) if is_integer else (int, float)
     if (
         isinstance(value, bool)
         or not isinstance(value, kinds)
-        or not least <= value <= most
+        or not min_value <= value <= max_value
         or not math.isfinite(value)
     ):
-        what = "a whole number" if whole else "a number"
-        raise ApiError(400, f"{name} {excerpt(value)}: expected {what} from {least} to {most}", name)
+        expected = "a whole number" if is_integer else "a number"
+        raise ApiError(
+            400, f"{name} {excerpt(value)}: expected {expected} from {min_value} to {max_value}", name
+        )
     return value
 
 
-def _as_whole(value: Any) -> Any:
+def _as_integer(value: Any) -> Any:
     """Return 5 for 5.0, which is the same number in JSON; other values as they are."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 

@@ -10,19 +10,19 @@ from numpy.typing import NDArray
 from mpillm.data.detokenizer import Detokenizer, StopStrings
 from mpillm.endpoint import logprobs
 from mpillm.endpoint.api_error import Json
-from mpillm.endpoint.open_requests import Answer
-from mpillm.endpoint.protocol import Asked, Served
+from mpillm.endpoint.open_requests import PendingResponse
+from mpillm.endpoint.protocol import CompletionRequest, ServedModel
 
-_SLICE = 2048  # tokens that are made text at once: others' answers come between
+_SLICE = 2048  # tokens that are decoded together: other answers continue between slices
 
 
 class Piece(NamedTuple):
-    """What has arrived since the previous piece."""
+    """The part of an answer since the previous piece."""
 
     text: str
     tokens: list[int]
     finish_reason: str | None  # of the last piece: stop, length
-    stop_reason: str | int | None = None  # the stop string or the stop token, if one has ended it
+    stop_reason: str | int | None = None  # the stop string or stop token that ended it, if any
 
 
 class Choice:
@@ -31,42 +31,42 @@ class Choice:
     def __init__(
         self,
         index: int,
-        answer: Answer,
+        answer: PendingResponse,
         prompt: NDArray[np.int32],
         max_tokens: int,
-        asked: Asked,
-        served: Served,
+        completion: CompletionRequest,
+        served: ServedModel,
     ) -> None:
         self.index = index
         self.answer = answer
         self.prompt = prompt
         self.n_tokens = 0  # passed on
         self.max_tokens = max_tokens
-        self.asked = asked
-        self._end_ids = served.end_ids if not asked.ignore_eos else frozenset()
+        self.completion = completion
+        self._end_ids = served.end_ids if not completion.ignore_eos else frozenset()
         self._tokenizer = served.tokenizer
         self._detokenizer = Detokenizer(served.tokenizer)
         self._n_characters = 0  # of the tokens whose log probabilities were returned
-        self._stop = StopStrings(asked.stop)
-        self._one_by_one = bool(asked.stop or asked.stop_token_ids)
+        self._stop = StopStrings(completion.stop)
+        self._one_by_one = bool(completion.stop or completion.stop_token_ids)
 
     def logprobs(self, first: int, tokens: list[int]) -> Json | None:
         """Return the log probabilities of `tokens`, the answer's from place `first` on.
 
-        None if they were not asked for. Call it in the order of the answer, because it counts offsets in the
+        None if they were not requested. Call it in the order of the answer, because it counts offsets in the
         text.
         """
-        if self.asked.logprobs is None:
+        if self.completion.logprobs is None:
             return None
         entries = [
             logprobs.read(token, self.answer.logprobs[place]) for place, token in enumerate(tokens, first)
         ]
-        as_ids = self.asked.tokens_as_ids
-        if self.asked.chat:
+        as_ids = self.completion.tokens_as_ids
+        if self.completion.chat:
             return logprobs.chat(entries, self._tokenizer, as_ids=as_ids)
-        made = logprobs.completion(entries, self._tokenizer, self._n_characters, as_ids=as_ids)
-        self._n_characters += sum(map(len, made["tokens"]))
-        return made
+        result = logprobs.completion(entries, self._tokenizer, self._n_characters, as_ids=as_ids)
+        self._n_characters += sum(map(len, result["tokens"]))
+        return result
 
     def take(self) -> Piece | None:
         """Return the next piece, or None if nothing has arrived."""
@@ -83,13 +83,13 @@ class Choice:
         return Piece(text + self._detokenizer.end(), new, self._reason())
 
     def _take_one_by_one(self, new: list[int], is_last: bool) -> Piece:
-        """Take the next piece token by token: the first one that completes a stop string, or is a stop token,
+        """Take the next piece token by token: the first that completes a stop string, or is a stop token,
         ends the answer."""
         text = ""
         for i, token in enumerate(new):
             self.n_tokens += 1
-            may_stop = self.n_tokens >= self.asked.min_tokens
-            if may_stop and token in self.asked.stop_token_ids:
+            may_stop = self.n_tokens >= self.completion.min_tokens
+            if may_stop and token in self.completion.stop_token_ids:
                 return Piece(
                     text + self._stop.add(self._detokenizer.end()) + self._stop.end(),
                     new[: i + 1],
@@ -106,6 +106,6 @@ class Choice:
         return Piece(text, new, "stop" if self._stop.match is not None else self._reason(), self._stop.match)
 
     def _reason(self) -> str:
-        """Return why an answer ended that no stop string or stop token has cut."""
+        """Return the finish reason of an answer without a stop string or stop token."""
         tokens = self.answer.tokens
         return "length" if len(tokens) >= self.max_tokens and tokens[-1] not in self._end_ids else "stop"

@@ -1,9 +1,9 @@
-"""The connections to an HTTP port: how many there may be, and which one makes room when there are too many.
+"""The connections to an HTTP port: their limit, and which one is closed for a new one.
 
-A process that has no open file left can't write `result.json` or a log, nor look at the other ranks. So
-connections take no more than a part of them. Beyond that one that waits for a whole request is closed: of the
-address that has most of these, the one that has waited longest. A request is whole when its key and its body
-are there.
+A process without free files cannot write `result.json` or a log, nor check the other ranks. Therefore
+connections may use only a part of the files. Beyond the limit, an idle connection is closed: from the address
+with the most idle connections, the one that has waited longest for a complete request. A request is complete
+when its key and its body have arrived.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from launch.safe_text import one_line
 from mpillm.endpoint.api_error import ApiError
 from mpillm.endpoint.http_errors import error_response
 
-_MOST = 1 << 16
+_MAX_FILES = 1 << 16
 _NETWORK_BYTES = 8  # of an IPv6 address
 FIRST_S = 30.0
-"""How long a client may take from connecting to the end of its first request's head."""
-_SPARE, _SPARE_PART = 192, 8  # files that are no connections of clients: so many, and this part of all
+"""The time from a connection to the end of its first request's head."""
+_SPARE, _SPARE_PART = 192, 8  # files for other uses: at least this number, and this part of all
 
 
 def raise_limit() -> int:
-    """Let this process open as many files as it may; return how many of them may be clients' connections."""
+    """Raise this process's limit of open files; return how many may be clients' connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:
-        most = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
-        soft = max(soft, most)
+        max_files = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+        soft = max(soft, max_files)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    files = _MOST if soft == resource.RLIM_INFINITY else min(soft, _MOST)
+    files = _MAX_FILES if soft == resource.RLIM_INFINITY else min(soft, _MAX_FILES)
     return max(files - max(_SPARE, files // _SPARE_PART), files // 4)
 
 
 class Connections:
-    """Those of one port. Used in its event loop's thread."""
+    """The connections of one port. Used in its event loop's thread."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_connections: int) -> None:
+        self._max_connections = max_connections
         self._all: set[Connection] = set()
-        # Those that wait for a whole request, by their address; the one that has longest first.
+        # Connections that wait for a complete request, by address; the oldest first.
         self._waiting: dict[str, dict[Connection, None]] = {}
 
     def add(self, one: Connection) -> bool:
-        """Take a new one, and close another if there are too many; return False if all of them work."""
-        if len(self._all) >= self._most:
+        """Add a connection, and close another beyond the limit; return False if all others work."""
+        if len(self._all) >= self._max_connections:
             if not self._waiting:
                 return False
             crowd = max(self._waiting, key=lambda address: len(self._waiting[address]))
@@ -61,8 +61,8 @@ class Connections:
         return True
 
     def work(self, one: Connection, on: bool) -> None:
-        """Note that its request is whole, or answered."""
-        if one in self._all:  # else it was closed in the meantime
+        """Mark its request as complete (`on`), or answered."""
+        if one in self._all:  # otherwise it was closed in the meantime
             self._wait_no_more(one)
             if not on:
                 self._wait(one)
@@ -82,7 +82,7 @@ class Connections:
 
 
 class Connection(web.RequestHandler):
-    """A connection that its `Connections` know of."""
+    """A connection counted by `Connections`."""
 
     __slots__ = ("_first", "_others", "address")
 
@@ -109,7 +109,7 @@ class Connection(web.RequestHandler):
         request = self._current_request
         if not self._messages or request is None or request.content.is_eof():
             return
-        # aiohttp tells what is wrong with a body only after its request, which waits for the rest of it.
+        # aiohttp reports an invalid body only after its request, which waits for the end of the body.
         wrong, _ = self._messages[-1]
         if isinstance(wrong, _ErrInfo):
             self._messages.pop()
@@ -117,10 +117,10 @@ class Connection(web.RequestHandler):
             request.content.set_exception(
                 ApiError(400, f"the body is broken: {wrong.message.partition(chr(10))[0]}")
             )
-            request.content.feed_eof()  # there is no rest to wait for
+            request.content.feed_eof()  # nothing more follows
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self.note_begun()
+        self.note_head()
         self._others.remove(self)
         super().connection_lost(exc)
 
@@ -131,14 +131,14 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Log an error before a route was reached, and answer it: in a line, without all that was sent."""
+        """Log an error before a route was reached, and answer it in a line, without the request's data."""
         super().handle_error(request, status, exc, message)
-        said = (
+        text = (
             "internal error"
             if status == 500 or not message
             else one_line(message.partition("\n")[0]).rstrip(":")
         )
-        response = error_response(ApiError(status, said))
+        response = error_response(ApiError(status, text))
         response.force_close()
         return response
 
@@ -146,19 +146,19 @@ class Connection(web.RequestHandler):
         if self.transport is not None:
             self.transport.abort()
 
-    def note_begun(self) -> None:
-        """Note that there is a request."""
+    def note_head(self) -> None:
+        """Stop the timer for the head of the first request."""
         if self._first is not None:
             self._first.cancel()
             self._first = None
 
-    def note_whole(self, on: bool) -> None:
-        """Note that its request is whole, or answered."""
+    def note_working(self, on: bool) -> None:
+        """Mark its request as complete (`on`), or answered."""
         self._others.work(self, on)
 
 
 def client_of(transport: asyncio.BaseTransport) -> str:
-    """Return the address of who is connected; of IPv6 the network, of which one may have all addresses."""
+    """Return the client's address; of IPv6 the network, as one client may have all its addresses."""
     peer = transport.get_extra_info("peername")
     host = str(peer[0]) if peer else ""
     if ":" not in host or host.startswith("::ffff:"):
@@ -172,13 +172,13 @@ def address_of(request: web.Request) -> str:
     return connection.address if isinstance(connection, Connection) else ""
 
 
-def note_begun(request: web.Request) -> None:
-    """Note that the head of a request is there."""
+def note_head(request: web.Request) -> None:
+    """Record that the head of a request has arrived."""
     if isinstance(connection := request.protocol, Connection):
-        connection.note_begun()
+        connection.note_head()
 
 
-def note_whole(request: web.Request, on: bool) -> None:
-    """Note that a request is whole, or (`on` is False) answered."""
+def note_working(request: web.Request, on: bool) -> None:
+    """Mark a request as complete (`on`), or answered."""
     if isinstance(connection := request.protocol, Connection):
-        connection.note_whole(on)
+        connection.note_working(on)

@@ -1,6 +1,6 @@
 """The MPI side of the endpoint: passes requests to the leader, and responses to the HTTP thread.
 
-The two threads share one deque and one callback. Whole messages go through them: no Python per token here.
+The two threads share one deque and one callback. Whole messages go through them: no Python runs per token.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ if TYPE_CHECKING:  # its import starts MPI
     from mpillm.comms.transport import Transport
 
 _MAX_BATCH = 1024  # requests in one message
-_GIVEN_UP = int(ResponseFlag.FIRST | ResponseFlag.FINAL | ResponseFlag.CANCELLED | ResponseFlag.CANCEL_DONE)
+_CANCELLED = int(ResponseFlag.FIRST | ResponseFlag.FINAL | ResponseFlag.CANCELLED | ResponseFlag.CANCEL_DONE)
 
 
-class Endpoint(Protocol):
-    """What the main thread sees of the HTTP thread."""
+class HttpServerHandle(Protocol):
+    """The HTTP server, for the main thread."""
 
     def listen(self) -> None:
-        """Accept connections from now on. Returns at once."""
+        """Accept connections from now on. Returns immediately."""
 
     @property
     def listening(self) -> bool:
         """Whether connections are accepted."""
 
     def drain(self, seconds: float) -> None:
-        """Accept no more requests; cancel those that have not ended after `seconds`. Returns at once."""
+        """Accept no more requests, and cancel the open ones after `seconds`. Returns immediately."""
 
     @property
     def drained(self) -> bool:
-        """Whether `drain` is done: every request has ended, and no instance holds any part of one."""
+        """Whether `drain` is done: every request has ended, also in the instances."""
 
     @property
     def error(self) -> str:
-        """Why the HTTP thread has ended; empty while it runs."""
+        """The error that ended the HTTP thread; empty while it runs."""
 
     def stop(self) -> None:
         """Close every connection and end the thread."""
 
 
 class Mailbox:
-    """What the threads exchange: a request is a batch of one row, a cancelled one its id."""
+    """Messages between the threads: a request is a batch of one row, a cancellation is an id."""
 
     def __init__(self) -> None:
         self.out: deque[Batch | int] = deque()  # from the HTTP thread
@@ -65,12 +65,12 @@ class Mailbox:
 
 
 class Frontend(Role):
-    """Stands in the harness's place of a run."""
+    """Replaces the harness of a run."""
 
     sends_requests = True
 
     def __init__(
-        self, route: Transport, leader: int, mailbox: Mailbox, endpoint: Endpoint, drain_s: float
+        self, route: Transport, leader: int, mailbox: Mailbox, endpoint: HttpServerHandle, drain_s: float
     ) -> None:
         """`leader`: its rank; `drain_s`: time for open requests once it drains."""
         self._route = route
@@ -79,20 +79,20 @@ class Frontend(Role):
         self._endpoint = endpoint
         self._drain_s = drain_s
         self._window = 0
-        self._pending: deque[Batch] = deque()  # the leader has no room for them yet
-        self._drain_asked = False
+        self._pending: deque[Batch] = deque()  # the leader has no credits for them yet
+        self._drain_requested = False
         self._draining = False
         self.started = 0.0  # time.perf_counter() at the start of the test; 0: not yet
         ANSWER.handle(route, lambda source, batch: mailbox.deliver(batch))
         WINDOW.handle(route, self._on_window)
 
     def end_early(self) -> bool:
-        """End the test in an orderly way; return False if that has already begun.
+        """End the test in an orderly way; return False if it has already begun.
 
         For signal handlers: `poll` does the work.
         """
-        first = not self._drain_asked
-        self._drain_asked = True
+        first = not self._drain_requested
+        self._drain_requested = True
         return first
 
     def ready(self) -> None:
@@ -112,7 +112,7 @@ class Frontend(Role):
         self._endpoint.stop()
 
     def poll(self) -> bool:
-        if self._drain_asked and not self._draining:
+        if self._drain_requested and not self._draining:
             self._draining = True
             self._endpoint.drain(self._drain_s)
         out, cancelled = self._mailbox.out, list[int]()
@@ -133,13 +133,13 @@ class Frontend(Role):
         return worked
 
     def _cancel(self, ids: list[int]) -> None:
-        here = {int(batch.rows["id"][0]) for batch in self._pending}.intersection(ids)
-        if here:
-            self._pending = deque(batch for batch in self._pending if int(batch.rows["id"][0]) not in here)
-            rows = np.array([(id_, 0, _GIVEN_UP) for id_ in here], RESPONSE)
+        unsent = {int(batch.rows["id"][0]) for batch in self._pending}.intersection(ids)
+        if unsent:
+            self._pending = deque(batch for batch in self._pending if int(batch.rows["id"][0]) not in unsent)
+            rows = np.array([(id_, 0, _CANCELLED) for id_ in unsent], RESPONSE)
             self._mailbox.deliver(Batch(rows, np.zeros(0, np.int32)))
-        if there := [id_ for id_ in ids if id_ not in here]:
-            CANCEL.send(self._route, self._leader, there)
+        if sent := [id_ for id_ in ids if id_ not in unsent]:
+            CANCEL.send(self._route, self._leader, sent)
 
     def _on_window(self, source: int, requests: int) -> None:
         self._window += requests

@@ -1,4 +1,4 @@
-"""Errors as HTTP responses, and what HTTP asks for before a body."""
+"""Errors as HTTP responses, and the response to Expect."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def error_response(error: ApiError) -> web.Response:
 
 
 async def on_expect(request: web.Request) -> web.Response | None:
-    """Ask for the body that a client holds back (RFC 9110, 10.1.1). It comes before the guard."""
-    if request.version < HttpVersion11:  # such a client knows no 100
+    """Request the body that a client delays (RFC 9110, 10.1.1). Runs before the guard."""
+    if request.version < HttpVersion11:  # such a client does not support 100
         return None
     if request.headers["Expect"].lower() != "100-continue":
         return error_response(ApiError(417, "Expect: only 100-continue is supported"))
@@ -30,8 +30,8 @@ async def on_expect(request: web.Request) -> web.Response | None:
     return None
 
 
-def without_what_is_no_http(record: logging.LogRecord) -> bool:
-    """Log without a traceback that a client, which gets 400, sent no HTTP: it is no error of the server."""
+def downgrade_http_errors(record: logging.LogRecord) -> bool:
+    """Log invalid HTTP without a traceback: the client gets 400, and the server has no fault."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError):
         record.levelno, record.levelname = logging.INFO, "INFO"

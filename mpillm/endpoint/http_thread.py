@@ -1,4 +1,4 @@
-"""The HTTP thread: an event loop with the sockets, beside rank 0's own, which has MPI."""
+"""The HTTP thread: an event loop with the sockets, beside rank 0's main thread, which runs MPI."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.endpoint.app import Service
 from mpillm.endpoint.connections import Connection, Connections, raise_limit
 from mpillm.endpoint.frontend import Mailbox
-from mpillm.endpoint.http_errors import without_what_is_no_http
+from mpillm.endpoint.http_errors import downgrade_http_errors
 from mpillm.endpoint.open_requests import OpenRequests
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 1024  # connections not accepted yet
 _LOOK_S = 0.02  # between checks whether the last request has ended
-_CANCEL_S = 5.0  # for ranks to drop what `drain` has cancelled; then phase drain names those that have not
+_CANCEL_S = 5.0  # for ranks to drop requests cancelled by `drain`; phase drain reports the others
 _FETCH_S = 5.0  # for another server to fetch a KV cache whose client has its answer
 _STOP_S = 2.0
 IDLE_S = 120.0
-"""How long a connection may stay open without a whole request."""
-_UNREAD_S = 120  # how long a client may leave unread what was sent to it
+"""The time for which a connection may stay open without a complete request."""
+_UNREAD_S = 120  # for a client that does not read sent data
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -41,20 +41,20 @@ def bind(host: str, port: int) -> socket.socket:
         )[0]
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"--host {host}: {error}", about=["host"]) from error
-    made = socket.socket(family, kind, protocol)
+    listener = socket.socket(family, kind, protocol)
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # The kernel then ends the connection of a client that stays there and reads nothing.
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux; the accepted ones inherit it
-            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNREAD_S)
-        made.bind(address)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # The kernel then ends the connection of a client that reads nothing.
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux; accepted connections inherit it
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNREAD_S)
+        listener.bind(address)
     except OSError as error:
-        made.close()
+        listener.close()
         other = "host" if error.errno == errno.EADDRNOTAVAIL else "port"
         raise ConfigError(
             f"--host {host} --port {port}: {error.strerror}; name another {other}", about=["host", "port"]
         ) from error
-    return made
+    return listener
 
 
 async def listen(
@@ -62,10 +62,10 @@ async def listen(
 ) -> tuple[web.AppRunner, asyncio.Server]:
     """Accept connections on a bound socket, until the server that is returned is closed.
 
-    `max_connections` is by default what the limit of open files allows. Handlers are cancelled when their
-    client has gone: that is how its request ends.
+    `max_connections` defaults to the limit of open files. Handlers are cancelled when their
+    client disconnects: this ends its request.
     """
-    logging.getLogger("aiohttp.server").addFilter(without_what_is_no_http)
+    logging.getLogger("aiohttp.server").addFilter(downgrade_http_errors)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_STOP_S)
     await runner.setup()
     assert runner.server is not None
@@ -89,9 +89,9 @@ def url(bound: socket.socket) -> str:
 
 
 class HttpThread:
-    """Implements `frontend.Endpoint`.
+    """Implements `frontend.HttpServerHandle`.
 
-    The main thread calls its methods, which have the HTTP thread do the work.
+    The main thread calls its methods; the HTTP thread does the work.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class HttpThread:
         self._socket.close()
 
     def _deliver(self, batch: Batch) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits for answers
+        with contextlib.suppress(RuntimeError):  # the loop has ended: no client waits for answers
             self.thread.post(self._requests.take, batch)
 
     # --- in the HTTP thread ---
@@ -146,7 +146,7 @@ class HttpThread:
         self.error = self.error or f"{type(error).__name__}: {error}"
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-        """Log an error. As a rule it is one connection's, and the others go on."""
+        """Log an error, usually of one connection: the others continue."""
         error = context.get("exception")
         _log.error("%s", context.get("message"), exc_info=error if isinstance(error, BaseException) else None)
 

@@ -1,6 +1,6 @@
 """Convert the numbers that come with an answer's tokens to OpenAI's log probabilities.
 
-They are the model's own, before temperature, top-k, top-p and forbidden end tokens; as in vLLM.
+They are the model's, before temperature, top-k, top-p and forbidden end tokens, as in vLLM.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from mpillm.data.tokenizer import Tokenizer
 from mpillm.endpoint.api_error import Json
 
-_LEAST = -9999.0  # the least that is returned, also for the logarithm of 0: JSON has no infinity
+_MIN_LOGPROB = -9999.0  # also for the logarithm of 0: JSON has no infinity
 
 
 class TokenLogprobs(NamedTuple):
@@ -28,7 +28,7 @@ def read(token: int, numbers: Sequence[int]) -> TokenLogprobs:
     """Read a token's numbers (see `ResponseFlag.LOGPROBS`)."""
     n = len(numbers) // 2
     values = np.array([numbers[0], *numbers[1 + n :]], np.int32).view(np.float32)
-    logprob, *top = np.maximum(values, _LEAST).tolist()
+    logprob, *top = np.maximum(values, _MIN_LOGPROB).tolist()
     return TokenLogprobs(token, logprob, list(zip(numbers[1 : 1 + n], top, strict=True)))
 
 
@@ -37,17 +37,17 @@ def completion(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer, offset: i
 
     `as_ids`: see `_name_of`.
     """
-    made: Json = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+    result: Json = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for entry in entries:
         text = _name_of(entry.token, tokenizer, as_ids)
-        made["text_offset"].append(offset)
-        made["token_logprobs"].append(entry.logprob)
-        made["tokens"].append(text)
+        result["text_offset"].append(offset)
+        result["token_logprobs"].append(entry.logprob)
+        result["tokens"].append(text)
         top = {_name_of(token, tokenizer, as_ids): logprob for token, logprob in reversed(entry.top)}
-        # Two tokens may have the same text; then the likelier is returned. The chosen one always is.
-        made["top_logprobs"].append(dict(reversed(top.items())) | {text: entry.logprob})
+        # Two tokens may have the same text; then the likelier is returned. The chosen token always is.
+        result["top_logprobs"].append(dict(reversed(top.items())) | {text: entry.logprob})
         offset += len(text)
-    return made
+    return result
 
 
 def chat(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer, *, as_ids: bool) -> Json:

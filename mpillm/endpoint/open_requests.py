@@ -1,4 +1,4 @@
-"""Open requests as the HTTP thread sees them: who waits for the answer of which id."""
+"""Open requests in the HTTP thread: the pending response of each id."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _TIMES, _LOGPROBS = int(ResponseFlag.TIMES), int(ResponseFlag.LOGPROBS)
 _LOST, _REFUSED = int(ResponseFlag.LOST), int(ResponseFlag.REFUSED)
 _ALONE = _FIRST | _FINAL
 _FIELDS = REQUEST.names or ()
-# Of a token: the prompt is an array, of which there are up to three for a while, an answer a list of numbers.
+# Per token: up to three arrays have the prompt for a while; an answer is a list of numbers.
 _PROMPT_BYTES, _ANSWER_BYTES = 12, 40
 
 
-class Answer:
-    """The answer to one prompt, as far as it has arrived."""
+class PendingResponse:
+    """The answer to one prompt, as it arrives."""
 
     __slots__ = (
+        "_early_tokens",
         "_final",
         "_first_comes",
-        "_held_back",
         "_to_repeat",
         "_waiter",
+        "cancelled",
         "ended",
         "failed",
         "first_at",
-        "given_up",
         "id",
         "last_at",
         "logprobs",
@@ -58,31 +58,31 @@ class Answer:
         self.tokens: list[int] = []
         self.ended = False
         self.failed = False  # the core could not answer
-        self.refusal: Refusal | None = None  # why, if another server has said it
-        self.given_up = False  # cancelled by us
+        self.refusal: Refusal | None = None  # the error of another server
+        self.cancelled = False  # cancelled by us
         self.opened_at = time.perf_counter()
         self.first_at = self.last_at = 0.0
-        # If asked for, numbers of `ResponseFlag.TIMES`; when the KV cache had moved, and after how many µs.
+        # If requested: numbers of `ResponseFlag.TIMES`; the end of the KV cache transfer, and its µs.
         self.times: list[int] | None = None
         self.moved: tuple[float, int] | None = None
         self.wants_logprobs = n_logprobs
         self.logprobs: dict[int, list[int]] = {}  # by place; see `ResponseFlag.LOGPROBS`
-        # The whole answer, if it overtook the context instance's log probabilities.
+        # The complete answer, if it overtook the context instance's log probabilities.
         self._final: list[int] | None = None
         self.released = False  # no rank can send more of it
         # A generation instance's tokens that overtook the context instance's first one.
-        self._held_back: list[int] = []
-        # Of a request that is computed again: the tokens that the client has, and that must come again.
+        self._early_tokens: list[int] = []
+        # If the request is computed again: the client's tokens, which must arrive again.
         self._to_repeat: list[int] = []
         self._first_comes = False  # again
-        self.request: Batch | None = None  # as it was sent
-        self.n_bytes = 0  # of memory that it may come to take
+        self.request: Batch | None = None  # as sent
+        self.n_bytes = 0  # upper bound of its memory
         self._waiter: asyncio.Future[None] | None = None
 
     @staticmethod
-    def of(n_prompt: int, tokens: list[int]) -> Answer:
+    def of(n_prompt: int, tokens: list[int]) -> PendingResponse:
         """Return an answer that is complete without any rank."""
-        answer = Answer(-1, n_prompt)
+        answer = PendingResponse(-1, n_prompt)
         answer.add(tokens, _ALONE)
         answer.released = True
         return answer
@@ -95,39 +95,39 @@ class Answer:
     def cached_tokens(self, block_tokens: int | None) -> int | None:
         """Return how many of the prompt's tokens were in a KV cache; None: unknown.
 
-        `block_tokens`: of a block of that cache; 0: no instance keeps prompts; None: unknown.
+        `block_tokens`: per block of that cache. 0: no instance keeps prompts. None: unknown.
         """
         if not block_tokens:
             return block_tokens
         return None if self.times is None else block_tokens * self.times[2]
 
     def begin_again(self) -> None:
-        """Note that the instance is lost, and that another one computes the answer from its beginning."""
+        """Start again after the loss of the instance: another one computes the answer from its beginning."""
         self._to_repeat = [*self.tokens]
         self._first_comes = bool(self.tokens)
-        self._held_back = []
+        self._early_tokens = []
         self._final = None
 
     def _again(self, tokens: list[int], flags: int) -> tuple[list[int], int]:
-        """Return what is new of a row of the second time.
+        """Return the new part of a row of the second computation.
 
-        An error if the rest differs from what the client has: sampled otherwise, or rounded.
+        It is an error if the tokens differ from the client's, by sampling or rounding.
         """
         if flags & _FINAL:
             same = tokens[: len(self.tokens)] == self.tokens
             return (tokens, flags) if same else ([], _FINAL | _ERROR)
         if self._first_comes and not flags & _FIRST:  # it was overtaken
-            self._held_back += tokens
+            self._early_tokens += tokens
             return [], _PARTIAL
         if flags & _FIRST:
-            tokens, self._held_back, self._first_comes = tokens + self._held_back, [], False
+            tokens, self._early_tokens, self._first_comes = tokens + self._early_tokens, [], False
         n = min(len(tokens), len(self._to_repeat))
         same = tokens[:n] == self._to_repeat[:n]
         self._to_repeat = self._to_repeat[n:]
         return (tokens[n:], _PARTIAL) if same else ([], _FINAL | _ERROR)
 
     def add(self, tokens: list[int], flags: int) -> None:
-        """Take a row's tokens."""
+        """Add a row's tokens."""
         if flags & _FINAL and self._lacks_logprobs(tokens):
             self._final = tokens
             return
@@ -138,14 +138,14 @@ class Answer:
         if flags & _FINAL:
             self.ended, self.failed = True, bool(flags & _ERROR)
             if not flags & (_ERROR | _CANCELLED):
-                self.tokens = tokens  # all of them, whatever came before
+                self.tokens = tokens  # all tokens, including earlier ones
         elif flags & _FIRST:
             if not self.tokens:
-                self.tokens = tokens + self._held_back
+                self.tokens = tokens + self._early_tokens
         elif self.tokens:
             self.tokens += tokens
         else:
-            self._held_back += tokens
+            self._early_tokens += tokens
         if self.tokens:
             self.last_at = time.perf_counter()
             self.first_at = self.first_at or self.last_at
@@ -153,7 +153,7 @@ class Answer:
             self._waiter.set_result(None)
 
     def add_logprobs(self, numbers: list[int]) -> None:
-        """Take a row's log probabilities."""
+        """Add a row's log probabilities."""
         width = 2 * self.wants_logprobs - 1
         for i, at in enumerate(range(1, len(numbers), width)):
             self.logprobs[numbers[0] + i] = numbers[at : at + width]
@@ -165,25 +165,25 @@ class Answer:
 
 
 class OpenRequests:
-    """Gives ids to requests, and reuses them when no rank can send more of a request."""
+    """Assigns ids to requests, and reuses an id when no rank can send more of its request."""
 
     def __init__(self, hands_over: bool, put: Callable[[Batch | int], None]) -> None:
-        """`hands_over`: context instances hand requests to generation instances; `put`: into the mailbox."""
+        """`hands_over`: the run has handoffs; `put`: adds to the mailbox."""
         self._holders = 2 if hands_over else 1
         self._put = put
         self._free: list[int] = []
         self._n_ids = 0
-        # By id, how many last rows are still to come: one from each holder, and one for a cancellation.
-        self._held: dict[int, int] = {}
-        self._answers: dict[int, Answer] = {}  # of the same ids
+        # By id, the number of outstanding last rows: one from each holder, and one for a cancellation.
+        self._n_last_rows: dict[int, int] = {}
+        self._answers: dict[int, PendingResponse] = {}  # of the same ids
         self.losses: dict[int, LossCosts] = {}  # by instance that was lost with open requests
         self._retried: dict[int, LossCosts] = {}  # by id
-        self.n_bytes = 0  # of memory that all may come to take
-        self._cancelling: set[int] = set()  # ids for which CANCEL_DONE is still to come
+        self.n_bytes = 0  # upper bound of the memory of all
+        self._cancelling: set[int] = set()  # ids with an outstanding CANCEL_DONE
 
     def __len__(self) -> int:
         """Return the number of ids in use, also by requests that have ended for their client."""
-        return len(self._held)
+        return len(self._n_last_rows)
 
     @property
     def waiting(self) -> int:
@@ -197,30 +197,30 @@ class OpenRequests:
 
     @staticmethod
     def bytes_of(n_prompt: int, max_output: int) -> int:
-        """Return the memory that a request may come to take here, about."""
+        """Return the approximate upper bound of a request's memory here."""
         return _PROMPT_BYTES * n_prompt + _ANSWER_BYTES * max_output
 
-    def open(self, row: Mapping[str, float], prompt: Sequence[int] | NDArray[np.int32]) -> Answer:
-        """Ask for an answer; `row`: the fields of REQUEST but `id` and `n_tokens`."""
+    def open(self, row: Mapping[str, float], prompt: Sequence[int] | NDArray[np.int32]) -> PendingResponse:
+        """Send a request; `row`: the fields of REQUEST except `id` and `n_tokens`."""
         if self._free:
             id_ = self._free.pop()
         else:
             id_, self._n_ids = self._n_ids, self._n_ids + 1
         values = {**row, "id": id_, "n_tokens": len(prompt)}
         rows = np.array([tuple(values.get(name, 0) for name in _FIELDS)], REQUEST)
-        answer = self._answers[id_] = Answer(id_, len(prompt), int(row.get("logprobs", 0)))
-        self._held[id_] = self._holders
+        answer = self._answers[id_] = PendingResponse(id_, len(prompt), int(row.get("logprobs", 0)))
+        self._n_last_rows[id_] = self._holders
         answer.n_bytes = self.bytes_of(len(prompt), int(row["max_output"]))
         self.n_bytes += answer.n_bytes
         answer.request = Batch(rows, np.asarray(prompt, np.int32))
         self._put(answer.request)
         return answer
 
-    def give_up(self, answer: Answer) -> None:
-        """Cancel it if it has not ended: nobody waits for it any more."""
-        if not answer.ended and not answer.given_up:
-            answer.given_up = True
-            self._held[answer.id] += 1
+    def give_up(self, answer: PendingResponse) -> None:
+        """Cancel it if it has not ended: its client has left."""
+        if not answer.ended and not answer.cancelled:
+            answer.cancelled = True
+            self._n_last_rows[answer.id] += 1
             self._cancelling.add(answer.id)
             self._put(answer.id)
 
@@ -229,7 +229,7 @@ class OpenRequests:
             self.give_up(answer)
 
     def take(self, batch: Batch) -> None:
-        """Take rows from the ranks."""
+        """Process rows from the ranks."""
         rows, tokens, at = batch.rows, batch.tokens.tolist(), 0
         for id_, n, flags in zip(
             rows["id"].tolist(), rows["n_tokens"].tolist(), rows["flags"].tolist(), strict=True
@@ -253,14 +253,16 @@ class OpenRequests:
             if flags & (_FINAL | _CONTEXT_DONE | _CANCEL_DONE):
                 self._let_go(id_, flags)
 
-    def _send_again(self, answer: Answer, instance: int, flags: int) -> None:
-        """Ask once more for what an instance owed that is lost, unless nobody waits for it any more."""
+    def _send_again(self, answer: PendingResponse, instance: int, flags: int) -> None:
+        """Send an outstanding request of a lost instance again, unless it was cancelled."""
         id_ = answer.id
-        if answer.ended or answer.given_up or answer.request is None:
+        if answer.ended or answer.cancelled or answer.request is None:
             answer.add([], _FINAL | _CANCELLED)
             if flags & _CANCEL_DONE:
                 self._cancelling.discard(id_)
-            self._held[id_] = int(id_ in self._cancelling)  # it is on its way to the leader, who answers it
+            self._n_last_rows[id_] = int(
+                id_ in self._cancelling
+            )  # the cancellation is on its way to the leader, which answers it
             self._free_if_done(id_)
             return
         loss = self.losses.setdefault(instance, LossCosts())
@@ -268,29 +270,29 @@ class OpenRequests:
         loss.waited_s += time.perf_counter() - answer.opened_at
         self._retried[id_] = loss
         answer.begin_again()
-        self._held[id_] = self._holders
+        self._n_last_rows[id_] = self._holders
         self._put(answer.request)
 
     def _let_go(self, id_: int, flags: int) -> None:
         """Free the id after the last row.
 
-        A request that was handed over ends twice, in either order: with FINAL and with CONTEXT_DONE.
+        A request with a handoff ends twice, in either order: with FINAL and with CONTEXT_DONE.
         """
-        # First token and last one at once: nothing was handed over.
-        self._held[id_] -= (
+        # First and last token in one row: there was no handoff.
+        self._n_last_rows[id_] -= (
             self._holders if flags & _ALONE == _ALONE else bool(flags & (_FINAL | _CONTEXT_DONE))
         )
         if flags & _CANCEL_DONE:
-            self._held[id_] -= 1
+            self._n_last_rows[id_] -= 1
             self._cancelling.discard(id_)
         if self._retried and flags & _FINAL and (loss := self._retried.pop(id_, None)) is not None:
             loss.recovered = time.perf_counter()
         self._free_if_done(id_)
 
     def _free_if_done(self, id_: int) -> None:
-        if not self._held[id_]:
+        if not self._n_last_rows[id_]:
             self._retried.pop(id_, None)
-            del self._held[id_]
+            del self._n_last_rows[id_]
             answer = self._answers.pop(id_)
             answer.released = True
             self.n_bytes -= answer.n_bytes

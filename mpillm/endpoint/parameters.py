@@ -1,6 +1,6 @@
 """Parameters of OpenAI's API, vLLM and TensorRT-LLM that have no implementation here.
 
-The server refuses a request that sets one of them to a value with an effect.
+The server rejects a request that sets one of them to a value with an effect.
 `tests/unit/endpoint/test_parameters.py` has the names of vLLM's request classes.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 from mpillm.endpoint.api_error import ApiError, Json
 from mpillm.files import excerpt
 
-# Names with the values that have no effect; null never has one. Any other value is refused.
+# Names with the values that have no effect; null never has one. Any other value is rejected.
 _BODY: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -81,7 +81,7 @@ _BODY: dict[str, tuple[Any, ...]] = {
 }
 # With the choice "none" a model calls none of the functions: their list has no effect.
 _CHOICE_OF = {"tools": "tool_choice", "functions": "function_call"}
-# Of a chat's message: what chat templates use, beside its role, content and name.
+# In a chat's message: fields for chat templates, besides role, content and name.
 _MESSAGE: dict[str, tuple[Any, ...]] = {
     "tool_calls": ([],),
     "tool_call_id": ("",),
@@ -94,8 +94,8 @@ _MESSAGE: dict[str, tuple[Any, ...]] = {
 }
 _WHY = {
     "tools": "answers are text, never function calls; leave it out",
-    "disaggregated_params": "this server is not one half of disaggregated serving (--server_role)",
-    "prompt_token_ids": "this server is not one half of disaggregated serving (--server_role)",
+    "disaggregated_params": "this server is not a context or generation server (--server_role)",
+    "prompt_token_ids": "this server is not a context or generation server (--server_role)",
     "thinking_token_budget": "max_tokens limits the reasoning and the rest of an answer together",
     "truncation_side": "the server never truncates a prompt",
 }

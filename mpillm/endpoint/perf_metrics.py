@@ -1,10 +1,10 @@
-"""What `/perf_metrics` says: when each of the last requests came, was begun, and got its tokens.
+"""`/perf_metrics`: for each of the last requests, the times of its arrival, its start and its tokens.
 
-Path and names are those of `trtllm-serve` (`get_perf_metrics` in tensorrt_llm/serve/openai_server.py). Times
-are seconds of this machine's steady clock. An instance says how long before the first token it got a request
-and began it. That is counted back from when the token came here: clocks of other nodes do not matter. The
-leader of disaggregated servers measures how far their clocks are from its own (`/steady_clock_offset`), and
-they add that to the times that they tell.
+Path and names follow `trtllm-serve` (`get_perf_metrics` in tensorrt_llm/serve/openai_server.py). Times are
+seconds of this machine's steady clock. An instance reports how long before the first token it got a request
+and started it, and the times are computed from the arrival of that token here: clocks of other nodes do not
+matter. The leader of disaggregated servers measures the offset of their clocks from its own
+(`/steady_clock_offset`), and the servers add it to their times.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from aiohttp import web
 
 from mpillm.endpoint.admission import Guard
 from mpillm.endpoint.api_error import Json
-from mpillm.endpoint.open_requests import Answer
+from mpillm.endpoint.open_requests import PendingResponse
 from mpillm.endpoint.protocol import read_clock_offset
 
 _TIMES, _CLOCK = "/perf_metrics", "/steady_clock_offset"
@@ -26,17 +26,17 @@ _TIMES, _CLOCK = "/perf_metrics", "/steady_clock_offset"
 class _Request(NamedTuple):
     id: str
     came_at: float  # time.perf_counter(), before its prompt became tokens
-    answer: Answer
-    ctx_request_id: object  # the same in both servers of a disaggregated request; None: of no such request
+    answer: PendingResponse
+    ctx_request_id: object  # the same in both servers of a disaggregated request; None: another request
 
 
 class PerfMetrics:
     """The times of the last requests that ended without an error, until they are read."""
 
-    def __init__(self, guard: Guard, most: int) -> None:
-        """`guard`: of the routes; `most`: requests to keep; 0: none."""
+    def __init__(self, guard: Guard, max_requests: int) -> None:
+        """`guard`: of the routes; `max_requests` are kept, 0: none."""
         self._guard = guard
-        self._requests: deque[_Request] = deque(maxlen=most)
+        self._requests: deque[_Request] = deque(maxlen=max_requests)
         self._offset_s = 0.0
 
     def routes(self) -> list[web.RouteDef]:
@@ -60,23 +60,25 @@ class PerfMetrics:
         return web.Response()
 
     @property
-    def wanted(self) -> bool:
+    def enabled(self) -> bool:
         return self._requests.maxlen != 0
 
-    def add(self, request_id: str, came_at: float, answer: Answer, ctx_request_id: object = None) -> None:
-        """Note an answer that has ended."""
+    def add(
+        self, request_id: str, came_at: float, answer: PendingResponse, ctx_request_id: object = None
+    ) -> None:
+        """Add an answer that has ended."""
         self._requests.append(_Request(request_id, came_at, answer, ctx_request_id))
 
     def take(self) -> list[Json]:
-        """Return, once, the requests of which everything is known, the oldest first."""
+        """Return and remove the complete requests, the oldest first."""
         ready = [request for request in self._requests if request.answer.released]
         left = [request for request in self._requests if not request.answer.released]
         self._requests.clear()
         self._requests.extend(left)
-        return [_shown(request, self._offset_s) for request in ready]
+        return [_to_json(request, self._offset_s) for request in ready]
 
 
-def _shown(request: _Request, offset_s: float) -> Json:
+def _to_json(request: _Request, offset_s: float) -> Json:
     answer = request.answer
     timing: Json = {
         "server_arrival_time": request.came_at,
@@ -88,13 +90,13 @@ def _shown(request: _Request, offset_s: float) -> Json:
     }
     metrics: Json = {}
     if answer.times is not None:
-        at_instance_us, begun_us, n_reused = answer.times
+        at_instance_us, started_us, n_reused = answer.times
         timing["arrival_time"] = answer.first_at - 1e-6 * at_instance_us
-        timing["first_scheduled_time"] = answer.first_at - 1e-6 * begun_us
+        timing["first_scheduled_time"] = answer.first_at - 1e-6 * started_us
         metrics["kv_cache_metrics"] = {"num_reused_blocks": n_reused}
     if answer.moved is not None:
         end, us = answer.moved
         timing |= {"kv_cache_transfer_start": end - 1e-6 * us, "kv_cache_transfer_end": end}
     metrics["timing_metrics"] = {name: at and at + offset_s for name, at in timing.items()}
-    shown: Json = {"request_id": request.id, "perf_metrics": metrics}
-    return shown if request.ctx_request_id is None else shown | {"ctx_request_id": request.ctx_request_id}
+    result: Json = {"request_id": request.id, "perf_metrics": metrics}
+    return result if request.ctx_request_id is None else result | {"ctx_request_id": request.ctx_request_id}

@@ -1,4 +1,4 @@
-"""What `/metrics` says: the names are vLLM's, under `mpillm:`. Counted in the HTTP thread."""
+"""The metrics of `/metrics`: vLLM's names, under `mpillm:`. Counted in the HTTP thread."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from mpillm.endpoint.open_requests import Answer
+from mpillm.endpoint.open_requests import PendingResponse
 from mpillm.roles.harness import Totals
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ REQUEST_S = _bounds("0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 
 _TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 
 
-class Histogram:
+class BucketHistogram:
     """Counts of values, by upper bounds."""
 
     def __init__(self, help_: str, bounds: Sequence[float]) -> None:
@@ -51,10 +51,10 @@ TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class ServeMetrics:
-    """Counts since the start; of constant size. `totals` is what `result.json` is made of."""
+    """Counts since the start; of constant size. `totals` is for `result.json`."""
 
     def __init__(self, block_tokens: int | None = None) -> None:
-        """`block_tokens`: see `Answer.cached_tokens`."""
+        """`block_tokens`: see `PendingResponse.cached_tokens`."""
         self.totals = Totals()
         self._block_tokens = block_tokens
         self._queried_tokens = self._cached_tokens = 0
@@ -62,20 +62,20 @@ class ServeMetrics:
         self._prompt_tokens = self._generated_tokens = 0
         self._responses: dict[int, int] = {}  # by HTTP status
         self._histograms = {
-            "time_to_first_token_seconds": Histogram("Time to the first token", FIRST_TOKEN_S),
-            "inter_token_latency_seconds": Histogram("Time between two tokens", _TOKEN_S),
-            "request_time_per_output_token_seconds": Histogram(
+            "time_to_first_token_seconds": BucketHistogram("Time to the first token", FIRST_TOKEN_S),
+            "inter_token_latency_seconds": BucketHistogram("Time between two tokens", _TOKEN_S),
+            "request_time_per_output_token_seconds": BucketHistogram(
                 "Mean time between two tokens of a request", _TOKEN_S
             ),
-            "e2e_request_latency_seconds": Histogram("Time to the last token", REQUEST_S),
-            "request_prompt_tokens": Histogram("Prompt tokens of a request", _TOKENS),
-            "request_generation_tokens": Histogram("Tokens of an answer", _TOKENS),
+            "e2e_request_latency_seconds": BucketHistogram("Time to the last token", REQUEST_S),
+            "request_prompt_tokens": BucketHistogram("Prompt tokens of a request", _TOKENS),
+            "request_generation_tokens": BucketHistogram("Tokens of an answer", _TOKENS),
         }
 
     def responded(self, status: int) -> None:
         self._responses[status] = self._responses.get(status, 0) + 1
 
-    def first_token(self, answer: Answer) -> None:
+    def first_token(self, answer: PendingResponse) -> None:
         seconds = answer.first_at - answer.opened_at
         self._histograms["time_to_first_token_seconds"].add(seconds)
         self.totals.ttft.add_one(seconds)
@@ -86,13 +86,13 @@ class ServeMetrics:
             self._cached_tokens += cached_tokens
 
     def more_tokens(self, n: int, seconds: float) -> None:
-        """Count `n` tokens that arrived `seconds` after those before them."""
+        """Count `n` tokens that arrived `seconds` after the previous ones."""
         self._histograms["inter_token_latency_seconds"].add(seconds / n, n)
 
-    def finished(self, answer: Answer, reason: str, n_tokens: int) -> None:
+    def finished(self, answer: PendingResponse, reason: str, n_tokens: int) -> None:
         """Count a request that has ended, with `n_tokens` passed on.
 
-        `reason`: stop, length, abort (the client has gone), error.
+        `reason`: stop, length, abort (the client has left), error.
         """
         self._finished[reason] += 1
         self._generated_tokens += n_tokens
@@ -119,7 +119,7 @@ class ServeMetrics:
     def text(self, model: str, gauges: Mapping[str, float], fetches: DisaggRoutes | None) -> str:
         """Return Prometheus' text format, version 0.0.4.
 
-        `gauges`: values that hold now, by name; `fetches`: what counts the KV caches of a generation server.
+        `gauges`: current values by name; `fetches`: counts of a generation server's KV caches.
         """
         label = f'model_name="{escaped(model)}"'
         lines = []

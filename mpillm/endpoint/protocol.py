@@ -1,9 +1,9 @@
-"""OpenAI's API as it is spoken here: what a body asks for, and what is wrong with it.
+"""OpenAI's API as implemented here: parse and check a request's body.
 
-The names are those of OpenAI's completions and chat completions, and of vLLM's additions to them:
-`min_tokens`, `ignore_eos`, `top_k`, `stop_token_ids`, `return_token_ids`, prompts as token ids. A request is
-refused if it sets a parameter that would change the answer and has no implementation (`parameters.py`). Other
-names have no effect, as with vLLM.
+The names are from OpenAI's completions and chat completions, and from vLLM's additions: `min_tokens`,
+`ignore_eos`, `top_k`, `stop_token_ids`, `return_token_ids`, prompts as token ids. A request is rejected if it
+sets a parameter that would change the answer and has no implementation (`parameters.py`). Other names have no
+effect, as in vLLM.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ from mpillm.files import excerpt
 
 # Plain numbers: operations on flags take ten times as long.
 _IGNORE_EOS, _STREAM = int(RequestFlag.IGNORE_END | RequestFlag.IGNORE_STOP), int(RequestFlag.STREAM)
-_LEAST_TEMPERATURE = 0.01  # smaller temperatures overflow the division; vLLM uses this in their place, too
-_MOST_PROMPTS = 2048  # of one body
-_MOST_ANSWERS = 128  # to each of them; as OpenAI's API
-_MOST_STOPS = 64
-_MOST_STOP_CHARACTERS = 1024
-_MOST_LOGPROBS = 20  # of the likeliest tokens; as OpenAI's API
-_MOST_TOKENS = 1 << 20  # tokens of prompt and answer, if neither the model nor an option limits them
-_OF_TEMPLATE = 8  # characters that a chat template puts around a message, or more
-_MOST_SECONDS = 1e12  # between the clocks of two machines
+_MIN_TEMPERATURE = 0.01  # smaller temperatures overflow the division; vLLM has the same minimum
+_MAX_PROMPTS = 2048  # of one body
+_MAX_ANSWERS = 128  # to each prompt, as in OpenAI's API
+_MAX_STOPS = 64
+_MAX_STOP_CHARACTERS = 1024
+_MAX_LOGPROBS = 20  # of the likeliest tokens, as in OpenAI's API
+_MAX_TOKENS = 1 << 20  # tokens of prompt and answer, if neither the model nor an option limits them
+_OF_TEMPLATE = 8  # minimum characters that a chat template adds to a message
+_MAX_SECONDS = 1e12  # between the clocks of two machines
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_OPENAI_COMPLETION_TOKENS = 16  # of a text completion that does not say how many
+_OPENAI_COMPLETION_TOKENS = 16  # of a text completion without max_tokens
 
 
 @dataclass(frozen=True)
-class Served:
-    """What is behind the endpoint."""
+class ServedModel:
+    """The model behind the endpoint, and defaults for requests."""
 
     names: tuple[str, ...]  # of the model; the first is in every answer
     tokenizer: Tokenizer
     limits: PromptLimits
     end_ids: frozenset[int] = frozenset()
-    max_output_len: int = 128  # of a chat that does not say how many
-    # Defaults for requests; None: as OpenAI's API has it.
+    max_output_len: int = 128  # of a chat without max_tokens
+    # Defaults for requests; None: as in OpenAI's API.
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     seed: int | None = None
     min_output_len: int = 0
-    gives_logprobs: bool = False  # the core does
-    is_disagg: bool = False  # a context or generation server: takes `disaggregated_params`
+    gives_logprobs: bool = False  # supported by the core
+    is_disagg: bool = False  # a context or generation server: accepts `disaggregated_params`
 
     @property
     def max_model_len(self) -> int:
         """Tokens of prompt and answer."""
-        return min(self.limits.max_seq_len or _MOST_TOKENS, _MOST_TOKENS)
+        return min(self.limits.max_seq_len or _MAX_TOKENS, _MAX_TOKENS)
 
     @property
     def vocab_size(self) -> int:
@@ -70,8 +70,8 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a body asks for. Whether its prompts are too long is not checked yet."""
+class CompletionRequest:
+    """A parsed body. The length of its prompts is not checked yet."""
 
     chat: bool
     prompts: Sequence[str | list[int]]  # one, for a chat: empty
@@ -90,22 +90,22 @@ class Asked:
     continuous_usage: bool = False
     return_token_ids: bool = False
     tokens_as_ids: bool = False  # log probabilities have "token_id:5" in place of a token's text
-    add_special_tokens: bool = True  # those that frame any text, if the prompt is one
-    request_id: str = ""  # "": the server makes one
+    add_special_tokens: bool = True  # around the prompt, if it is a text
+    request_id: str = ""  # "": the server creates one
     # `disaggregated_params`, unchecked: see `DisaggRoutes.check`
     disaggregated: Json = field(default_factory=dict)
-    prompt_token_ids: Any = None  # of a chat, unchecked; only halves of disaggregated serving look at them
+    prompt_token_ids: Any = None  # of a chat, unchecked; only context and generation servers use them
 
     @property
     def n_characters(self) -> int:
-        """The number of characters to tokenise, about."""
+        """The approximate number of characters to tokenize."""
         return sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str)) + sum(
             sum(map(len, message.values())) + _OF_TEMPLATE for message in self.messages
         )
 
 
-def read(data: bytes, chat: bool, served: Served) -> Asked:
-    """Return what a body asks for. Raises ApiError if it makes no sense, or can't be done here."""
+def read(data: bytes, chat: bool, served: ServedModel) -> CompletionRequest:
+    """Parse a body. Raises ApiError if it is invalid, or not supported here."""
     body = parse(data)
     model = body.get("model")
     if model is not None and model not in served.names:
@@ -127,23 +127,25 @@ def read(data: bytes, chat: bool, served: Served) -> Asked:
         token_ids(body.get("stop_token_ids") or [], "stop_token_ids", served.vocab_size),
     )
     stream, options = stream_of(body)
-    max_tokens = number(body, "max_tokens", 1, served.max_model_len, whole=True)
+    max_tokens = number(body, "max_tokens", 1, served.max_model_len, is_integer=True)
     if chat:
-        max_tokens = number(body, "max_completion_tokens", 1, served.max_model_len, whole=True) or max_tokens
+        max_tokens = (
+            number(body, "max_completion_tokens", 1, served.max_model_len, is_integer=True) or max_tokens
+        )
     elif max_tokens is None:
         max_tokens = min(_OPENAI_COMPLETION_TOKENS, served.max_model_len)
-    min_tokens = number(body, "min_tokens", 0, served.max_model_len, whole=True)
+    min_tokens = number(body, "min_tokens", 0, served.max_model_len, is_integer=True)
     if min_tokens is not None and max_tokens is not None and min_tokens > max_tokens:
         raise ApiError(400, f"min_tokens {min_tokens} is more than max_tokens {max_tokens}", "min_tokens")
     flags = _IGNORE_EOS if ignore_eos else 0
-    if stream or stop or stop_token_ids:  # its tokens are then checked as they arrive
+    if stream or stop or stop_token_ids:  # the tokens are then checked as they arrive
         flags |= _STREAM
     prompts = () if chat else _prompts(body, served.vocab_size)
     logprobs = _logprobs(body, chat, served)
-    n = int(number(body, "n", 1, _MOST_ANSWERS, whole=True) or 1)
-    if n * len(prompts) > _MOST_PROMPTS:
-        raise ApiError(400, f"n {n}: {n * len(prompts)} answers; a request may have {_MOST_PROMPTS}", "n")
-    return Asked(
+    n = int(number(body, "n", 1, _MAX_ANSWERS, is_integer=True) or 1)
+    if n * len(prompts) > _MAX_PROMPTS:
+        raise ApiError(400, f"n {n}: {n * len(prompts)} answers; a request may have {_MAX_PROMPTS}", "n")
+    return CompletionRequest(
         chat=chat,
         prompts=prompts,
         messages=_messages(body) if chat else (),
@@ -182,37 +184,39 @@ def stream_of(body: Json) -> tuple[bool, dict[str, bool]]:
 
 
 def read_clock_offset(data: bytes) -> float:
-    """Return the seconds that a leader wants added to times. Raises ApiError if the body makes no sense."""
-    return number(parse(data), "offset", -_MOST_SECONDS, _MOST_SECONDS) or 0.0
+    """Return the leader's offset for times, in seconds. Raises ApiError for an invalid body."""
+    return number(parse(data), "offset", -_MAX_SECONDS, _MAX_SECONDS) or 0.0
 
 
-def render(asked: Asked, served: Served) -> str:
-    """Return the text of a chat. May take long, and keeps Python busy all the while. Raises ApiError."""
+def render(completion: CompletionRequest, served: ServedModel) -> str:
+    """Return the text of a chat. May take long, and keeps Python busy. Raises ApiError."""
     try:
-        return served.tokenizer.render(asked.messages)
+        return served.tokenizer.render(completion.messages)
     except ConfigError as error:
         raise ApiError(400, str(error), "messages") from None
 
 
-def encode(asked: Asked, served: Served, chat: str | None = None) -> list[tuple[NDArray[np.int32], int]]:
-    """Return the tokens of each prompt and how many its answer may have. May take long.
+def encode(
+    completion: CompletionRequest, served: ServedModel, chat: str | None = None
+) -> list[tuple[NDArray[np.int32], int]]:
+    """Return the tokens of each prompt, with the maximum tokens of its answer. May take long.
 
-    `chat`: its text, if it is one and that is known. Raises ApiError if that does not fit the model.
+    `chat`: the rendered text, if known. Raises ApiError if a prompt does not fit the model.
     """
-    limits, most = served.limits, served.max_model_len
-    made: list[tuple[NDArray[np.int32], int]] = []
-    param = "messages" if asked.chat else "prompt"
+    limits, max_len = served.limits, served.max_model_len
+    encoded: list[tuple[NDArray[np.int32], int]] = []
+    param = "messages" if completion.chat else "prompt"
     tokenizer = served.tokenizer
-    tokens_of = tokenizer.encode_text if asked.add_special_tokens else tokenizer.encode_rendered
-    is_text = not asked.prompts or any(isinstance(prompt, str) for prompt in asked.prompts)
+    tokens_of = tokenizer.encode_text if completion.add_special_tokens else tokenizer.encode_rendered
+    is_text = not completion.prompts or any(isinstance(prompt, str) for prompt in completion.prompts)
     try:
-        if asked.chat and not asked.prompts:
-            text = render(asked, served) if chat is None else chat
-            prompts = [tokens_of(text, most)]
+        if completion.chat and not completion.prompts:
+            text = render(completion, served) if chat is None else chat
+            prompts = [tokens_of(text, max_len)]
         else:
-            prompts = [tokens_of(p, most) if isinstance(p, str) else p for p in asked.prompts]
+            prompts = [tokens_of(p, max_len) if isinstance(p, str) else p for p in completion.prompts]
     except TooLongError as error:
-        message = f"the model's context is {most} tokens; {param}: {error}"
+        message = f"the model's context is {max_len} tokens; {param}: {error}"
         raise ApiError(400, message, param, "context_length_exceeded") from None
     except ConfigError as error:
         raise ApiError(400, str(error), param) from None
@@ -220,11 +224,11 @@ def encode(asked: Asked, served: Served, chat: str | None = None) -> list[tuple[
         n = len(prompt)
         if not n:
             raise ApiError(400, f"{param} is empty: it has no tokens", param)
-        room = most - n
-        wanted = asked.max_tokens or max(1, min(served.max_output_len, room))
-        if wanted > room:
-            both = f"{n} of the prompt and {wanted} of the answer are {n + wanted}"
-            message = f"the model's context is {most} tokens; {both}"
+        free = max_len - n
+        max_tokens = completion.max_tokens or max(1, min(served.max_output_len, free))
+        if max_tokens > free:
+            both = f"{n} of the prompt and {max_tokens} of the answer are {n + max_tokens}"
+            message = f"the model's context is {max_len} tokens; {both}"
             raise ApiError(400, message, param, "context_length_exceeded")
         if limits.max_prompt_len is not None and n > limits.max_prompt_len:
             message = (
@@ -239,8 +243,8 @@ def encode(asked: Asked, served: Served, chat: str | None = None) -> list[tuple[
                 " the server's tokenizer and model do not match",
                 param,
             )
-        made.append((np.array(prompt, np.int32), wanted))
-    return made
+        encoded.append((np.array(prompt, np.int32), max_tokens))
+    return encoded
 
 
 def _prompts(body: Json, vocab_size: int) -> Sequence[str | list[int]]:
@@ -254,8 +258,8 @@ def _prompts(body: Json, vocab_size: int) -> Sequence[str | list[int]]:
         raise ApiError(400, "prompt: expected a string, token ids, or an array of either", "prompt")
     if isinstance(prompt[0], (int, float)):
         return [token_ids(prompt, "prompt", vocab_size)]
-    if len(prompt) > _MOST_PROMPTS:
-        raise ApiError(400, f"prompt: {len(prompt)} prompts; a request may have {_MOST_PROMPTS}", "prompt")
+    if len(prompt) > _MAX_PROMPTS:
+        raise ApiError(400, f"prompt: {len(prompt)} prompts; a request may have {_MAX_PROMPTS}", "prompt")
     return [token_ids(p, "prompt", vocab_size) if isinstance(p, list) else text(p, "prompt") for p in prompt]
 
 
@@ -279,10 +283,10 @@ def _message(message: Any) -> Json:
         if not all(isinstance(part, str) for part in parts):
             raise ApiError(400, "messages: content may only have parts of type text", "messages")
         content = "".join(map(str, parts))
-    made = {"role": message["role"], "content": content}
+    result = {"role": message["role"], "content": content}
     if message.get("name") is not None:
-        made["name"] = message["name"]
-    return {key: text(value, "messages") for key, value in made.items()}
+        result["name"] = message["name"]
+    return {key: text(value, "messages") for key, value in result.items()}
 
 
 def _request_id(body: Json) -> str:
@@ -295,48 +299,48 @@ def _request_id(body: Json) -> str:
     return str(value)
 
 
-def _sampling(body: Json, served: Served) -> dict[str, float]:
+def _sampling(body: Json, served: ServedModel) -> dict[str, float]:
     temperature = number(body, "temperature", 0, 100)
     if temperature is None:
         temperature = 1.0 if served.temperature is None else served.temperature
     top_p = number(body, "top_p", 0, 1)
     if top_p == 0:
         raise ApiError(400, "top_p 0: expected more than 0, at most 1", "top_p")
-    top_k = number(body, "top_k", -1, 2**31 - 1, whole=True)
-    seed = number(body, "seed", -(2**63), 2**64 - 1, whole=True)
+    top_k = number(body, "top_k", -1, 2**31 - 1, is_integer=True)
+    seed = number(body, "seed", -(2**63), 2**64 - 1, is_integer=True)
     if seed is None:
         seed = random.getrandbits(32) if served.seed is None else served.seed
     return {
-        "temperature": max(temperature, _LEAST_TEMPERATURE) if temperature else 0.0,
+        "temperature": max(temperature, _MIN_TEMPERATURE) if temperature else 0.0,
         "top_k": max(0, int((served.top_k or 0) if top_k is None else top_k)),
         "top_p": (served.top_p or 1.0) if top_p is None else max(top_p, 1e-6),
         "seed": int(seed) & 0xFFFFFFFF,
     }
 
 
-def _logprobs(body: Json, chat: bool, served: Served) -> int | None:
-    """Return how many likeliest tokens are wanted, None for no log probabilities.
+def _logprobs(body: Json, chat: bool, served: ServedModel) -> int | None:
+    """Return the requested number of likeliest tokens; None: no log probabilities.
 
     A text completion has the number; a chat has true or false, and the number in `top_logprobs`.
     """
     if chat:
-        wanted = number(body, "top_logprobs", 0, _MOST_LOGPROBS, whole=True)
+        n_tokens = number(body, "top_logprobs", 0, _MAX_LOGPROBS, is_integer=True)
         if not flag(body, "logprobs"):
-            if wanted:
+            if n_tokens:
                 raise ApiError(400, "top_logprobs: needs logprobs true", "top_logprobs")
             return None
-        wanted = wanted or 0
+        n_tokens = n_tokens or 0
     elif isinstance(body.get("logprobs"), bool):
-        wanted = 0 if body["logprobs"] else None
+        n_tokens = 0 if body["logprobs"] else None
     else:
-        wanted = number(body, "logprobs", 0, _MOST_LOGPROBS, whole=True)
-    if wanted is None:
+        n_tokens = number(body, "logprobs", 0, _MAX_LOGPROBS, is_integer=True)
+    if n_tokens is None:
         return None
     if not served.gives_logprobs:
         raise ApiError(
             400, "logprobs: the core here gives no log probabilities", "logprobs", "unsupported_parameter"
         )
-    return int(wanted)
+    return int(n_tokens)
 
 
 def _stops(body: Json) -> tuple[str, ...]:
@@ -345,9 +349,9 @@ def _stops(body: Json) -> tuple[str, ...]:
     if (
         not isinstance(strings, list)
         or not all(isinstance(one, str) for one in strings)
-        or len(strings) > _MOST_STOPS
+        or len(strings) > _MAX_STOPS
     ):
-        raise ApiError(400, f"stop: expected a string, or an array of at most {_MOST_STOPS} strings", "stop")
-    if sum(map(len, strings)) > _MOST_STOP_CHARACTERS:  # each token is compared with each of them
-        raise ApiError(400, f"stop: expected at most {_MOST_STOP_CHARACTERS} characters in all", "stop")
+        raise ApiError(400, f"stop: expected a string, or an array of at most {_MAX_STOPS} strings", "stop")
+    if sum(map(len, strings)) > _MAX_STOP_CHARACTERS:  # each token is compared with each string
+        raise ApiError(400, f"stop: expected at most {_MAX_STOP_CHARACTERS} characters in all", "stop")
     return tuple(text(one, "stop") for one in strings if one)

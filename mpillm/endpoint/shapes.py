@@ -1,4 +1,4 @@
-"""Make OpenAI's response objects, with vLLM's additions. Chunks are put together as text."""
+"""Build OpenAI's response objects, with vLLM's additions. Chunks are built as text."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 
 from mpillm.endpoint.api_error import Json
 from mpillm.endpoint.choices import Choice, Piece
-from mpillm.endpoint.protocol import Asked
+from mpillm.endpoint.protocol import CompletionRequest
 
 DONE = b"data: [DONE]\n\n"
-_string = json.encoder.encode_basestring_ascii  # what json.dumps does with one, in a fifth of the time
+_string = json.encoder.encode_basestring_ascii  # like json.dumps, in a fifth of the time
 
 
 def usage(choices: Sequence[Choice], n: int, block_tokens: int | None) -> Json:
     """Return the `usage` of prompts, each counted once for its `n` answers, and answers with end tokens.
 
-    `block_tokens`: see `Answer.cached_tokens`.
+    `block_tokens`: see `PendingResponse.cached_tokens`.
     """
     prompt = sum(len(choice.prompt) for choice in choices[::n])
     completion = sum(choice.n_tokens for choice in choices)
-    made: Json = {
+    result: Json = {
         "prompt_tokens": prompt,
         "total_tokens": prompt + completion,
         "completion_tokens": completion,
@@ -31,28 +31,30 @@ def usage(choices: Sequence[Choice], n: int, block_tokens: int | None) -> Json:
     cached = [choice.answer.cached_tokens(block_tokens) for choice in choices[::n]]
     known = [tokens for tokens in cached if tokens is not None]
     if len(known) == len(cached):
-        made["prompt_tokens_details"] = {"cached_tokens": sum(known)}
-    return made
+        result["prompt_tokens_details"] = {"cached_tokens": sum(known)}
+    return result
 
 
 class Shapes:
-    """Makes the objects that answer one request."""
+    """Builds the response objects of one request."""
 
-    def __init__(self, asked: Asked, request_id: str, model: str, block_tokens: int | None = None) -> None:
-        """`block_tokens`: see `Answer.cached_tokens`."""
-        self._asked = asked
+    def __init__(
+        self, completion: CompletionRequest, request_id: str, model: str, block_tokens: int | None = None
+    ) -> None:
+        """`block_tokens`: see `PendingResponse.cached_tokens`."""
+        self._completion = completion
         self._block_tokens = block_tokens
         self._head: Json = {
-            "id": f"{'chatcmpl' if asked.chat else 'cmpl'}-{request_id}",
-            "object": "chat.completion" if asked.chat else "text_completion",
+            "id": f"{'chatcmpl' if completion.chat else 'cmpl'}-{request_id}",
+            "object": "chat.completion" if completion.chat else "text_completion",
             "created": int(time.time()),
             "model": model,
         }
 
     @cached_property
     def _chunk_head(self) -> str:
-        """Each chunk's, without the brace that closes it."""
-        chunk = self._head | ({"object": "chat.completion.chunk"} if self._asked.chat else {})
+        """The head of each chunk, without the closing brace."""
+        chunk = self._head | ({"object": "chat.completion.chunk"} if self._completion.chat else {})
         return json.dumps(chunk)[:-1]
 
     def choice(self, choice: Choice, parts: Sequence[Piece]) -> str:
@@ -60,7 +62,7 @@ class Shapes:
         text = _string("".join(part.text for part in parts))
         content = (
             f'"message": {{"role": "assistant", "content": {text}}}'
-            if self._asked.chat
+            if self._completion.chat
             else f'"text": {text}'
         )
         tokens = parts[0].tokens if len(parts) == 1 else [token for part in parts for token in part.tokens]
@@ -69,57 +71,57 @@ class Shapes:
     def _choice(self, choice: Choice, content: str, place: int, piece: Piece) -> str:
         """Return a choice, as JSON. `content`: the part with its text; `place`: the piece's in the answer."""
         logprobs = choice.logprobs(place, piece.tokens)
-        made = f'{{"index": {choice.index}, {content}, "logprobs": '
-        made += f'{"null" if logprobs is None else json.dumps(logprobs)}, "finish_reason": '
-        made += (
+        text = f'{{"index": {choice.index}, {content}, "logprobs": '
+        text += f'{"null" if logprobs is None else json.dumps(logprobs)}, "finish_reason": '
+        text += (
             f'"{piece.finish_reason}", "stop_reason": {json.dumps(piece.stop_reason)}'
             if piece.finish_reason
             else "null"
         )
-        if self._asked.return_token_ids:
-            made += f', "token_ids": {piece.tokens}'  # a list of numbers is written as in JSON
-            if not self._asked.chat and not place:
-                made += f', "prompt_token_ids": {choice.prompt.tolist()}'
-        return made + "}"
+        if self._completion.return_token_ids:
+            text += f', "token_ids": {piece.tokens}'  # a list of numbers is written as in JSON
+            if not self._completion.chat and not place:
+                text += f', "prompt_token_ids": {choice.prompt.tolist()}'
+        return text + "}"
 
     def around(self, choices: Sequence[Choice]) -> Json:
         """Return an answer that does not stream, without its choices."""
-        whole = self._head | {"usage": usage(choices, self._asked.n, self._block_tokens)}
-        if self._asked.chat and self._asked.return_token_ids:
-            whole["prompt_token_ids"] = choices[0].prompt.tolist()
-        return whole
+        response = self._head | {"usage": usage(choices, self._completion.n, self._block_tokens)}
+        if self._completion.chat and self._completion.return_token_ids:
+            response["prompt_token_ids"] = choices[0].prompt.tolist()
+        return response
 
-    def whole(self, choices: Sequence[Choice], made: Sequence[str]) -> str:
-        """Return an answer that does not stream, as JSON; `made`: its choices."""
-        return f'{json.dumps(self.around(choices))[:-1]}, "choices": [{", ".join(made)}]}}'
+    def response(self, choices: Sequence[Choice], choice_texts: Sequence[str]) -> str:
+        """Return an answer that does not stream, as JSON; `choice_texts`: its choices."""
+        return f'{json.dumps(self.around(choices))[:-1]}, "choices": [{", ".join(choice_texts)}]}}'
 
     def role_chunk(self, choice: Choice) -> bytes:
-        """Return the chunk that a streamed chat begins with."""
-        made: Json = {
+        """Return the first chunk of a streamed chat."""
+        chunk: Json = {
             "choices": [
                 {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
             ]
         }
-        if self._asked.return_token_ids:
-            made["prompt_token_ids"] = choice.prompt.tolist()
-        return self._event(self._chunk_head + ", " + json.dumps(made | self._usage_so_far(choice))[1:])
+        if self._completion.return_token_ids:
+            chunk["prompt_token_ids"] = choice.prompt.tolist()
+        return self._event(self._chunk_head + ", " + json.dumps(chunk | self._usage_so_far(choice))[1:])
 
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
         """Return the chunk of a piece of a streamed answer."""
         text = _string(piece.text)
-        content = f'"delta": {{"content": {text}}}' if self._asked.chat else f'"text": {text}'
-        made = self._choice(choice, content, choice.n_tokens - len(piece.tokens), piece)
+        content = f'"delta": {{"content": {text}}}' if self._completion.chat else f'"text": {text}'
+        choice_text = self._choice(choice, content, choice.n_tokens - len(piece.tokens), piece)
         so_far = self._usage_so_far(choice)
         end = f", {json.dumps(so_far)[1:]}" if so_far else "}"
-        return self._event(f'{self._chunk_head}, "choices": [{made}]{end}')
+        return self._event(f'{self._chunk_head}, "choices": [{choice_text}]{end}')
 
     def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
-        """Return the last chunk of a stream whose client asked for usage."""
-        total = json.dumps(usage(choices, self._asked.n, self._block_tokens))
+        """Return the last chunk of a stream whose client requested usage."""
+        total = json.dumps(usage(choices, self._completion.n, self._block_tokens))
         return self._event(f'{self._chunk_head}, "choices": [], "usage": {total}}}')
 
     def _usage_so_far(self, choice: Choice) -> dict[str, Any]:
-        return {"usage": usage([choice], 1, self._block_tokens)} if self._asked.continuous_usage else {}
+        return {"usage": usage([choice], 1, self._block_tokens)} if self._completion.continuous_usage else {}
 
     @staticmethod
     def _event(text: str) -> bytes:

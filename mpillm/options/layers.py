@@ -9,7 +9,7 @@ from typing import Any
 
 from disagg.errors import ConfigError
 from mpillm import workloads
-from mpillm.core_names import brought
+from mpillm.core_names import provided
 from mpillm.options.field import Field
 from mpillm.options.fields import AllFields
 from mpillm.options.rules import RULES, Trace, named_test
@@ -84,7 +84,7 @@ def user_layers(
     if (path := layers.value_of(AllFields.config_file).value) is None:
         return layers
     # slow to import, and few commands have one
-    reader = importlib.import_module(brought("READERS")["config_file"])
+    reader = importlib.import_module(provided("READERS")["config_file"])
     keys = {field: layers.value_of(field) for field in reader.KEYS}
     chosen = {field: key.value for field, key in keys.items() if key.source > Source.FILE}
     if layers.value_of(AllFields.use_triton).value:

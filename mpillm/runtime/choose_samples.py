@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from disagg.errors import ConfigError
-from mpillm.core_names import found_at
+from mpillm.core_names import load_object
 from mpillm.cores.base import LLMCore, ModelLimits
 from mpillm.cores.registry import BackendRegistry
 from mpillm.data.data_loader import LLMDataLoader
@@ -138,7 +138,7 @@ def _source(config: RunConfig, run_directory: Callable[[], Path]) -> Path | Synt
 def _loader_class(path: str) -> type[LLMDataLoader]:
     """Return the class that ``package.module:Class`` names."""
     try:
-        loader = found_at(path)
+        loader = load_object(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"--dataset {path}: {error}", about=["dataset"]) from error
     if not (isinstance(loader, type) and issubclass(loader, LLMDataLoader)):

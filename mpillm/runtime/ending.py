@@ -39,7 +39,7 @@ from mpillm.comms.communicators import Communicators
 from mpillm.comms.control import RankControl, RunStopped
 from mpillm.comms.messages import BEAT, BYE, STOP, DrainReport, Stop
 from mpillm.comms.transport import Transport
-from mpillm.errors import STORAGE_ERRORS, ExitCode, Failure, Interrupted, RunError, exit_code
+from mpillm.errors import STORAGE_ERRORS, ExitCode, Failure, InterruptError, RunError, exit_code
 from mpillm.options.run_config import RunConfig
 from mpillm.phases import Phase
 from mpillm.roles.role import Role
@@ -70,7 +70,7 @@ def failures_of(
     On rank 0 a wrong option is the failure of the whole run.
     """
     whole = rank or None
-    if isinstance(error, Interrupted):
+    if isinstance(error, InterruptError):
         return (error.failure(whole),)
     if isinstance(error, ConfigError):
         return (Failure(config.explain(error) if config else str(error), whole, code=ExitCode.USAGE),)

@@ -32,7 +32,7 @@ from mpillm.comms.watch import Watch
 from mpillm.cores.capabilities import WorksInAnyThread
 from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import Gpu, visible_gpus
-from mpillm.errors import Failure, Interrupted, RunError
+from mpillm.errors import Failure, InterruptError, RunError
 from mpillm.options.fields.deadlines import DEADLINES, FIELD_OF
 from mpillm.options.run_config import RunConfig
 from mpillm.phases import PHASES, Phase
@@ -142,7 +142,7 @@ class Rank:
             code, comms = self._phases()
         except RunStopped as stopped:
             self._ending.stop(stopped)
-        except (Exception, Interrupted) as error:  # noqa: BLE001 - any error goes to rank 0 and ends the run
+        except (Exception, InterruptError) as error:  # noqa: BLE001 - any error goes to rank 0 and ends the run
             if (outcome := self._control.outcome) is not None:
                 _log.warning("after the last phase: %s", error)
                 return self._ending.finish(outcome, None)

@@ -17,7 +17,7 @@ from mpillm.cores.registry import BackendRegistry
 from mpillm.data.tokenizer import NoTokenizer
 from mpillm.endpoint.frontend import Frontend, Mailbox
 from mpillm.endpoint.open_requests import OpenRequests
-from mpillm.endpoint.protocol import Served
+from mpillm.endpoint.protocol import ServedModel
 from mpillm.errors import ExitCode
 from mpillm.options.disagg_yaml import ROLE_SECTIONS
 from mpillm.options.options import model_name, plain_name
@@ -216,7 +216,7 @@ class ServeSession(RunSession):
         return super().failed(reports)
 
 
-def _served(planned: RunPlan, takes_text: bool) -> Served:
+def _served(planned: RunPlan, takes_text: bool) -> ServedModel:
     """Return what the options and the cores' models say of what is behind the endpoint.
 
     Raises ConfigError if it `takes_text`, and there is no tokenizer.
@@ -238,7 +238,7 @@ def _served(planned: RunPlan, takes_text: bool) -> Served:
         name: getattr(config, name) if config.is_user_set(name) else None
         for name in ("temperature", "top_k", "top_p", "seed")
     }
-    return Served(
+    return ServedModel(
         names=names,
         tokenizer=tokenizer,
         limits=limits_of(config, models),
@@ -252,7 +252,7 @@ def _served(planned: RunPlan, takes_text: bool) -> Served:
 
 
 def _block_tokens(planned: RunPlan) -> int | None:
-    """Return the tokens of a KV cache block, as `Answer.cached_tokens` needs them."""
+    """Return the tokens of a KV cache block, as `PendingResponse.cached_tokens` needs them."""
     config, cores = planned.config, planned.cores
     core_class = BackendRegistry.get(config.core_type)
     if core_class.is_client:

@@ -10,7 +10,7 @@ from disagg.errors import ConfigError
 from mpillm.data.tiny_dataset import DATASET, REFERENCES
 from mpillm.data.tokenizer import Tokenizer, load_tokenizer
 from mpillm.engine.shape.read_config import is_preset
-from mpillm.files import as_writable, is_there, read_json, write_json, write_text
+from mpillm.files import as_writable, path_exists, read_json, write_json, write_text
 from mpillm.loadgen.logs import ACCURACY, LoggedAnswer, accuracy_samples, digest, read_answers, read_detail
 from mpillm.programs.load_clients.inference_endpoint import EVENTS
 from mpillm.programs.load_clients.kinds import kind_of
@@ -131,7 +131,7 @@ def _rows(run: JudgedRun, dataset_path: str | None) -> Sequence[Row]:
             f"{run.path}: the run names no data set; name one with reference answers: --dataset_path FILE"
         )
     path = str(path)
-    if not dataset_path and not is_there(path):
+    if not dataset_path and not path_exists(path):
         raise ConfigError(
             f"{run.path}: its data set {path[:300]} does not exist here; name its path with --dataset_path"
         )
@@ -142,7 +142,7 @@ def _tokenizer(run: JudgedRun, option: str | None) -> Tokenizer:
     folder = option or run.config.get("model_path")
     if option and not (Path(option) / "tokenizer.json").is_file():
         raise ConfigError(f"--tokenizer {option}: there is no tokenizer.json in it")
-    has_file = folder is not None and is_there(f"{folder}/tokenizer.json")
+    has_file = folder is not None and path_exists(f"{folder}/tokenizer.json")
     is_tiny = run.config.get("model_scale") == "tiny" and (folder is None or is_preset(str(folder)))
     if not has_file and not is_tiny:
         raise ConfigError(

@@ -11,7 +11,7 @@ from typing import Any
 from disagg.errors import ConfigError
 from disagg.world_plan import CONTROL
 from mpillm.engine.shape.read_config import PRESETS
-from mpillm.files import as_written, is_there, read_json
+from mpillm.files import as_written, path_exists, read_json
 from mpillm.loadgen.logs import read_detail, unsatisfied
 from mpillm.options.fields import AllFields
 from mpillm.options.workload_options import defaults_of
@@ -155,7 +155,7 @@ class SubmittedRun:
                 f"answers were sampled (--temperature {temperature}), the benchmark's are greedy"
             )
         model = str(config.get("model_path"))
-        is_preset = is_there(PRESETS / f"{model}.json") and not is_there(model)
+        is_preset = path_exists(PRESETS / f"{model}.json") and not path_exists(model)
         if not workload.scaled and (is_preset or config.get("load_format") == "dummy"):
             violations.append("the weights were random: a preset's, or --load_format dummy")
         if config.get("dataset") == "synthetic":

@@ -13,7 +13,7 @@ from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
 from mpillm.data.model_files import EngineConfig
 from mpillm.engine.shape.read_config import PRESETS
-from mpillm.files import is_there, read_object
+from mpillm.files import path_exists, read_object
 from mpillm.submission.rules import (
     MEASUREMENTS,
     STATUSES,
@@ -159,7 +159,7 @@ def _weights(config: Mapping[str, Any]) -> tuple[str, str]:
     dtype, algorithm = config.get("dtype"), str(config.get("quantization") or "")
     if (
         config.get("engine_dir")
-        and is_there(engine)
+        and path_exists(engine)
         and (built := EngineConfig.from_file(engine).pretrained_config).dtype
     ):
         dtype, algorithm = built.dtype, built.quantization.quant_algo
@@ -186,7 +186,7 @@ _QUANTIZED = ("int8", "fp8")
 def _model(model_path: str) -> dict[str, Any]:
     """Return the config.json of the model's folder or preset; empty if it is not on this machine."""
     files = (Path(model_path) / "config.json", PRESETS / f"{model_path}.json")
-    return next((read_object(file) for file in files if model_path and is_there(file)), {})
+    return next((read_object(file) for file in files if model_path and path_exists(file)), {})
 
 
 def _algorithm(quantization: Mapping[str, Any] | None) -> str:

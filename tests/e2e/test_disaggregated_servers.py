@@ -164,7 +164,7 @@ class TestTwoServers:
         wait_until(all_told, "metrics of every request", TIMEOUT_S)
         assert first_ids.count(77) == 3 and rest_ids.count(77) == 2 and rest_ids.count(None) == 1
         status, error = ask(to, **BODY, disaggregated_params=params)
-        gone = f"context server http://127.0.0.1:{at}: its KV cache can't be had; our log says why"
+        gone = f"context server http://127.0.0.1:{at}: its KV cache cannot be fetched; our log has the cause"
         assert (status, error["error"]["message"]) == (502, gone)
         chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "ignore_eos": True}
         routed = ask(at, "/v1/chat/completions", **chat, **CONTEXT, prompt_token_ids=[5, 6, 7])

@@ -16,11 +16,11 @@ from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint.admission import Guard
 from mpillm.endpoint.app import Service
 from mpillm.endpoint.http_thread import bind, listen, url
-from mpillm.endpoint.protocol import Served
+from mpillm.endpoint.protocol import ServedModel
 from tests.helpers.served import World
 
 DEADLINE_S = 120.0
-SERVED = Served(("dummy", "other"), ByteTokenizer(), PromptLimits(vocab_size=256, max_seq_len=200))
+SERVED = ServedModel(("dummy", "other"), ByteTokenizer(), PromptLimits(vocab_size=256, max_seq_len=200))
 HOUR_MS = 3_600_000.0
 
 
@@ -77,7 +77,7 @@ class Api:
 @asynccontextmanager
 async def api(
     disaggregated: bool = False,
-    served: Served = SERVED,
+    served: ServedModel = SERVED,
     core: dict[str, Any] | None = None,
     api_key: str | None = None,
     max_body_bytes: int = 1 << 24,

@@ -11,7 +11,7 @@ from mpillm.comms.mover import Peer
 from mpillm.cores.base import CoreConfig
 from mpillm.cores.dummy import VOCAB_SIZE, DummyCore
 from mpillm.endpoint.frontend import Frontend, Mailbox
-from mpillm.endpoint.open_requests import Answer, OpenRequests
+from mpillm.endpoint.open_requests import OpenRequests, PendingResponse
 from mpillm.errors import Failure, RunError
 from mpillm.roles.context import ContextRole
 from mpillm.roles.generation import GenerationRole
@@ -87,7 +87,7 @@ class World:
         while quiet < 200:
             quiet = 0 if self.turn() else quiet + 1
 
-    def ask(self, prompt: list[int], n: int, stream: bool) -> Answer:
+    def ask(self, prompt: list[int], n: int, stream: bool) -> PendingResponse:
         row = {"max_output": n, "top_p": 1, "generation": NO_INSTANCE, "flags": RequestFlag.STREAM * stream}
         return self.open.open(row, prompt)
 

@@ -73,7 +73,7 @@ def test_another_process_was_faster(folders: Folders) -> None:
 def test_another_process_makes_it_in_between(folders: Folders, whole: bool) -> None:
     asked: list[bool] = []
 
-    def is_there() -> bool:
+    def is_done() -> bool:
         asked.append(True)
         return whole and len(asked) > 1
 
@@ -86,10 +86,10 @@ def test_another_process_makes_it_in_between(folders: Folders, whole: bool) -> N
             return rename(target)
 
     if whole:
-        replace_folder(Made(folders.made), folders.target, folders.aside, is_there)
+        replace_folder(Made(folders.made), folders.target, folders.aside, is_done)
     else:
         with pytest.raises(OSError, match="not empty"):
-            replace_folder(Made(folders.made), folders.target, folders.aside, is_there)
+            replace_folder(Made(folders.made), folders.target, folders.aside, is_done)
     assert folders.holds() == {"target": "theirs", ".made": "new", ".aside": "damaged"}
 
 

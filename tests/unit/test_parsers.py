@@ -21,7 +21,7 @@ from mpillm.cores.openai_client.server_counts import ServerCounts, of_iterations
 from mpillm.data.dataset import PromptLimits, load_dataset
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint.api_error import ApiError
-from mpillm.endpoint.protocol import Served, encode, read
+from mpillm.endpoint.protocol import ServedModel, encode, read
 from mpillm.engine.shape.read_config import load_model_config
 from mpillm.loadgen.logs import advice, logged_errors, read_answers, read_detail, unsatisfied
 from mpillm.report.run_files import RunFiles
@@ -31,7 +31,7 @@ from tests.helpers.fuzzing import REPEATED
 from tests.helpers.growth import grows_faster
 
 LIMITS = PromptLimits(vocab_size=256, max_seq_len=1000, max_output_len=10)
-SERVED = Served(("m",), ByteTokenizer(), LIMITS)
+SERVED = ServedModel(("m",), ByteTokenizer(), LIMITS)
 REFUSALS = (ApiError, AnswerError, ConfigError, HttpError, ValueError)
 
 

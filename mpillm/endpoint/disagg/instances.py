@@ -1,8 +1,8 @@
-"""Instances of context and generation servers, which are runs of their own.
+"""Instances of context and generation servers, which are separate runs.
 
 A context server answers CONTEXT_ONLY requests with their first token and keeps the KV cache for the server
 that fetches it (`kv_socket`); a generation server's HTTP thread fetches it before it sends a GENERATION_ONLY
-request. So whole caches travel between two runs, from memory to memory. Inside a run the handoff is that
+request. So complete caches travel between two runs, from memory to memory. Inside a run, the handoff is
 between two instances (`roles.handoff`): the other instance is this role, with caches in its memory
 (`engine.handoff.host_end`). The engine's blocks are in use only while a cache moves to or from there,
 whatever becomes of the other run. Both servers also answer requests that need no other server.
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from mpillm.comms.transport import Buffer, Transport
 
 _log = logging.getLogger(__name__)
-_GRACE_S = 5.0  # for a cache to be fetched that others have no room for
+_GRACE_S = 5.0  # for a fetch of a cache, when others need its share of the credits
 _PARTNER = 0  # the instance that is this rank's memory
 _RANK = 0  # of both in `_Loopback`
 
@@ -55,7 +55,7 @@ class Arrival(NamedTuple):
     cache: Cache
 
 
-class _Message(NamedTuple):
+class _LoopbackMessage(NamedTuple):
     """A message that has arrived, as `Envelope`."""
 
     source: int
@@ -66,10 +66,10 @@ class _Loopback:
     """The transport between an instance and its partner on the same rank: `send` calls the handler."""
 
     def __init__(self) -> None:
-        self.handlers: dict[Tag, Callable[[_Message], None]] = {}
+        self.handlers: dict[Tag, Callable[[_LoopbackMessage], None]] = {}
 
     def send(self, dest: int, tag: Tag, buffer: Buffer) -> None:
-        self.handlers[tag](_Message(dest, buffer))
+        self.handlers[tag](_LoopbackMessage(dest, buffer))
 
 
 class _Server(InstanceRole):
@@ -95,7 +95,7 @@ class _Server(InstanceRole):
         return 0.0  # threads of the store, and the engine's end of the handoff, change things at any time
 
     def _finish(self, id_: int, tokens: list[int], flags: ResponseFlag) -> None:
-        """Make the last row of a request."""
+        """Send the last row of a request."""
         rows = np.array([(id_, len(tokens), flags | ResponseFlag.FINAL)], RESPONSE)
         super()._on_responses(Batch(rows, np.array(tokens, np.int32)))
 
@@ -114,15 +114,15 @@ class ContextServer(_Server):
         self._last_rows: dict[int, tuple[list[int], ResponseFlag]] = {}
         self._arrived: dict[int, Cache] = {}  # without a first token yet
         self._not_fetched = 0
-        # Caches in the store, the oldest first: since when (time.monotonic()), and their tokens.
-        self._kept: dict[int, tuple[float, int]] = {}
-        self._kept_tokens = 0
+        # Caches in the store, the oldest first: their start (time.monotonic()) and tokens.
+        self._stored: dict[int, tuple[float, int]] = {}
+        self._n_stored_tokens = 0
         self._limits = Credits(0, 0)  # for these
 
     def ready(self) -> None:
         requests, tokens = self._core.credits()
         self._limits = Credits(requests // 2, tokens // 2)
-        self._store.most_open = requests - requests // 8
+        self._store.max_open = requests - requests // 8
         super().ready()
 
     def done(self, phase: Phase) -> bool:
@@ -169,8 +169,8 @@ class ContextServer(_Server):
         if self._store.key(id_) is None:  # dropped
             return
         self._store.put(id_, cache)
-        self._kept[id_] = time.monotonic(), n_tokens
-        self._kept_tokens += n_tokens
+        self._stored[id_] = time.monotonic(), n_tokens
+        self._n_stored_tokens += n_tokens
 
     def release_kv(self, request_id: int) -> None:
         del self._arrived[request_id]
@@ -181,11 +181,11 @@ class ContextServer(_Server):
             self._forget(id_)
 
     def _end_fetched(self) -> None:
-        """End the requests whose caches have been fetched, or should have been by now."""
+        """End the requests whose caches have been fetched, or are overdue."""
         over = self._store.take_fetched()
         if overdue := [*dict.fromkeys((*self._store.overdue(), *self._surplus()))]:
             self._not_fetched += len(overdue)
-            _log.warning("dropped the KV caches of %d contexts: nobody has fetched them", len(overdue))
+            _log.warning("dropped the KV caches of %d contexts: no server has fetched them", len(overdue))
             for id_ in overdue:
                 self._store.drop(id_)
         for id_ in (*over, *overdue):
@@ -193,21 +193,21 @@ class ContextServer(_Server):
             self._last_rows.setdefault(id_, ([self._first_tokens[id_]], ResponseFlag(0)))
 
     def _surplus(self) -> list[int]:
-        """Return caches that should have been fetched by now, if others need their share of the credits."""
-        requests, tokens = len(self._kept), self._kept_tokens
-        found: list[int] = []
-        for id_, (since, n) in self._kept.items():
+        """Return overdue caches, if other requests need their share of the credits."""
+        requests, tokens = len(self._stored), self._n_stored_tokens
+        surplus: list[int] = []
+        for id_, (since, n) in self._stored.items():
             if requests <= self._limits.requests and tokens <= self._limits.tokens:
                 break
             if time.monotonic() < since + _GRACE_S:
                 break
-            found.append(id_)
+            surplus.append(id_)
             requests, tokens = requests - 1, tokens - n
-        return found
+        return surplus
 
     def _forget(self, id_: int) -> None:
-        _, n_tokens = self._kept.pop(id_, (0.0, 0))
-        self._kept_tokens -= n_tokens
+        _, n_tokens = self._stored.pop(id_, (0.0, 0))
+        self._n_stored_tokens -= n_tokens
 
     # --- the engine's side ---
 
@@ -238,7 +238,7 @@ class ContextServer(_Server):
     def _on_responses(self, responses: Batch) -> None:
         self._offer()  # the requests that this step started: no other can have a response
         first_tokens: dict[int, int | None] = {}
-        held_back = np.zeros(len(responses), bool)
+        delayed = np.zeros(len(responses), bool)
         for i, (row, start) in enumerate(zip(responses.rows, responses.offsets(), strict=False)):
             if row["flags"] & NO_TOKENS:
                 continue
@@ -247,13 +247,13 @@ class ContextServer(_Server):
                 token = self._first_tokens[id_] = int(responses.tokens[start])
                 first_tokens[id_] = None if final else token
                 if final:  # an id is free with its last row
-                    held_back[i] = True
+                    delayed[i] = True
                     self._last_rows.setdefault(id_, ([token], ResponseFlag.FIRST))
                 elif id_ not in self._last_rows:
-                    self._store.open(id_)  # before the HTTP thread asks for its key
+                    self._store.open(id_)  # before the HTTP thread reads its key
             elif final:
                 self._requests.pop(id_, None)
-        passed_on = responses.select(~held_back) if held_back.any() else responses
+        passed_on = responses.select(~delayed) if delayed.any() else responses
         if len(passed_on):
             super()._on_responses(passed_on)
         if first_tokens:

@@ -1,10 +1,10 @@
 """KV caches between two runs, over TCP: a context server keeps them, a generation server fetches them.
 
-A connection fetches one cache. The client sends the 16 bytes of its key; the server answers with the cache's
-size (int64, little-endian; -1: there is none under this key) and checksum, then its bytes, once all of them
-are there, and takes one byte in return, after which nothing of the cache is kept. A cache that nobody fetches
-is dropped after a time. Each cache that is fetched has a thread, so neither the engine's steps nor HTTP wait
-for a socket; a client without the key gets none (`launch.handshake_listener`).
+A connection fetches one cache. The client sends the 16 bytes of its key. When the cache is complete, the
+server answers with its size (int64, little-endian; -1: no cache under this key), its checksum and its bytes.
+The client confirms with one byte, and the server frees the cache. A cache that is not fetched is dropped
+after a time. Each fetch has a thread, so that neither the engine's steps nor HTTP wait for a socket. A client
+without a key gets no thread (`launch.handshake_listener`).
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ _NOTHING = _HEAD.pack(-1, 0)
 _FETCHED = b"\x01"
 _BACKLOG = 256
 _CONNECT_S = 5.0
-_CALLERS = 4  # of one cache: who has broken off may not be noticed yet
+_CALLERS = 4  # of one cache: a broken connection may not be detected yet
 _CHUNK = 1 << 23  # bytes of one call
 _TIMEVAL = struct.Struct("@ll")
 _PIECE = 1 << 13  # words of one sum
 
 
 class CacheLost(Exception):
-    """A cache can't be fetched, and why."""
+    """A cache cannot be fetched; the message has the cause."""
 
 
 @dataclass
-class _Kept:
+class _StoredCache:
     id: int
     key: bytes
     until: float  # time.monotonic()
     cache: Cache | None = None
-    there: threading.Event = field(default_factory=threading.Event)  # or dropped
+    ready: threading.Event = field(default_factory=threading.Event)  # stored or dropped
     callers: int = 0
 
 
 class KvStore:
-    """The caches of requests until they are fetched. The threads share it; ids are those of requests."""
+    """The caches of requests until they are fetched, by request id. Shared by threads."""
 
     def __init__(self, host: str, timeout_s: float) -> None:
         """Listen at a free port of `host`. A cache is kept for `timeout_s` at most.
@@ -61,11 +61,11 @@ class KvStore:
         Raises OSError if there is no such host.
         """
         self._timeout_s = timeout_s
-        self.most_open = 1
-        """How many requests of the kind may be open at once: others want a share."""
+        self.max_open = 1
+        """Limit of open context-only requests: other requests need a share of the credits."""
         self._lock = threading.Lock()
-        self._kept: dict[int, _Kept] = {}
-        self._by_key: dict[bytes, _Kept] = {}
+        self._stored: dict[int, _StoredCache] = {}
+        self._by_key: dict[bytes, _StoredCache] = {}
         self._fetched: list[int] = []
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
@@ -73,32 +73,32 @@ class KvStore:
         self._listener = HandshakeListener("mpillm-kv", listener, KEY_BYTES, self._admit)
 
     def open(self, id_: int) -> None:
-        """Let the request's cache be asked for from now on; whoever asks waits until it is there."""
-        kept = _Kept(id_, secrets.token_bytes(KEY_BYTES), time.monotonic() + self._timeout_s)
+        """Accept fetches of the request's cache from now on; they wait until it is stored."""
+        stored = _StoredCache(id_, secrets.token_bytes(KEY_BYTES), time.monotonic() + self._timeout_s)
         with self._lock:
-            self._kept[id_] = self._by_key[kept.key] = kept
+            self._stored[id_] = self._by_key[stored.key] = stored
 
     def key(self, id_: int) -> bytes | None:
         """Return the key of an open request; None if it is not open."""
         with self._lock:
-            return kept.key if (kept := self._kept.get(id_)) else None
+            return stored.key if (stored := self._stored.get(id_)) else None
 
     def put(self, id_: int, cache: Cache) -> None:
-        """Store the whole cache of an open request."""
+        """Store the complete cache of an open request."""
         with self._lock:
-            kept = self._kept[id_]
-            kept.cache = cache
-        kept.there.set()
+            stored = self._stored[id_]
+            stored.cache = cache
+        stored.ready.set()
 
     def drop(self, id_: int) -> None:
-        """Keep nothing of the request, nor the word that it was fetched: its id may be used again."""
+        """Forget the request, also that it was fetched: its id may be used again."""
         with self._lock:
             if id_ in self._fetched:
                 self._fetched.remove(id_)
-            if (kept := self._kept.pop(id_, None)) is None:
+            if (stored := self._stored.pop(id_, None)) is None:
                 return
-            del self._by_key[kept.key]
-        kept.there.set()
+            del self._by_key[stored.key]
+        stored.ready.set()
 
     def take_fetched(self) -> list[int]:
         """Return the requests whose caches have been fetched since the last call; they are dropped."""
@@ -112,7 +112,7 @@ class KvStore:
         """Return the open requests whose time is over."""
         now = time.monotonic()
         with self._lock:
-            return [id_ for id_, kept in self._kept.items() if now > kept.until]
+            return [id_ for id_, stored in self._stored.items() if now > stored.until]
 
     def close(self) -> None:
         self._listener.close()
@@ -120,36 +120,36 @@ class KvStore:
     # --- threads ---
 
     def _admit(self, connection: socket.socket, key: bytes) -> None:
-        """Give a thread to who has a cache's key, but not to everybody at once."""
+        """Start a thread for a client with a cache's key, within a limit per cache."""
         with self._lock:
-            kept = self._by_key.get(key)
-            if kept is not None and kept.callers < _CALLERS:
-                kept.callers += 1
-                threading.Thread(target=self._serve, args=(connection, kept), daemon=True).start()
+            stored = self._by_key.get(key)
+            if stored is not None and stored.callers < _CALLERS:
+                stored.callers += 1
+                threading.Thread(target=self._serve, args=(connection, stored), daemon=True).start()
                 return
         with connection, contextlib.suppress(OSError):
             connection.send(_NOTHING)
 
-    def _serve(self, connection: socket.socket, kept: _Kept) -> None:
+    def _serve(self, connection: socket.socket, stored: _StoredCache) -> None:
         with connection, contextlib.suppress(OSError, EOFError):
-            kept.there.wait(max(0.0, kept.until - time.monotonic()))
+            stored.ready.wait(max(0.0, stored.until - time.monotonic()))
             connection.settimeout(self._timeout_s)
-            if (cache := kept.cache) is None:
+            if (cache := stored.cache) is None:
                 connection.sendall(_NOTHING)
                 return
             connection.sendall(_HEAD.pack(cache.nbytes, checksum(cache)))
             end = time.monotonic() + self._timeout_s
             _move(connection, connection.send, cache, end)
             if bytes(_received(connection, plain_memory(1), end)) == _FETCHED:
-                self._note_fetched(kept)
+                self._note_fetched(stored)
         with self._lock:
-            kept.callers -= 1
+            stored.callers -= 1
 
-    def _note_fetched(self, kept: _Kept) -> None:
+    def _note_fetched(self, stored: _StoredCache) -> None:
         with self._lock:
-            if self._by_key.pop(kept.key, None) is not None:  # else it was dropped in the meantime
-                del self._kept[kept.id]
-                self._fetched.append(kept.id)
+            if self._by_key.pop(stored.key, None) is not None:  # otherwise it was dropped in the meantime
+                del self._stored[stored.id]
+                self._fetched.append(stored.id)
 
 
 def plain_memory(n_bytes: int) -> Cache:
@@ -175,7 +175,7 @@ def fetch(
             connection.sendall(key)
             size, expected = _HEAD.unpack(_received(connection, plain_memory(_HEAD.size), end).tobytes())
             if size < 0:
-                raise CacheLost("it does not have the KV cache any more")
+                raise CacheLost("it has dropped the KV cache")
             if size != n_bytes:
                 raise CacheLost(f"its KV cache has {size} bytes, not {n_bytes}: another model or data type")
             cache = _received(connection, new(n_bytes), end)
@@ -193,13 +193,13 @@ def fetch(
 
 def checksum(cache: Cache) -> int:
     """Return the CRC of the sums of its pieces: it costs a tenth of the CRC of all bytes."""
-    words = cache[: len(cache) // 8 * 8].view(np.uint64)
-    whole = len(words) // _PIECE * _PIECE
-    # All in one call, in which other threads have Python's lock.
-    sums = words[:whole].reshape(-1, _PIECE).sum(axis=1, dtype=np.uint64)
-    if whole < len(words):
-        sums = np.append(sums, words[whole:].sum(dtype=np.uint64))
-    return zlib.crc32(cache[8 * len(words) :].tobytes(), zlib.crc32(sums.tobytes()))
+    integers = cache[: len(cache) // 8 * 8].view(np.uint64)
+    n_in_pieces = len(integers) // _PIECE * _PIECE
+    # One call for all: it releases Python's lock.
+    sums = integers[:n_in_pieces].reshape(-1, _PIECE).sum(axis=1, dtype=np.uint64)
+    if n_in_pieces < len(integers):
+        sums = np.append(sums, integers[n_in_pieces:].sum(dtype=np.uint64))
+    return zlib.crc32(cache[8 * len(integers) :].tobytes(), zlib.crc32(sums.tobytes()))
 
 
 def _received(connection: socket.socket, into: Cache, end: float) -> Cache:
@@ -209,19 +209,19 @@ def _received(connection: socket.socket, into: Cache, end: float) -> Cache:
 
 
 def _move(connection: socket.socket, call: Callable[[memoryview], int], cache: Cache, end: float) -> None:
-    """Have `call` send or receive all of a cache, until `end` (time.monotonic()).
+    """Send or receive a complete cache with `call`, until `end` (time.monotonic()).
 
-    The kernel waits, for many bytes at a time: Python needs its lock after each call, and the main thread
-    rarely gives it away. Raises TimeoutError, and EOFError if the connection is closed.
+    The kernel waits for many bytes per call: Python needs its lock after each call, and the main thread
+    rarely releases it. Raises TimeoutError, and EOFError if the connection is closed.
     """
     connection.settimeout(None)
     view, at = cache.data, 0
     while at < len(cache):
         if (left := end - time.monotonic()) <= 0:
             raise TimeoutError
-        whole, part = divmod(max(0.001, left), 1)
+        seconds, fraction = divmod(max(0.001, left), 1)
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            connection.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(whole), int(part * 1e6)))
+            connection.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(seconds), int(fraction * 1e6)))
         try:
             n = call(view[at : at + _CHUNK])
         except BlockingIOError:

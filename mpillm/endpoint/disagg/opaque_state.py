@@ -1,8 +1,8 @@
-"""`encoded_opaque_state`: where the KV cache of a request waits, told through the leader and its client.
+"""`encoded_opaque_state`: the location of a request's KV cache, sent through the leader.
 
-Who reads it connects to an address and sends a key there, so it believes no stranger: the servers sign what
-they say with a secret that they share. Without one they listen at the loopback address, and believe what
-names it.
+The reader connects to an address and sends a key there, so it must not trust clients: the servers sign the
+state with a shared secret. Without a secret, they listen at the loopback address, and accept only states with
+that address.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from mpillm.endpoint.admission import is_loopback
 from mpillm.endpoint.api_error import ApiError
 from mpillm.endpoint.disagg.kv_socket import KEY_BYTES
 
-_MOST = 4096  # characters
+_MAX_CHARS = 4096  # characters
 _NAME = "disaggregated_params.encoded_opaque_state"
 
 
 @dataclass(frozen=True)
 class KvState:
-    """Where a context's KV cache waits."""
+    """The location of a context's KV cache."""
 
     server: str  # name and URL, for messages
     host: str
@@ -39,12 +39,12 @@ class KvState:
 
 
 def request_digest(prompt: NDArray[np.int32], first_token: int) -> str:
-    """Return what tells requests apart: a KV cache is of one prompt, and goes on from one token."""
+    """Return a digest of a request: a KV cache belongs to one prompt and one first token."""
     return hashlib.sha256(np.append(prompt, np.int32(first_token)).tobytes()).hexdigest()
 
 
 class Seal:
-    """Writes states, and reads those that were written with the same secret."""
+    """Writes states, and reads states that were written with the same secret."""
 
     def __init__(self, secret: str | None) -> None:
         self._secret = secret.encode() if secret else None
@@ -53,15 +53,15 @@ class Seal:
         text = base64.b64encode(json.dumps(dataclasses.asdict(state)).encode()).decode()
         return f"{text}.{self._signature(text)}"
 
-    def read(self, given: object) -> KvState:
+    def read(self, text: object) -> KvState:
         """Return the state in a request. Raises ApiError if no server with the same secret wrote it."""
-        if not isinstance(given, str) or len(given) > _MOST or not given.isascii():
+        if not isinstance(text, str) or len(text) > _MAX_CHARS or not text.isascii():
             raise _wrong()
-        text, _, signature = given.partition(".")
-        if not hmac.compare_digest(signature, self._signature(text)):
+        payload, _, signature = text.partition(".")
+        if not hmac.compare_digest(signature, self._signature(payload)):
             raise _wrong()
         try:
-            state = KvState(**json.loads(base64.b64decode(text, validate=True)))
+            state = KvState(**json.loads(base64.b64decode(payload, validate=True)))
             right = (
                 all(isinstance(one, str) for one in (state.server, state.host, state.kv, state.of))
                 and type(state.port) is int
@@ -80,5 +80,5 @@ class Seal:
 
 
 def _wrong() -> ApiError:
-    what = "expected the value that a context server with the same MPILLM_KV_SECRET answered"
-    return ApiError(400, f"{_NAME}: {what}", _NAME)
+    expected = "expected the value that a context server with the same MPILLM_KV_SECRET answered"
+    return ApiError(400, f"{_NAME}: {expected}", _NAME)

@@ -1,10 +1,10 @@
 """Routes of a context or a generation server: TensorRT-LLM's `disaggregated_params`.
 
 The leader (`endpoint.leader`, or `trtllm-serve disaggregated`) sends a request to a context
-server with `request_type` context_only, and what comes back, with `request_type` generation_only, to a
-generation server. Names and flow are those of `tensorrt_llm/serve/openai_protocol.py`
-(`DisaggregatedParams`) and `openai_disagg_service.py` in 1.3.0rc. `encoded_opaque_state` is each engine's own
-affair (`opaque_state` beside it).
+server with `request_type` context_only, and the result, with `request_type` generation_only, to a
+generation server. Names and flow follow `tensorrt_llm/serve/openai_protocol.py`
+(`DisaggregatedParams`) and `openai_disagg_service.py` in 1.3.0rc. `encoded_opaque_state` is private to each
+engine (see `opaque_state`).
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from mpillm.endpoint.choices import Choice, Piece
 from mpillm.endpoint.disagg.instances import Arrival
 from mpillm.endpoint.disagg.kv_socket import CacheLost, KvStore, fetch, plain_memory
 from mpillm.endpoint.disagg.opaque_state import KvState, Seal, request_digest
-from mpillm.endpoint.open_requests import Answer
-from mpillm.endpoint.protocol import Asked, Served
+from mpillm.endpoint.open_requests import PendingResponse
+from mpillm.endpoint.protocol import CompletionRequest, ServedModel
 from mpillm.endpoint.shapes import Shapes
 from mpillm.files import excerpt
 
 _log = logging.getLogger(__name__)
-_FETCHES = 64  # at once
-_LOOK_S = 0.02  # whether there is room
+_FETCHES = 64  # simultaneously
+_LOOK_S = 0.02  # between checks for free capacity
 
 
 @dataclass(frozen=True)
 class KvFormat:
-    """What must be equal in both servers' KV caches."""
+    """The properties that both servers' KV caches must share."""
 
     layout: str  # model, layers, heads and data type, in words
     bytes_per_token: int
 
 
 class DisaggRoutes:
-    """The part of the HTTP thread, which alone calls it."""
+    """The routes' part of disaggregated serving; used only in the HTTP thread."""
 
     def __init__(
         self,
@@ -81,49 +81,49 @@ class DisaggRoutes:
         self._timeout_s = timeout_s
         self._seal = seal
         self._fetchers = ThreadPoolExecutor(_FETCHES, "mpillm-fetch") if store is None else None
-        # By context server: one that does not answer leaves threads to the others.
+        # By context server: a silent server cannot use all threads.
         self._shares: dict[tuple[str, int], asyncio.Semaphore] = {}
         self.new_cache: Callable[[int], Cache] = plain_memory
-        """Returns memory for a cache that is fetched: the core's, once there is one."""
-        self._open: list[Answer] = []  # context-only, until their caches are fetched or dropped
-        self._turn = asyncio.Lock()  # of who waits for room, in order
+        """Returns memory for a fetched cache, from the core when it is loaded."""
+        self._open: list[PendingResponse] = []  # context-only, until their caches are fetched or dropped
+        self._turn = asyncio.Lock()  # of waiting requests, in order
 
-    def check(self, asked: Asked, served: Served) -> Asked:
-        """Return what is asked for, with what `disaggregated_params` change.
+    def check(self, completion: CompletionRequest, served: ServedModel) -> CompletionRequest:
+        """Return the request with the changes of `disaggregated_params`.
 
-        Raises ApiError if that can't be done here.
+        Raises ApiError if they are not supported here.
         """
-        params = asked.disaggregated
-        kind, mine = params.get("request_type"), CONTEXT_ONLY if self.is_context else GENERATION_ONLY
-        if kind != mine:
-            raise _wrong("request_type", f"{excerpt(kind)}: this is a {self._role} server: {mine}")
+        params = completion.disaggregated
+        kind, own_kind = params.get("request_type"), CONTEXT_ONLY if self.is_context else GENERATION_ONLY
+        if kind != own_kind:
+            raise _wrong("request_type", f"{excerpt(kind)}: this is a {self._role} server: {own_kind}")
         flag = RequestFlag.CONTEXT_ONLY if self.is_context else RequestFlag.GENERATION_ONLY
-        row = asked.row | {"flags": int(asked.row["flags"]) | int(flag)}
-        prompts = asked.prompts
-        if asked.prompt_token_ids is not None:  # of a chat, from the context server or a leader's router
-            prompts = [token_ids(asked.prompt_token_ids, "prompt_token_ids", served.vocab_size)]
-        if len(prompts) > 1 or asked.n > 1:
+        row = completion.row | {"flags": int(completion.row["flags"]) | int(flag)}
+        prompts = completion.prompts
+        if completion.prompt_token_ids is not None:  # of a chat, from the context server or a leader's router
+            prompts = [token_ids(completion.prompt_token_ids, "prompt_token_ids", served.vocab_size)]
+        if len(prompts) > 1 or completion.n > 1:
             raise ApiError(400, "with disaggregated_params there is one prompt, and n is 1", "prompt")
-        if asked.logprobs is not None:
+        if completion.logprobs is not None:
             raise ApiError(400, "logprobs is not supported with disaggregated_params", "logprobs")
-        return dataclasses.replace(asked, row=row, prompts=prompts)
+        return dataclasses.replace(completion, row=row, prompts=prompts)
 
     def ctx_request_id(self, choice: Choice) -> object:
-        """Return the id by which both servers' `/perf_metrics` know a request; None if no leader sent it."""
-        asked = choice.asked.disaggregated
+        """Return the request's id in both servers' `/perf_metrics`; None if no leader sent it."""
+        params = choice.completion.disaggregated
         if not self.is_context:
-            return asked.get("ctx_request_id")
-        return (asked.get("disagg_request_id") or choice.answer.id) if asked else None
+            return params.get("ctx_request_id")
+        return (params.get("disagg_request_id") or choice.answer.id) if params else None
 
     @staticmethod
     async def server_info(request: web.Request) -> web.Response:
-        """Answer what TensorRT-LLM's leader asks first: parameters to add to requests. There are none."""
+        """Answer the first request of TensorRT-LLM's leader: there are no parameters to add to requests."""
         return web.json_response({"disaggregated_params": {}})
 
     # --- a context server ---
 
-    async def wait_for_room(self) -> None:
-        """Wait, in turn, until one more context-only request leaves room for those of other kinds.
+    async def wait_for_capacity(self) -> None:
+        """Wait, in turn, until a further context-only request leaves credits for other requests.
 
         Raises ApiError if that takes too long.
         """
@@ -145,49 +145,54 @@ class DisaggRoutes:
 
     def _is_full(self) -> bool:
         assert self._store is not None
-        if len(self._open) >= self._store.most_open:
+        if len(self._open) >= self._store.max_open:
             self._open = [answer for answer in self._open if not answer.released]
-        return len(self._open) >= self._store.most_open
+        return len(self._open) >= self._store.max_open
 
-    def began(self, answer: Answer) -> None:
-        """Note a context-only request."""
+    def began(self, answer: PendingResponse) -> None:
+        """Record a context-only request."""
         self._open.append(answer)
 
     def first(self, shapes: Shapes, choice: Choice, piece: Piece) -> Json:
-        """Return the answer to a context-only request, whose first token is there."""
-        asked = choice.asked.disaggregated
-        said = json.loads(shapes.choice(choice, [piece]))
-        made = shapes.around([choice]) | {"choices": [said], "prompt_token_ids": choice.prompt.tolist()}
-        # TensorRT-LLM's leader wants them of an answer that has ended, too.
+        """Return the answer to a context-only request, which has its first token."""
+        sent_params = choice.completion.disaggregated
+        choice_json = json.loads(shapes.choice(choice, [piece]))
+        response = shapes.around([choice]) | {
+            "choices": [choice_json],
+            "prompt_token_ids": choice.prompt.tolist(),
+        }
+        # TensorRT-LLM's leader also requires them in a complete answer.
         params: Json = {
             "request_type": CONTEXT_ONLY,
             "first_gen_tokens": piece.tokens,
             "ctx_request_id": self.ctx_request_id(choice),
             "encoded_opaque_state": None,
             "draft_tokens": None,
-            "disagg_request_id": asked.get("disagg_request_id"),
+            "disagg_request_id": sent_params.get("disagg_request_id"),
         }
-        said["disaggregated_params"] = params
+        choice_json["disaggregated_params"] = params
         if piece.finish_reason is not None:  # there is nothing to generate
-            return made
+            return response
         assert self._store is not None
         key = self._store.key(choice.answer.id)
         if key is None:
             raise ApiError(503, f"{self._name}: the KV cache was dropped before the answer", code="kv_cache")
         of = request_digest(choice.prompt, piece.tokens[0])
         state = KvState(self._name, self._host, self._store.port, key.hex(), self._kv.layout, of)
-        said["finish_reason"] = "not_finished" if choice.max_tokens > 1 else "length"
+        choice_json["finish_reason"] = "not_finished" if choice.max_tokens > 1 else "length"
         params["encoded_opaque_state"] = self._seal.write(state)
-        return made
+        return response
 
     # --- a generation server ---
 
-    async def fetch(self, asked: Asked, prompt: NDArray[np.int32], served: Served) -> Arrival:
+    async def fetch(
+        self, completion: CompletionRequest, prompt: NDArray[np.int32], served: ServedModel
+    ) -> Arrival:
         """Return the KV cache of a generation-only request.
 
-        Raises ApiError if it can't be had, and from whom.
+        Raises ApiError, naming the context server, if it cannot be fetched.
         """
-        params = asked.disaggregated
+        params = completion.disaggregated
         tokens = token_ids(params.get("first_gen_tokens"), "first_gen_tokens", served.vocab_size)
         if len(tokens) != 1:
             raise _wrong("first_gen_tokens", f"{len(tokens)} tokens; expected one")
@@ -210,13 +215,15 @@ class DisaggRoutes:
             self.failed_transfers += 1
             _log.warning("%s, %s:%d: %s", state.server, state.host, state.port, error)
             raise ApiError(
-                502, f"{state.server}: its KV cache can't be had; our log says why", code="context_server"
+                502,
+                f"{state.server}: its KV cache cannot be fetched; our log has the cause",
+                code="context_server",
             ) from None
         self.transfers += 1
         return Arrival(tokens[0], cache)
 
     async def _in_thread(self, share: asyncio.Semaphore, work: Callable[[], Cache]) -> Cache:
-        """Return what a thread makes, which keeps its share until it is done, also when nobody waits."""
+        """Run `work` in a thread, which keeps its share until the end, also of a cancelled request."""
         assert self._fetchers is not None
         loop = asyncio.get_running_loop()
         await share.acquire()
@@ -229,16 +236,16 @@ class DisaggRoutes:
         future.add_done_callback(release)
         return await asyncio.wrap_future(future)
 
-    def opened(self, answer: Answer, arrival: Arrival) -> None:
-        """Note that a request whose KV cache was fetched is on its way."""
+    def opened(self, answer: PendingResponse, arrival: Arrival) -> None:
+        """Record the fetched KV cache of a sent request."""
         self._arrivals[answer.id] = arrival
 
-    def ended(self, answer: Answer, arrival: Arrival) -> None:
-        """Note that its handler has ended, whether or not its instance has taken the cache."""
+    def ended(self, answer: PendingResponse, arrival: Arrival) -> None:
+        """Drop the fetched KV cache, if the instance has not received it."""
         # The id may be another request's by now.
         if self._arrivals.get(answer.id) is arrival:
             del self._arrivals[answer.id]
 
 
-def _wrong(name: str, what: str) -> ApiError:
-    return ApiError(400, f"disaggregated_params.{name}: {what}", f"disaggregated_params.{name}")
+def _wrong(name: str, problem: str) -> ApiError:
+    return ApiError(400, f"disaggregated_params.{name}: {problem}", f"disaggregated_params.{name}")

@@ -28,9 +28,9 @@ class DisaggServer:
     """A context or a generation server."""
 
     def __init__(self, config: RunConfig, model: Any, url: str) -> None:
-        """`model`: what the core's check returned; `url`: of the endpoint.
+        """`model`: the result of the core's check; `url`: of the endpoint.
 
-        Raises ConfigError if the core can't be one.
+        Raises ConfigError if the core cannot be such a server.
         """
         role = config.disagg_role
         timeout_s = config.in_section(ROLE_SECTIONS[role]).kv_transfer_timeout_ms / 1000
@@ -42,12 +42,12 @@ class DisaggServer:
         if timeout_s >= config.stall_timeout:
             raise ConfigError(
                 f"{config.named('kv_transfer_timeout_ms')} must be less than {config.named('stall_timeout')},"
-                " after which an instance that owes an answer counts as stuck"
+                " after which an instance with outstanding requests counts as stalled"
             )
         secret = config.launch_secret or (config.kv_secret.text if config.kv_secret else None)
         if secret is None and not is_loopback(config.host):
             raise ConfigError(
-                f"--server_role {role} at {config.host} needs a secret that the other servers have, too: set"
+                f"--server_role {role} at {config.host} needs a secret shared with the other servers: set"
                 " MPILLM_KV_SECRET in the environment of all of them",
                 about=["server_role", "host"],
             )
@@ -73,6 +73,6 @@ class DisaggServer:
         """Return the role of the instance's first rank."""
         if self._store is not None:
             return ContextServer(core, route, leader, instance, self._store)
-        assert isinstance(core, TransfersKvToRuns)  # its class was asked
+        assert isinstance(core, TransfersKvToRuns)  # `__init__` has checked its class
         self.routes.new_cache = core.new_cache
         return GenerationServer(core, route, leader, instance, self._arrivals)

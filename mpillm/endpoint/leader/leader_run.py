@@ -1,4 +1,4 @@
-"""Run `serve --server_role leader`: wait for the YAML's servers by name, front them, end orderly."""
+"""Run `serve --server_role leader`: wait for the YAML's servers by name, route to them, end orderly."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class _Lead:
             loop.add_signal_handler(number, self._note, number)
         async with new_session() as session:
             waiting = asyncio.ensure_future(
-                wait_ready(session, self._workers, config.load_deadline, lambda text: _say(f"  {text}"))
+                wait_ready(session, self._workers, config.load_deadline, lambda text: _print(f"  {text}"))
             )
             while not waiting.done():
                 await asyncio.sleep(_POLL_S)
@@ -82,7 +82,7 @@ class _Lead:
                     waiting.cancel()
                     return 128 + self._signals[0]
             if late := waiting.result():
-                names = "\n".join(f"  {worker.name}: {worker.gone}" for worker in late)
+                names = "\n".join(f"  {worker.name}: {worker.failure}" for worker in late)
                 print(
                     f"mpillm: not ready within {config.load_deadline:g} s (--load_deadline):\n{names}",
                     file=sys.stderr,
@@ -98,14 +98,14 @@ class _Lead:
                 max_retries=config.yaml.options.get("max_retries") if config.yaml else None,
             )
             runner, server = await listen(service.app(), bound)
-            _say(f"  leading {len(self._workers)} servers at {url(bound)}")
+            _print(f"  leading {len(self._workers)} servers at {url(bound)}")
             looking = asyncio.ensure_future(watch(session, self._workers))
             try:
                 return await self._serve(service, server)
             finally:
                 looking.cancel()
                 await runner.cleanup()
-                _say(f"  {service.answered} requests answered, {service.failed} errors")
+                _print(f"  {service.answered} requests answered, {service.failed} errors")
 
     def _note(self, number: int) -> None:
         if not self._echoes.has(number):
@@ -115,9 +115,9 @@ class _Lead:
         while not self._signals:
             await asyncio.sleep(_POLL_S)
             for pool in self._pools:
-                if pool.gone_for() > self._config.stall_timeout:
+                if pool.failed_for_s() > self._config.stall_timeout:
                     print(
-                        f"mpillm: {pool.all_gone()}, for {self._config.stall_timeout:g} s (--stall_timeout)",
+                        f"mpillm: {pool.failures()}, for {self._config.stall_timeout:g} s (--stall_timeout)",
                         file=sys.stderr,
                         flush=True,
                     )
@@ -130,5 +130,5 @@ class _Lead:
         return ExitCode.DONE
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, flush=True)

@@ -1,7 +1,7 @@
 """The leader of disaggregated serving: one endpoint in front of context and generation servers.
 
-Each request goes to a context server, and with what comes back to a generation server, as in TensorRT-LLM's
-`openai_disagg_service.py` (context first). The servers may be ours or any that speak its
+Each request goes to a context server, and with its result to a generation server, as in TensorRT-LLM's
+`openai_disagg_service.py` (context first). The servers may be mpillm's, or any with
 `disaggregated_params`. An error of a server is passed on; one without an answer is named. A request goes to
 another server of the same kind only after a connection that was refused, and to `max_retries` at most.
 """
@@ -23,9 +23,9 @@ from mpillm.endpoint.admission import Guard, Handler
 from mpillm.endpoint.api_error import ApiError, Json
 from mpillm.endpoint.body_values import LARGE, mapping, parse
 from mpillm.endpoint.http_errors import on_expect
-from mpillm.endpoint.leader.ask import Ask
+from mpillm.endpoint.leader.server_request import ServerRequest
 from mpillm.endpoint.leader.workers import Pool, Worker
-from mpillm.endpoint.prometheus import FIRST_TOKEN_S, REQUEST_S, TEXT, Histogram, escaped, head
+from mpillm.endpoint.prometheus import FIRST_TOKEN_S, REQUEST_S, TEXT, BucketHistogram, escaped, head
 from mpillm.endpoint.protocol import stream_of
 from mpillm.endpoint.shapes import DONE, error_event
 from mpillm.version import __version__
@@ -44,10 +44,10 @@ class LeaderMetrics:
     """Counts since the start."""
 
     def __init__(self) -> None:
-        self.running = 0  # requests for an answer that is not whole yet
+        self.running = 0  # requests without a complete answer
         self._responses: Counter[int] = Counter()  # by HTTP status
-        self._first = Histogram("Time to the first token of a stream", FIRST_TOKEN_S)
-        self._whole = Histogram("Time to the last token", REQUEST_S)
+        self._first = BucketHistogram("Time to the first token of a stream", FIRST_TOKEN_S)
+        self._latency = BucketHistogram("Time to the last token", REQUEST_S)
 
     def responded(self, status: int) -> None:
         self._responses[status] += 1
@@ -56,12 +56,12 @@ class LeaderMetrics:
         self._first.add(seconds)
 
     def answered(self, seconds: float) -> None:
-        self._whole.add(seconds)
+        self._latency.add(seconds)
 
     def text(self, workers: Sequence[Worker]) -> str:
         """Return Prometheus' text format, version 0.0.4."""
         lines = [
-            *head("num_requests_running", "Requests whose answer is not whole", "gauge"),
+            *head("num_requests_running", "Requests without a complete answer", "gauge"),
             f"mpillm:num_requests_running{{{_LABEL}}} {self.running}",
             *head("http_responses_total", "HTTP responses", "counter"),
         ]
@@ -71,10 +71,10 @@ class LeaderMetrics:
         ]
         for name, histogram in (
             ("time_to_first_token_seconds", self._first),
-            ("e2e_request_latency_seconds", self._whole),
+            ("e2e_request_latency_seconds", self._latency),
         ):
             lines += [*head(name, histogram.help, "histogram"), *histogram.lines(f"mpillm:{name}", _LABEL)]
-        values = [(not worker.gone, worker.running, worker.n_requests) for worker in workers]
+        values = [(not worker.failure, worker.running, worker.n_requests) for worker in workers]
         for i, (name, help_, kind) in enumerate(_SERVERS):
             lines += head(name, help_, kind)
             lines += [
@@ -84,9 +84,9 @@ class LeaderMetrics:
         return "\n".join(lines) + "\n"
 
 
-_MOST_ERROR = 1 << 16  # bytes that are passed on of one
+_MAX_ERROR = 1 << 16  # bytes of a server's error to send to the client
 _PASSED_ON = ("Authorization", "X-Request-Id")
-_GIVEN_BACK = ("Retry-After", "WWW-Authenticate", "X-Request-Id")
+_RESPONSE_HEADERS = ("Retry-After", "WWW-Authenticate", "X-Request-Id")
 
 
 class LeaderService:
@@ -102,7 +102,7 @@ class LeaderService:
         guard: Guard | None = None,
         max_retries: int | None = None,
     ) -> None:
-        """`silence_s`: how long a server with an open request may say nothing; `max_retries`: see `Ask`."""
+        """`silence_s`: longest silence with an open request; `max_retries`: see `ServerRequest`."""
         self.guard = guard or Guard()
         self.metrics = LeaderMetrics()
         self.answered = self.failed = 0
@@ -148,29 +148,31 @@ class LeaderService:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._check_open()
-        async with self._ask(self._generations, request) as answer:
-            return web.Response(body=await answer.read(), status=answer.status, headers=_given_back(answer))
+        async with self._request(self._generations, request) as answer:
+            return web.Response(
+                body=await answer.read(), status=answer.status, headers=_response_headers(answer)
+            )
 
     def _check_open(self) -> None:
         self.guard.check_open()
         for pool in (self._contexts, self._generations):
-            if gone := pool.all_gone():
-                raise ApiError(503, gone, code=f"no_{pool.kind}_server")
+            if causes := pool.failures():
+                raise ApiError(503, causes, code=f"no_{pool.kind}_server")
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         self._check_open()
         self.metrics.running += 1
         try:
-            return await self._asked(request, time.perf_counter())
+            return await self._forward(request, time.perf_counter())
         finally:
             self.metrics.running -= 1
 
-    async def _asked(self, request: web.Request, began: float) -> web.StreamResponse:
+    async def _forward(self, request: web.Request, began: float) -> web.StreamResponse:
         async with self.guard.body(request) as data:
             body = _read(data) if len(data) <= LARGE else await asyncio.to_thread(_read, data)
-        whole = {name: value for name, value in body.items() if name != "stream_options"}
-        for_context = self._protocol.for_context(whole | {"stream": False})
-        async with self._ask(self._contexts, request, for_context) as answer:
+        request_body = {name: value for name, value in body.items() if name != "stream_options"}
+        for_context = self._protocol.for_context(request_body | {"stream": False})
+        async with self._request(self._contexts, request, for_context) as answer:
             if answer.status != 200:
                 return await self._passed_on(answer)
             first = await answer.json()
@@ -183,38 +185,38 @@ class LeaderService:
             first.pop("prompt_token_ids", None)
             if body.get("stream"):
                 self.metrics.first_token(time.perf_counter() - began)
-            response = await _whole(request, first, body)
+            response = await _complete_response(request, first, body)
             self._done(began)
             return response
         tokens = "prompt_token_ids" if "messages" in body else "prompt"
         params["disagg_request_id"] = for_context[self._protocol.name]["disagg_request_id"]
-        rest = body | {tokens: first.get("prompt_token_ids")}
-        for_generation = self._protocol.for_generation(rest, params)
-        async with self._ask(self._generations, request, for_generation) as answer:
+        request_body = body | {tokens: first.get("prompt_token_ids")}
+        for_generation = self._protocol.for_generation(request_body, params)
+        async with self._request(self._generations, request, for_generation) as answer:
             if answer.status != 200:
                 return await self._passed_on(answer)
             if not body.get("stream"):
-                response = web.Response(body=await answer.read(), headers=_given_back(answer))
+                response = web.Response(body=await answer.read(), headers=_response_headers(answer))
                 self._done(began)
                 return response
             return await self._stream(request, answer, began)
 
-    def _ask(self, pool: Pool, request: web.Request, body: Json | None = None) -> Ask:
+    def _request(self, pool: Pool, request: web.Request, body: Json | None = None) -> ServerRequest:
         headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
         path, retries = request.path, self._max_retries
-        return Ask(self._session, pool, self._silence_s, path, headers, body, retries)
+        return ServerRequest(self._session, pool, self._silence_s, path, headers, body, retries)
 
-    async def _passed_on(self, answer: Ask) -> web.Response:
-        """Return a server's error as it came."""
-        data = await answer.read(_MOST_ERROR)
-        return web.Response(body=data, status=answer.status, headers=_given_back(answer))
+    async def _passed_on(self, answer: ServerRequest) -> web.Response:
+        """Return a server's error unchanged."""
+        data = await answer.read(_MAX_ERROR)
+        return web.Response(body=data, status=answer.status, headers=_response_headers(answer))
 
     def _done(self, began: float) -> None:
         self.answered += 1
         self.metrics.answered(time.perf_counter() - began)
 
-    async def _stream(self, request: web.Request, answer: Ask, began: float) -> web.StreamResponse:
-        response = web.StreamResponse(headers=_given_back(answer))
+    async def _stream(self, request: web.Request, answer: ServerRequest, began: float) -> web.StreamResponse:
+        response = web.StreamResponse(headers=_response_headers(answer))
         await response.prepare(request)
         try:
             first = True
@@ -232,7 +234,7 @@ class LeaderService:
 
 
 def _read(data: bytes) -> Json:
-    """Read what the leader must know of a body; the servers check the rest."""
+    """Check the parts of a body that the leader needs; the servers check the others."""
     body = parse(data)
     if body.get("disaggregated_params"):
         raise ApiError(400, "disaggregated_params: only the leader sets them", "disaggregated_params")
@@ -240,8 +242,8 @@ def _read(data: bytes) -> Json:
     return body
 
 
-async def _whole(request: web.Request, answer: Json, body: Json) -> web.StreamResponse:
-    """Return an answer that a context server has completed, in the form its client asked for."""
+async def _complete_response(request: web.Request, answer: Json, body: Json) -> web.StreamResponse:
+    """Return an answer that a context server has completed, in the form that its client requested."""
     if not body.get("stream"):
         return web.json_response(answer)
     (choice,) = answer["choices"]
@@ -259,6 +261,6 @@ async def _whole(request: web.Request, answer: Json, body: Json) -> web.StreamRe
     return response
 
 
-def _given_back(answer: Ask) -> dict[str, str]:
-    names = ("Content-Type", "Cache-Control", *_GIVEN_BACK)
+def _response_headers(answer: ServerRequest) -> dict[str, str]:
+    names = ("Content-Type", "Cache-Control", *_RESPONSE_HEADERS)
     return {name: answer.headers[name] for name in names if name in answer.headers}

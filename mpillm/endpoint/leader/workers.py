@@ -1,4 +1,4 @@
-"""The servers that a disaggregated leader fronts: which exist, which answer, and who gets a request."""
+"""The servers that a disaggregated leader fronts: their health, and the choice of a server for a request."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mpillm.comms.messages import REQUEST, Batch
 from mpillm.roles.pool import InstancePool
 
 _log = logging.getLogger(__name__)
-_ASK_S = 0.5  # between two health checks before a server is ready
-_LOOK_S = 5.0  # and afterwards
+_READY_POLL_S = 0.5  # between two health checks before a server is ready
+_LOOK_S = 5.0  # between two health checks afterwards
 _ANSWER_S = 5.0  # for one health check
-# The servers say themselves when they have no room.
-_MOST_REQUESTS, _MOST_TOKENS = 1 << 32, 1 << 40
+# No limits here: a server without capacity refuses requests itself.
+_MAX_REQUESTS, _MAX_TOKENS = 1 << 32, 1 << 40
 
 
 class Worker:
@@ -33,22 +33,22 @@ class Worker:
         self.name = instance.name
         self.kind = instance.kind
         self.base = f"http://{instance.url}"
-        self.gone = "no answer yet"  # why it is not well; empty while it is
-        self.gone_at = 0.0  # time.monotonic()
-        self.running = 0  # requests that are there
-        self.n_requests = 0  # placed there so far
+        self.failure = "no answer yet"  # why it is not healthy; empty while it is
+        self.failed_at = 0.0  # time.monotonic()
+        self.running = 0  # requests at the server
+        self.n_requests = 0  # sent to the server so far
         self._was_ready = False
 
     def lose(self, why: str) -> None:
-        """Note that it does not answer; it gets no requests until it does."""
-        if not self.gone:
-            self.gone_at = time.monotonic()
+        """Record that it does not answer: it gets no requests until it does."""
+        if not self.failure:
+            self.failed_at = time.monotonic()
             if self._was_ready:
                 _log.warning("%s does not answer: %s", self.name, why)
-        self.gone = why
+        self.failure = why
 
     async def check(self, session: aiohttp.ClientSession) -> bool:
-        """Check its health; return whether it is well."""
+        """Check its health; return whether it is healthy."""
         try:
             async with session.get(
                 f"{self.base}/health",
@@ -56,18 +56,18 @@ class Worker:
                 allow_redirects=False,
             ) as answer:
                 if answer.status == 200:
-                    if self.gone and self._was_ready:
+                    if self.failure and self._was_ready:
                         _log.warning("%s answers again", self.name)
-                    self.gone, self._was_ready = "", True
+                    self.failure, self._was_ready = "", True
                     return True
-                self.lose(f"its health check says {answer.status}")
+                self.lose(f"its health check returns {answer.status}")
         except (OSError, asyncio.TimeoutError, aiohttp.ClientError) as error:
             self.lose(reason(error))
         return False
 
 
-class Place(NamedTuple):
-    """A request's place at a server, until the server has answered."""
+class Assignment(NamedTuple):
+    """The server of a request, until the server has answered."""
 
     worker: Worker
     position: int
@@ -83,64 +83,67 @@ class Pool:
         self.workers = workers
         self._router = router
         for position in range(len(workers)):
-            router.grant(position, _MOST_REQUESTS, _MOST_TOKENS)
+            router.grant(position, _MAX_REQUESTS, _MAX_TOKENS)
 
-    def take(self, prompt: NDArray[np.int32], n_output: int, tried: Sequence[Worker]) -> Place | None:
-        """Place a request at a server that answers and is not in `tried`; return None without one.
+    def take(self, prompt: NDArray[np.int32], n_output: int, tried: Sequence[Worker]) -> Assignment | None:
+        """Assignment a request at a server that answers and is not in `tried`; return None without one.
 
-        `prompt`: tokens, or what stands for them, such as a text's bytes.
+        `prompt`: tokens, or a substitute such as a text's bytes.
         """
         router, need = self._router, len(prompt) + n_output
-        closed = [i for i, worker in enumerate(self.workers) if worker.gone or worker in tried]
+        closed = [i for i, worker in enumerate(self.workers) if worker.failure or worker in tried]
         for position in closed:
-            router.grant(position, -_MOST_REQUESTS, 0)
+            router.grant(position, -_MAX_REQUESTS, 0)
         rows = np.zeros(1, REQUEST)
         rows["n_tokens"] = len(prompt)
-        taken = router.assign(np.array([need]), Batch(rows, prompt))
+        positions = router.assign(np.array([need]), Batch(rows, prompt))
         for position in closed:
-            router.grant(position, _MOST_REQUESTS, 0)
-        if not len(taken):
+            router.grant(position, _MAX_REQUESTS, 0)
+        if not len(positions):
             return None
-        worker = self.workers[taken[0]]
+        worker = self.workers[positions[0]]
         worker.running += 1
         worker.n_requests += 1
-        return Place(worker, int(taken[0]), need)
+        return Assignment(worker, int(positions[0]), need)
 
-    def give_back(self, place: Place) -> None:
-        """Note that the server has answered, or never will."""
+    def give_back(self, place: Assignment) -> None:
+        """Release an assignment: the server has answered, or never will."""
         place.worker.running -= 1
         self._router.return_credits(np.array([place.position]), np.array([place.need]))
 
-    def all_gone(self) -> str:
+    def failures(self) -> str:
         """Return why no server of this kind answers; empty if one does."""
-        if any(not worker.gone for worker in self.workers):
+        if any(not worker.failure for worker in self.workers):
             return ""
-        return "; ".join(f"{worker.name} does not answer: {worker.gone}" for worker in self.workers)
+        return "; ".join(f"{worker.name} does not answer: {worker.failure}" for worker in self.workers)
 
-    def gone_for(self) -> float:
+    def failed_for_s(self) -> float:
         """Return the seconds since the last server of this kind answered; 0 if one does."""
-        if not self.all_gone():
+        if not self.failures():
             return 0.0
-        return time.monotonic() - max(worker.gone_at for worker in self.workers)
+        return time.monotonic() - max(worker.failed_at for worker in self.workers)
 
 
 def new_session() -> aiohttp.ClientSession:
-    """Return what servers are asked by: on as many connections as it takes, and without their cookies."""
+    """Return the client session for the servers: any number of connections, without cookies."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False
     )
 
 
 async def wait_ready(
-    session: aiohttp.ClientSession, workers: Sequence[Worker], deadline_s: float, tell: Callable[[str], None]
+    session: aiohttp.ClientSession,
+    workers: Sequence[Worker],
+    deadline_s: float,
+    report: Callable[[str], None],
 ) -> list[Worker]:
-    """Wait until every server is well; return those that are not after `deadline_s`."""
+    """Wait until every server is healthy; return the unhealthy servers after `deadline_s`."""
     began = time.monotonic()
 
     async def one(worker: Worker) -> None:
         while not await worker.check(session):
-            await asyncio.sleep(_ASK_S)
-        tell(f"{worker.name} is ready after {time.monotonic() - began:.1f} s")
+            await asyncio.sleep(_READY_POLL_S)
+        report(f"{worker.name} is ready after {time.monotonic() - began:.1f} s")
 
     tasks = {asyncio.ensure_future(one(worker)): worker for worker in workers}
     _, late = await asyncio.wait(tasks, timeout=deadline_s)

@@ -22,7 +22,7 @@ from mpillm.engine.shape.model_config import ModelConfig
 from mpillm.engine.shape.quantization import parse_quantization
 from mpillm.engine.shape.read_rope import read_rope
 from mpillm.engine.shape.weight_files import has_tensor
-from mpillm.files import as_written, check_files, excerpt, is_there, read_object
+from mpillm.files import as_written, check_files, excerpt, path_exists, read_object
 
 PRESETS = Path(__file__).parent / "presets"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # of a model of the Hugging Face hub
@@ -89,12 +89,12 @@ def model_folder(model_path: str) -> Path | None:
         return folder
     if is_preset(model_path):
         return None
-    if folder.suffix == ".gguf" and is_there(folder):
+    if folder.suffix == ".gguf" and path_exists(folder):
         raise ConfigError(
             f"--model_path {model_path}: a GGUF file, not a folder; convert it: `python -m mpillm fetch-model"
             f" {shlex.quote(model_path)}`, which prints the folder for --model_path"
         )
-    if is_there(folder):
+    if path_exists(folder):
         raise ConfigError(f"--model_path {model_path}: a file, not a folder with config.json and weights")
     if _HUB_ID.fullmatch(model_path):
         where = f"models/{folder.name}"

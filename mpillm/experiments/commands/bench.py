@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 
 from disagg.errors import ConfigError, nearest
-from mpillm.core_names import brought, package_of
+from mpillm.core_names import package_of, provided
 from mpillm.errors import ExitCode
 from mpillm.options.columns import indented
 from mpillm.options.command_line import Parser
 
-NAMES = BENCHES = brought("BENCHES")
+NAMES = BENCHES = provided("BENCHES")
 
 
 def module_of(name: str) -> str:

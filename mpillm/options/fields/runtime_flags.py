@@ -17,8 +17,8 @@ from mpillm.core_names import (
     TRTLLM,
     TRTLLM_EXECUTOR,
     WITH_BACKENDS,
-    brought,
-    found_at,
+    load_object,
+    provided,
 )
 from mpillm.options.effect import Effect
 from mpillm.options.field import Field
@@ -131,7 +131,7 @@ def names_of(flags: Field, core: str) -> tuple[str, ...] | None:
     name = core.partition(" ")[0]
     if name not in TRTLLM:
         return (*RUNTIME_FLAGS, *RUNTIME_OPTIONS)
-    if (path := brought("RUNTIME_FLAGS").get(name)) is None or core not in WITH_BACKENDS:
+    if (path := provided("RUNTIME_FLAGS").get(name)) is None or core not in WITH_BACKENDS:
         return None
-    names: tuple[str, ...] = found_at(path)
+    names: tuple[str, ...] = load_object(path)
     return names

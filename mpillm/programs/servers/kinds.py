@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpillm.core_names import NamedKinds, brought
+from mpillm.core_names import NamedKinds, provided
 
 if TYPE_CHECKING:  # each command reads this file for the names of options; few have any server
     from mpillm.programs.servers.kind import ServerKind
@@ -13,7 +13,7 @@ KINDS: NamedKinds[ServerKind] = NamedKinds(
     {
         "vllm": "mpillm.programs.servers.vllm:VLLM",
         "sglang": "mpillm.programs.servers.sglang:SGLANG",
-        **brought("SERVERS"),
+        **provided("SERVERS"),
         "mpillm": "mpillm.programs.servers.mpillm_serve:MPILLM",
     },
     "mpillm.programs.servers.any_command:command_kind",

@@ -16,7 +16,7 @@ from disagg import DisaggConfig
 from disagg.errors import ConfigError
 from launch.launcher import EveryRankError, one_of_several
 from mpillm.comms.start import start_mpi
-from mpillm.core_names import found_at
+from mpillm.core_names import load_object
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
 from mpillm.files import write_text
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         yaml = generated(config, config.world_size)
     yaml = with_core_values(config, yaml)
     if (for_servers := BackendRegistry.declared(config.core_type).disagg_yaml) is not None:
-        yaml = found_at(for_servers)(config, yaml)
+        yaml = load_object(for_servers)(config, yaml)
     text = disagg.dump(yaml)
     if config.dry_run or not path:
         print(text, end="")

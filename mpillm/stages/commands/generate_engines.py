@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from disagg.errors import ConfigError
-from mpillm.core_names import BUILT_IN, found_at
+from mpillm.core_names import BUILT_IN, load_object
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
 from mpillm.options.command_line import Parser
@@ -39,7 +39,7 @@ def engine_stages(config: RunConfig) -> Operation:
                 f" {', '.join(able)}",
                 about=["core_type"],
             )
-        stages: Operation = found_at(path)(config)
+        stages: Operation = load_object(path)(config)
     return stages
 
 

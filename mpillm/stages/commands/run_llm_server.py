@@ -20,7 +20,7 @@ from launch.default_paths import SERVERS
 from launch.environment import LAUNCH_TYPE, drop_launch_type, launch_type
 from launch.launcher import one_of_several
 from mpillm.comms.start import mpi_library
-from mpillm.core_names import BUILT_IN, DEFAULT, DISAGGREGATED, found_at
+from mpillm.core_names import BUILT_IN, DEFAULT, DISAGGREGATED, load_object
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
 from mpillm.files import as_writable
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         )
     with recorded(config) as record:
         with applied(config):
-            servers: list[Server] = found_at(kind)(config, [arg for arg in argv if arg != "--dry_run"])
+            servers: list[Server] = load_object(kind)(config, [arg for arg in argv if arg != "--dry_run"])
         os.environ.pop(LAUNCH_TYPE, None)  # the variable is not for the servers
         if config.dry_run:
             for path, text in files_of(servers).items():

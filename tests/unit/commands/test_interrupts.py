@@ -8,7 +8,7 @@ import time
 import pytest
 
 from mpillm.commands.run import Interrupts
-from mpillm.errors import Interrupted
+from mpillm.errors import InterruptError
 
 
 @pytest.fixture
@@ -22,14 +22,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_slurm_signals_twice_at_the_time_limit(clock: list[float]) -> None:
     """The second SIGTERM would end a rank while it reports the first."""
     interrupt = Interrupts(lambda: False)
-    with pytest.raises(Interrupted, match="SIGTERM"):
+    with pytest.raises(InterruptError, match="SIGTERM"):
         interrupt(signal.SIGTERM, None)
     clock[0] += 0.01
     interrupt(signal.SIGTERM, None)
-    with pytest.raises(Interrupted, match="Ctrl-C"):  # a person's wish is never an echo
+    with pytest.raises(InterruptError, match="Ctrl-C"):  # a person's wish is never an echo
         interrupt(signal.SIGINT, None)
     clock[0] += 1
-    with pytest.raises(Interrupted, match="SIGTERM"):
+    with pytest.raises(InterruptError, match="SIGTERM"):
         interrupt(signal.SIGTERM, None)
 
 
@@ -40,5 +40,5 @@ def test_an_echo_does_not_cut_a_servers_orderly_end_short(clock: list[float]) ->
     clock[0] += 0.01
     interrupt(signal.SIGTERM, None)
     clock[0] += 1
-    with pytest.raises(Interrupted):
+    with pytest.raises(InterruptError):
         interrupt(signal.SIGTERM, None)

@@ -10,7 +10,7 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm import core_names
-from mpillm.core_names import BUILT_IN, DEFAULT, found_at
+from mpillm.core_names import BUILT_IN, DEFAULT, load_object
 from mpillm.cores.base import LLMCore
 from mpillm.cores.capabilities import (
     FindsServers,
@@ -51,7 +51,7 @@ def test_only_a_cores_class_says_what_it_needs() -> None:
 def test_what_classes_name_is_there(name: str) -> None:
     core = BackendRegistry.declared(name)
     for path in filter(None, (core.engine_stages, core.servers)):
-        assert callable(found_at(path))
+        assert callable(load_object(path))
     assert (core.framework is None) == (not core.packages)
 
 

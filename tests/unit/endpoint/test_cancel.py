@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpillm.endpoint.open_requests import Answer
+from mpillm.endpoint.open_requests import PendingResponse
 from mpillm.roles.generation import GenerationRole
 from tests.helpers.served import MAX_BATCH, World, whole
 
@@ -25,7 +25,7 @@ def test_nothing_is_left_of_cancelled_requests(disaggregated: bool, timed: bool,
     Ids that are used again are not taken for others.
     """
     world = World(seed, disaggregated, **({"ttft_ms": 0.001, "tpot_ms": 0.001} if timed else {}))
-    chance, asked = world.chance, list[tuple[Answer, list[int], int]]()
+    chance, asked = world.chance, list[tuple[PendingResponse, list[int], int]]()
     for _ in range(n):
         prompt, n_output = (
             [chance.randrange(1000) for _ in range(chance.randrange(1, 5))],
@@ -42,7 +42,7 @@ def test_nothing_is_left_of_cancelled_requests(disaggregated: bool, timed: bool,
         expected = whole(prompt, n_output)
         assert (
             answer.tokens == expected
-            if not answer.given_up
+            if not answer.cancelled
             else answer.tokens == expected[: len(answer.tokens)]
         )
     world.check_unused()
@@ -52,7 +52,7 @@ def test_nothing_is_left_of_cancelled_requests(disaggregated: bool, timed: bool,
 def test_tokens_come_one_by_one_to_those_who_stream(disaggregated: bool) -> None:
     world = World(3, disaggregated)
     streamed, plain = world.ask([5, 6], 6, stream=True), world.ask([5, 6], 6, stream=False)
-    seen: dict[Answer, list[int]] = {streamed: [], plain: []}
+    seen: dict[PendingResponse, list[int]] = {streamed: [], plain: []}
     quiet = 0
     while quiet < 200:
         quiet = 0 if world.turn() else quiet + 1

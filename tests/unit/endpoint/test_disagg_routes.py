@@ -21,8 +21,8 @@ from mpillm.endpoint.disagg.instances import Arrival
 from mpillm.endpoint.disagg.kv_socket import KvStore
 from mpillm.endpoint.disagg.opaque_state import KvState, Seal, request_digest
 from mpillm.endpoint.disagg.routes import DisaggRoutes, KvFormat
-from mpillm.endpoint.open_requests import Answer
-from mpillm.endpoint.protocol import Served
+from mpillm.endpoint.open_requests import PendingResponse
+from mpillm.endpoint.protocol import ServedModel
 
 
 def test_a_handler_that_ends_late_leaves_the_next_request_with_its_id_alone() -> None:
@@ -32,16 +32,16 @@ def test_a_handler_that_ends_late_leaves_the_next_request_with_its_id_alone() ->
         "generation", "it", KvFormat("any", 1), "localhost", None, arrivals, 1.0, Seal(None)
     )
     first, second = (Arrival(token, np.zeros(1, np.uint8)) for token in (1, 2))
-    routes.opened(Answer(0, 1), first)
+    routes.opened(PendingResponse(0, 1), first)
     del arrivals[0]  # its instance takes it, and answers
-    routes.opened(Answer(0, 1), second)
-    routes.ended(Answer(0, 1), first)
+    routes.opened(PendingResponse(0, 1), second)
+    routes.ended(PendingResponse(0, 1), first)
     assert arrivals == {0: second}
-    routes.ended(Answer(0, 1), second)
+    routes.ended(PendingResponse(0, 1), second)
     assert not arrivals
 
 
-SERVED = Served(("m",), ByteTokenizer(), PromptLimits(vocab_size=256, max_seq_len=200))
+SERVED = ServedModel(("m",), ByteTokenizer(), PromptLimits(vocab_size=256, max_seq_len=200))
 PROMPT, FIRST = np.array([5, 6, 7], np.int32), 9
 STATE = KvState("context server 0", "127.0.0.1", 1, "00" * 16, "any", request_digest(PROMPT, FIRST))
 
@@ -135,7 +135,9 @@ def test_what_listens_elsewhere_is_not_told(caplog: pytest.LogCaptureFixture) ->
             messages.append((error.value.status, str(error.value)))
         listening.accept()[0].close()
     assert (
-        messages[0] == messages[1] == (502, "context server 0: its KV cache can't be had; our log says why")
+        messages[0]
+        == messages[1]
+        == (502, "context server 0: its KV cache cannot be fetched; our log has the cause")
     )
     assert "did not come" in caplog.text and "Connection refused" in caplog.text
 
@@ -178,10 +180,10 @@ def test_requests_wait_for_room_in_turn(monkeypatch: pytest.MonkeyPatch) -> None
     store = KvStore("127.0.0.1", 5.0)
     routes = DisaggRoutes("context", "it", KvFormat("any", 1), "localhost", store, {}, 5.0, Seal(None))
     served: list[int] = []
-    answers = [Answer(i, 1) for i in range(9)]
+    answers = [PendingResponse(i, 1) for i in range(9)]
 
     async def ask(i: int) -> None:
-        await routes.wait_for_room()
+        await routes.wait_for_capacity()
         routes.began(answers[i])
         served.append(i)
 
@@ -209,10 +211,10 @@ def test_requests_wait_for_room_in_turn(monkeypatch: pytest.MonkeyPatch) -> None
 def test_who_waits_too_long_for_room_is_told_so() -> None:
     store = KvStore("127.0.0.1", 5.0)
     routes = DisaggRoutes("context", "it", KvFormat("any", 1), "localhost", store, {}, 0.05, Seal(None))
-    routes.began(Answer(0, 1))
+    routes.began(PendingResponse(0, 1))
 
     async def two() -> list[Any]:
-        asks = routes.wait_for_room(), routes.wait_for_room()
+        asks = routes.wait_for_capacity(), routes.wait_for_capacity()
         return list(await asyncio.gather(*asks, return_exceptions=True))
 
     try:

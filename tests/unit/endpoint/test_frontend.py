@@ -24,7 +24,7 @@ from mpillm.endpoint.app import Service
 from mpillm.endpoint.frontend import Frontend, Mailbox
 from mpillm.endpoint.http_thread import HttpThread, bind, url
 from mpillm.endpoint.open_requests import OpenRequests
-from mpillm.endpoint.protocol import Served
+from mpillm.endpoint.protocol import ServedModel
 from mpillm.errors import RunError
 from tests.helpers.route import Network
 
@@ -47,7 +47,7 @@ class Rank0:
         mailbox = Mailbox()
         self.open = OpenRequests(False, mailbox.out.append)
         self.socket = bind("127.0.0.1", 0)
-        service = Service(Served(("m",), ByteTokenizer(), PromptLimits(256, 100)), self.open)
+        service = Service(ServedModel(("m",), ByteTokenizer(), PromptLimits(256, 100)), self.open)
         self.http = HttpThread(service, self.open, mailbox, self.socket)
         self.role = Frontend(self.network.routes[0], 1, mailbox, self.http, drain_s)
         self.address = url(self.socket).removeprefix("http://").removesuffix("/v1")

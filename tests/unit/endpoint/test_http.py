@@ -10,7 +10,7 @@ import pytest
 
 from mpillm.data.dataset import PromptLimits
 from mpillm.data.tokenizer import ByteTokenizer
-from mpillm.endpoint.protocol import Served
+from mpillm.endpoint.protocol import ServedModel
 from tests.helpers.http_api import BOTH, HOUR_MS, ROUTES, Letters, api, asked, run
 from tests.helpers.served import whole
 
@@ -18,7 +18,7 @@ from tests.helpers.served import whole
 @BOTH
 def test_a_completion(disaggregated: bool) -> None:
     async def test() -> None:
-        async with api(disaggregated, Served(("dummy",), Letters(), PromptLimits(32000, 200))) as a:
+        async with api(disaggregated, ServedModel(("dummy",), Letters(), PromptLimits(32000, 200))) as a:
             tokens = whole([1, 2, 3], 7)
             made = await a.answer(
                 "/v1/completions", model="dummy", prompt=[1, 2, 3], max_tokens=7, return_token_ids=True
@@ -54,7 +54,7 @@ def test_a_completion(disaggregated: bool) -> None:
 def test_a_chat(disaggregated: bool) -> None:
     async def test() -> None:
         async with api(
-            disaggregated, Served(("dummy",), ByteTokenizer(), PromptLimits(256, 400), max_output_len=9)
+            disaggregated, ServedModel(("dummy",), ByteTokenizer(), PromptLimits(256, 400), max_output_len=9)
         ) as a:
             parts = [{"type": "text", "text": "hé"}, {"type": "text", "text": "llo"}]
             messages = [{"role": "system", "content": "short"}, {"role": "user", "content": parts}]
@@ -76,7 +76,7 @@ def test_a_chat(disaggregated: bool) -> None:
 @BOTH
 def test_several_prompts_of_one_body(disaggregated: bool) -> None:
     async def test() -> None:
-        async with api(disaggregated, Served(("dummy",), Letters(), PromptLimits(32000, 200))) as a:
+        async with api(disaggregated, ServedModel(("dummy",), Letters(), PromptLimits(32000, 200))) as a:
             prompts = [[5], [6, 7], [8, 9, 10]]
             made = await a.answer("/v1/completions", prompt=prompts, max_tokens=3, return_token_ids=True)
             assert [choice["token_ids"] for choice in made["choices"]] == [
@@ -142,7 +142,7 @@ def test_stop_strings_end_the_request_where_it_is_generated(disaggregated: bool,
     async def test() -> None:
         # Tokens from 26 on are a, b, c, …: "de" comes with the fifth.
         async with api(
-            disaggregated, Served(("dummy",), Letters(), PromptLimits(32000, 32000)), {"tpot_ms": 0.5}
+            disaggregated, ServedModel(("dummy",), Letters(), PromptLimits(32000, 32000)), {"tpot_ms": 0.5}
         ) as a:
             body = {"prompt": [26], "max_tokens": 20_000, "stop": ["zz", "de"]}
             if stream:

@@ -20,7 +20,7 @@ from mpillm.cores.openai_client.server_counts import reading_of
 from mpillm.data.dataset import PromptLimits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint import admission, http_thread
-from mpillm.endpoint.protocol import Served
+from mpillm.endpoint.protocol import ServedModel
 from tests.helpers.http_api import BOTH, HOUR_MS, ROUTES, Api, api, asked, run
 
 WRONG: list[tuple[str, dict[str, Any]]] = [
@@ -137,7 +137,7 @@ def test_a_shorter_limit_of_prompts_is_told() -> None:
 
     async def test() -> None:
         limits = PromptLimits(vocab_size=256, max_seq_len=200, max_prompt_len=100)
-        async with api(served=Served(("dummy",), ByteTokenizer(), limits)) as a:
+        async with api(served=ServedModel(("dummy",), ByteTokenizer(), limits)) as a:
             async with a.session.get(a.base + "/v1/models/dummy") as response:
                 card = await response.json()
             assert (card["max_model_len"], card["max_prompt_len"]) == (200, 100)
@@ -292,7 +292,7 @@ def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
             reader, writer = await asyncio.open_connection(*a.base.removeprefix("http://").split(":"))
             writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
             answer = await reader.readuntil(b"}}")
-            assert answer.startswith(b"HTTP/1.1 408 ") and b"the body has not come within 0.5 s" in answer
+            assert answer.startswith(b"HTTP/1.1 408 ") and b"the body did not arrive within 0.5 s" in answer
             writer.close()
 
     run(test)
@@ -398,7 +398,7 @@ def test_a_full_queue_has_room_for_a_client_of_another_address() -> None:
     run(test)
 
 
-MILLION = Served(("dummy",), ByteTokenizer(), PromptLimits(vocab_size=256, max_seq_len=1 << 20))
+MILLION = ServedModel(("dummy",), ByteTokenizer(), PromptLimits(vocab_size=256, max_seq_len=1 << 20))
 
 
 @pytest.mark.parametrize(
@@ -415,7 +415,7 @@ def test_what_would_take_too_much_memory(body: dict[str, Any]) -> None:
 
     async def test() -> None:
         async with api(served=MILLION, core={"ttft_ms": HOUR_MS}) as a:
-            assert "too many at once" in (await a.error(400, "/v1/completions", body))["message"]
+            assert "too many for one request" in (await a.error(400, "/v1/completions", body))["message"]
             assert a.world.open.n_bytes == 0
             long = {"prompt": [1], "max_tokens": 1_000_000}
             waiting = [asyncio.ensure_future(a.answer("/v1/completions", **long)) for _ in range(53)]
@@ -642,7 +642,7 @@ def test_long_chats_are_rendered_one_at_a_time_beside_the_event_loop(
     body = {"messages": [{"role": "user", "content": "x" * n_characters}] * n_messages, "max_tokens": 2}
 
     async def test() -> None:
-        served = Served(("dummy",), Slow(), PromptLimits(vocab_size=256, max_seq_len=200))
+        served = ServedModel(("dummy",), Slow(), PromptLimits(vocab_size=256, max_seq_len=200))
         async with api(served=served) as a:
             answers = [a.answer("/v1/chat/completions", **body) for _ in range(5)]
             assert [answer["usage"]["prompt_tokens"] for answer in await asyncio.gather(*answers)] == [1] * 5

@@ -43,7 +43,7 @@ def test_a_cache_is_fetched_once(store: KvStore) -> None:
     wait_until(lambda: store.key(5) is None, "the store to let it go")
     assert wait_until(store.take_fetched, "the word of it") == [5]
     assert store.take_fetched() == [] and store.overdue() == []
-    with pytest.raises(CacheLost, match="it does not have the KV cache any more"):
+    with pytest.raises(CacheLost, match="it has dropped the KV cache"):
         fetched(store, 5, key)
 
 
@@ -221,12 +221,12 @@ def test_a_key_gives_few_callers_a_thread(store: KvStore) -> None:
         ]
         for one in first:
             one.sendall(key)
-        wait_until(lambda: store._kept[1].callers == len(first), "the first callers")
-        with pytest.raises(CacheLost, match="does not have"):
+        wait_until(lambda: store._stored[1].callers == len(first), "the first callers")
+        with pytest.raises(CacheLost, match="has dropped"):
             fetched(store, 1, key)
         store.put(1, CACHE)
         assert first[0].recv(8, socket.MSG_WAITALL) == CACHE.nbytes.to_bytes(8, "little")
-    wait_until(lambda: not store._kept[1].callers, "their end")
+    wait_until(lambda: not store._stored[1].callers, "their end")
     assert np.array_equal(fetched(store, 1), CACHE)
 
 

@@ -14,7 +14,7 @@ from aiohttp import ClientSession, ConnectionTimeoutError
 
 from disagg.instances import ServedInstance
 from mpillm.endpoint.admission import Guard
-from mpillm.endpoint.leader import ask
+from mpillm.endpoint.leader import server_request
 from mpillm.endpoint.leader.leader_service import LeaderService
 from mpillm.endpoint.leader.workers import Worker, new_session, wait_ready
 from mpillm.roles.pool import InstancePool
@@ -212,7 +212,7 @@ def _silence_s(kind: str, reply: Reply) -> float:
         (plain({"error": "x" * 70_000}, "400 Bad Request"), 502, "its answer is longer than 65536 bytes"),
         (Reply([head(Content_Length=100) + b"{"], "close"), 502, "was lost while it answered"),
         (Reply([], "close"), 502, "was lost while it answered: it closed the connection"),
-        (Reply([], "hang"), 504, r"it said nothing for 0\.3 s \(--stall_timeout\)"),
+        (Reply([], "hang"), 504, r"it was silent for 0\.3 s \(--stall_timeout\)"),
     ],
 )
 def test_a_server_that_fails(kind: str, reply: Reply, status: int, message: str) -> None:
@@ -256,7 +256,7 @@ def test_a_server_that_names_another_address_sends_nothing_there(kind: str) -> N
                 health.base = server.url
                 async with ClientSession() as session:
                     assert not await health.check(session)
-            assert health.gone == "its health check says 302"
+            assert health.failure == "its health check returns 302"
             assert elsewhere.requests == []
 
     asyncio.run(run())
@@ -322,8 +322,8 @@ def without_end(first: bytes, piece: bytes, pause_s: float = 0.0) -> Reply:
 @pytest.mark.parametrize("kind", ["context", "generation"])
 @pytest.mark.parametrize("way", [*ENDLESS, "a drop at a time", "a head, a drop at a time"])
 def test_an_answer_without_end_is_given_up(kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ask, "MAX_ANSWER_BYTES", 1 << 22)
-    monkeypatch.setattr(ask, "_CONNECT_S", 1.0)
+    monkeypatch.setattr(server_request, "MAX_ANSWER_BYTES", 1 << 22)
+    monkeypatch.setattr(server_request, "_CONNECT_S", 1.0)
     slow = {"a drop at a time": ENDLESS["a body of gigabytes"][0], "a head, a drop at a time": b""}
     reply = without_end(slow[way], b"H", 0.1) if way in slow else without_end(*ENDLESS[way])
 
@@ -335,7 +335,7 @@ def test_an_answer_without_end_is_given_up(kind: str, way: str, monkeypatch: pyt
             message = json.loads(text)["error"]["message"]
             assert status in (502, 504) and message.startswith(it.names[kind == "generation"]), text
             assert len(message) < 400 and re.search(
-                "longer than 4194304 bytes|did not answer, but said something|was lost while it answered",
+                "longer than 4194304 bytes|sent data, but no answer|was lost while it answered",
                 message,
             )
 
@@ -345,7 +345,7 @@ def test_an_answer_without_end_is_given_up(kind: str, way: str, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("piece", "pause_s", "message"),
     [
-        (chunk(b": still here\n\n"), 0.1, "did not answer, but said something, for 1 s"),
+        (chunk(b": still here\n\n"), 0.1, "sent data, but no answer, for 1 s"),
         (chunk(b"x" * (1 << 16)), 0.0, "bytes without an event"),
         (chunk(event(choice([7], "t")) * 100), 0.0, r"more than 208 events"),
     ],
@@ -388,7 +388,7 @@ def test_servers_that_are_not_ready_in_time_are_known() -> None:
             late = Worker(ServedInstance(3, "context", "context_servers", server.address, range(1)))
             async with new_session() as session:
                 assert await wait_ready(session, [late], 0.2, lambda text: None) == [late]
-            assert late.gone == "its health check says 503"
+            assert late.failure == "its health check returns 503"
 
     asyncio.run(run())
 

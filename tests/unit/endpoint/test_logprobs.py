@@ -15,11 +15,11 @@ from mpillm.data.dataset import PromptLimits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint import logprobs
 from mpillm.endpoint.frontend import Frontend
-from mpillm.endpoint.protocol import Served
+from mpillm.endpoint.protocol import ServedModel
 from tests.helpers.http_api import BOTH, Api, Letters, api, run
 from tests.helpers.served import World, whole
 
-GIVES = Served(("dummy",), Letters(), PromptLimits(32000, 200), gives_logprobs=True)
+GIVES = ServedModel(("dummy",), Letters(), PromptLimits(32000, 200), gives_logprobs=True)
 FIRST, FINAL, PARTIAL = ResponseFlag.FIRST, ResponseFlag.FINAL, ResponseFlag.PARTIAL
 
 

@@ -12,7 +12,7 @@ from collections import deque
 
 import pytest
 
-from mpillm.endpoint.open_requests import Answer
+from mpillm.endpoint.open_requests import PendingResponse
 from mpillm.errors import RunError
 from tests.helpers.served import World, whole
 
@@ -65,7 +65,7 @@ def test_every_request_is_answered_once_whatever_is_lost_and_when(
     for seed in range(15):
         world = LosingWorld(seed, disaggregated, **({"ttft_ms": 0.001, "tpot_ms": 0.001} if timed else {}))
         to_lose = deque(lost)
-        asked: list[tuple[list[int], int, Answer]] = []
+        asked: list[tuple[list[int], int, PendingResponse]] = []
         for i in itertools.count():
             if i < 40:
                 prompt, n = [seed + 1, i + 1, 7], world.chance.randrange(1, 6)
@@ -101,13 +101,13 @@ def test_cancelled_requests_of_a_lost_instance() -> None:
         world.settle()
         for prompt, n, answer in asked:
             assert answer.ended and answer.released, seed
-            assert answer.given_up or answer.tokens == whole(prompt, n)
+            assert answer.cancelled or answer.tokens == whole(prompt, n)
         world.check_unused()
 
 
 def test_a_stream_goes_on_where_it_was() -> None:
     told: list[int] = []
-    answer = Answer(0, 3)
+    answer = PendingResponse(0, 3)
     for rows in ([1], [2], [3]):
         answer.add(rows, 1 if not told else 32)
         told += rows
@@ -125,7 +125,7 @@ def test_a_stream_goes_on_where_it_was() -> None:
 
 @pytest.mark.parametrize("rows", [[([9], 1)], [([1], 1), ([8], 32)], [([1, 3], 2)]])
 def test_a_stream_that_comes_otherwise_the_second_time_is_an_error(rows: list[tuple[list[int], int]]) -> None:
-    answer = Answer(0, 3)
+    answer = PendingResponse(0, 3)
     answer.add([1], 1)
     answer.add([2], 32)
     answer.begin_again()

@@ -12,21 +12,21 @@ from mpillm.data.dataset import PromptLimits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint.api_error import ApiError
 from mpillm.endpoint.choices import Choice
-from mpillm.endpoint.open_requests import Answer
-from mpillm.endpoint.protocol import Asked, Served, encode, read
+from mpillm.endpoint.open_requests import PendingResponse
+from mpillm.endpoint.protocol import CompletionRequest, ServedModel, encode, read
 from mpillm.endpoint.shapes import usage
 from tests.helpers.http_api import ROUTES, api, run
 from tests.helpers.http_api import asked as asked_for
 from tests.helpers.vllm_parameters import CHAT, COMPLETION, MESSAGE, SAME, STREAM_OPTIONS
 
-SERVED = Served(("m",), ByteTokenizer(), PromptLimits(256, 64), seed=0, gives_logprobs=True)
+SERVED = ServedModel(("m",), ByteTokenizer(), PromptLimits(256, 64), seed=0, gives_logprobs=True)
 HELLO = {"role": "user", "content": "hello"}
 PLAIN = {False: {"prompt": "hello", "stream": True}, True: {"messages": [HELLO], "stream": True}}
 CASES = [(chat, name) for chat, names in ((False, COMPLETION), (True, CHAT)) for name in names]
 WITHOUT_EFFECT = {"user", "session_id", "spaces_between_special_tokens", "parallel_tool_calls"}
 
 
-def asked(chat: bool, **more: Any) -> Asked:
+def asked(chat: bool, **more: Any) -> CompletionRequest:
     return read(json.dumps(PLAIN[chat] | more).encode(), chat, SERVED)
 
 
@@ -107,7 +107,7 @@ class Framed(ByteTokenizer):
 @pytest.mark.parametrize("chat", [False, True])
 def test_special_tokens_around_a_prompt(chat: bool) -> None:
     """A text has them unless the request refuses them, a chat only on request, token ids never."""
-    served = Served(("m",), Framed(), PromptLimits(256, 64))
+    served = ServedModel(("m",), Framed(), PromptLimits(256, 64))
 
     def first(**more: Any) -> int:
         body = {"messages": [HELLO], "prompt": "hello"} | more
@@ -123,7 +123,7 @@ def test_cached_tokens_in_usage() -> None:
     """They are those of each prompt once, and left out where an instance did not report them."""
 
     def choice(i: int, reused: int | None) -> Choice:
-        answer = Answer.of(40, [1, 2])
+        answer = PendingResponse.of(40, [1, 2])
         answer.times = None if reused is None else [0, 0, reused]
         return Choice(i, answer, np.zeros(40, np.int32), 2, asked(False), SERVED)
 

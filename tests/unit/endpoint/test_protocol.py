@@ -15,10 +15,10 @@ from mpillm.data.dataset import PromptLimits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint.api_error import ApiError
 from mpillm.endpoint.app import _LONG_TEXT
-from mpillm.endpoint.protocol import Served, encode, read
+from mpillm.endpoint.protocol import ServedModel, encode, read
 from tests.helpers.odd_requests import BODIES, JSON
 
-SERVED = Served(("m",), ByteTokenizer(), PromptLimits(256, 64), max_output_len=9)
+SERVED = ServedModel(("m",), ByteTokenizer(), PromptLimits(256, 64), max_output_len=9)
 
 
 @pytest.mark.long
@@ -74,7 +74,9 @@ def test_what_is_asked_for_reaches_the_row() -> None:
         and [(prompt.tolist(), wanted) for prompt, wanted in encode(plain, SERVED)] == [([ord("x")], 16)]
     )
     assert encode(read(b'{"messages": [{"role": "user", "content": "x"}]}', True, SERVED), SERVED)[0][1] == 9
-    own = Served(("m",), ByteTokenizer(), PromptLimits(256, 64), temperature=0.0, seed=3, top_k=4, top_p=0.5)
+    own = ServedModel(
+        ("m",), ByteTokenizer(), PromptLimits(256, 64), temperature=0.0, seed=3, top_k=4, top_p=0.5
+    )
     row = read(b'{"prompt": "x"}', False, own).row
     assert (row["temperature"], row["top_k"], row["top_p"], row["seed"]) == (0, 4, 0.5, 3)
 

@@ -35,9 +35,9 @@ from mpillm.endpoint.api_error import ApiError
 from mpillm.endpoint.disagg.kv_socket import CacheLost, KvStore, checksum, fetch
 from mpillm.endpoint.disagg.opaque_state import KvState, Seal, request_digest
 from mpillm.endpoint.disagg.routes import DisaggRoutes, KvFormat
-from mpillm.endpoint.leader.ask import Ask
+from mpillm.endpoint.leader.server_request import ServerRequest
 from mpillm.endpoint.leader.workers import Pool, Worker
-from mpillm.endpoint.protocol import Served, encode, read, read_clock_offset
+from mpillm.endpoint.protocol import ServedModel, encode, read, read_clock_offset
 from mpillm.roles.pool import InstancePool
 from mpillm.triton.client.connection import InferError
 from mpillm.triton.client.kserve_http import KServeConnection
@@ -167,7 +167,7 @@ def test_a_server_of_caches(_: Path, data: bytes) -> None:
 
 # --- clients of our endpoint ---
 
-SERVED = Served(
+SERVED = ServedModel(
     ("dummy",),
     ByteTokenizer(),
     PromptLimits(vocab_size=256, max_seq_len=200),
@@ -466,13 +466,13 @@ def test_what_a_leaders_servers_answer(_: Path, body: dict[str, Any], data: byte
     server = raw_server()
     server.says = data
     worker = Worker(ServedInstance(0, "context", "context_servers", server.address, range(1)))
-    worker.gone = ""
+    worker.failure = ""
     pool = Pool("context", [worker], InstancePool([0], "round_robin"))
 
     async def ask() -> None:
         async with (
             aiohttp.ClientSession() as session,
-            Ask(session, pool, 20.0, "/v1/completions", {}, body) as answer,
+            ServerRequest(session, pool, 20.0, "/v1/completions", {}, body) as answer,
         ):
             if body.get("stream"):
                 async for part in answer.chunks():

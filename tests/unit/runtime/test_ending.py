@@ -19,7 +19,7 @@ from mpillm.comms.control import RunStopped, Timeouts
 from mpillm.comms.messages import BEAT, STOP, Beat, Rank0At, Stop
 from mpillm.comms.tags import Tag
 from mpillm.comms.transport import Envelope
-from mpillm.errors import ExitCode, Failure, Interrupted, RunError
+from mpillm.errors import ExitCode, Failure, InterruptError, RunError
 from mpillm.options.fields import DEADLINES
 from mpillm.runtime import ending
 from mpillm.runtime.ending import Ending, Rank0Ending, RankEnding, State, failures_of
@@ -313,8 +313,8 @@ def test_the_last_resort_tells_the_person_unless_they_were_told(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("error", "rank", "expected"),
     [
-        (Interrupted("Ctrl-C", 2), 0, Failure("interrupted (Ctrl-C)", None, code=130, interrupted=True)),
-        (Interrupted("SIGTERM", 15), 3, Failure("interrupted (SIGTERM)", 3, interrupted=True)),
+        (InterruptError("Ctrl-C", 2), 0, Failure("interrupted (Ctrl-C)", None, code=130, interrupted=True)),
+        (InterruptError("SIGTERM", 15), 3, Failure("interrupted (SIGTERM)", 3, interrupted=True)),
         (ConfigError("--x: wrong"), 0, Failure("--x: wrong", None, code=ExitCode.USAGE)),
         (ConfigError("--x: wrong"), 3, Failure("--x: wrong", 3, code=ExitCode.USAGE)),
         (RunError(*BROKEN), 3, BROKEN[0]),

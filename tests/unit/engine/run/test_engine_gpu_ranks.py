@@ -33,11 +33,11 @@ class ThreadGroups(MpiGroups):
         self,
         layout: RankLayout,
         meeting: threading.Barrier,
-        brought: list[Any],
+        provided: list[Any],
         hidden: queue.Queue[torch.Tensor],
     ) -> None:
         Groups.__init__(self, layout)
-        self._meeting, self._brought, self._between = meeting, brought, hidden
+        self._meeting, self._brought, self._between = meeting, provided, hidden
 
     def _all(self, what: str, x: torch.Tensor) -> list[torch.Tensor]:
         self._brought[self.layout.tp_rank] = what, x.clone()
@@ -76,14 +76,14 @@ def test_all_ranks_of_an_instance_warm_up_together(
 ) -> None:
     """Each rank does the same collectives in the same order, and takes what the stage before it has sent."""
     torch.set_num_threads(1)
-    meeting, brought, hidden = threading.Barrier(2), [None, None], queue.Queue[torch.Tensor]()
+    meeting, provided, hidden = threading.Barrier(2), [None, None], queue.Queue[torch.Tensor]()
 
     def warm_up(rank: int) -> None:
         tp_rank, pp_rank = (rank, 0) if shape == (2, 1) else (0, rank)
         config = engine_config(
             folder, tp_size=shape[0], pp_size=shape[1], tp_rank=tp_rank, pp_rank=pp_rank, max_seq_len=64
         )
-        groups = ThreadGroups(RankLayout(*shape, 1, tp_rank, pp_rank), meeting, brought, hidden)
+        groups = ThreadGroups(RankLayout(*shape, 1, tp_rank, pp_rank), meeting, provided, hidden)
         worker = Worker.on_gpu(
             check_model(config), 8, groups, 5, dummy=False, device="cpu", kernels=plain_kernels
         )
@@ -103,7 +103,7 @@ def test_all_ranks_of_an_instance_warm_up_together(
 def test_a_residual_is_right_in_a_ranks_own_rows_only(folder: Path, sizes: tuple[int, ...]) -> None:
     """What the others have of it never reaches a token."""
     torch.set_num_threads(1)
-    meeting, brought = threading.Barrier(2), [None, None]
+    meeting, provided = threading.Barrier(2), [None, None]
     tokens = torch.randint(0, 256, (47,), generator=torch.Generator().manual_seed(3)).tolist()
     steps = [
         Step([Span(0, 0, 40, 0, [1, 2, 3, 4, 5, 6]), Span(1, 0, 7, 0, [7, 8])], tokens, [39, 46]),
@@ -113,7 +113,7 @@ def test_a_residual_is_right_in_a_ranks_own_rows_only(folder: Path, sizes: tuple
 
     def run(rank: int, tp_size: int) -> list[list[int]]:
         config = engine_config(folder, dtype="float32", tp_size=tp_size, tp_rank=rank, max_seq_len=64)
-        groups = ThreadGroups(RankLayout(tp_size, 1, tp_rank=rank), meeting, brought, queue.Queue())
+        groups = ThreadGroups(RankLayout(tp_size, 1, tp_rank=rank), meeting, provided, queue.Queue())
         kernels = types.SimpleNamespace(**vars(plain_kernels))
 
         def add_norm(x: torch.Tensor, delta: Any, *rest: Any) -> Any:

@@ -15,21 +15,21 @@ from numpy.typing import NDArray
 from launch.bounded_http import MAX_ANSWER_BYTES, MAX_EVENT_BYTES
 from mpillm.endpoint.api_error import ApiError, Json
 from mpillm.endpoint.body_values import LARGE
-from mpillm.endpoint.leader.workers import Place, Pool, Worker, reason
+from mpillm.endpoint.leader.workers import Assignment, Pool, Worker, reason
 
 _log = logging.getLogger(__name__)
 _CONNECT_S = 10.0
-_MOST = 1 << 31  # the server refuses what is not a number of tokens, or a token
+_MAX_TOKEN = 1 << 31  # the server rejects larger numbers of tokens, and larger tokens
 _EVENT = b"\ndata:"
-_MOST_OUTPUT = 1 << 20  # tokens, where the request does not say how many it wants
-_MOST_PIECES = 64  # events for a token
-_MORE_EVENTS = 16  # besides those with tokens: roles, reasons, usage
+_MAX_OUTPUT = 1 << 20  # tokens, if the request has no limit
+_MAX_PIECES = 64  # events for a token
+_MORE_EVENTS = 16  # events without tokens: roles, reasons, usage
 
 
-class Ask:
-    """A request to one server of a pool; as a context manager, its answer.
+class ServerRequest:
+    """A request to one server of a pool; as a context manager, its response.
 
-    Raises ApiError, which says why, if there is none.
+    Raises ApiError with the cause if there is none.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class Ask:
         body: Json | None = None,
         max_retries: int | None = None,
     ) -> None:
-        """POST `body`, or GET without one.
+        """POST `body`, or GET without a body.
 
-        `silence_s`: how long the server may say nothing; and how long it may take for the head of its answer,
-        for a body that is no stream, and for an event of a stream.
-
-        `max_retries`: how many other servers may be asked; None: all.
+        Args:
+            silence_s: Longest silence of the server; also the time for the head of its response, for a body
+                that is not a stream, and for an event of a stream.
+            max_retries: How many other servers to try; None: all.
         """
         self._session = session
         self._pool = pool
@@ -55,11 +55,11 @@ class Ask:
         self._path = path
         self._headers = headers
         self._body = body
-        self._most = len(pool.workers) if max_retries is None else 1 + max_retries
-        self._place: Place | None = None
+        self._max_servers = len(pool.workers) if max_retries is None else 1 + max_retries
+        self._place: Assignment | None = None
         self._response: aiohttp.ClientResponse | None = None
 
-    async def __aenter__(self) -> Ask:
+    async def __aenter__(self) -> ServerRequest:
         tried: list[Worker] = []
         prompt, n_output = _load_of(self._body or {})
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._silence_s)
@@ -83,11 +83,11 @@ class Ask:
                 return self
             except BaseException as error:
                 self._pool.give_back(self._place)
-                # Nothing was sent: another server may have it
+                # nothing was sent: try another server
                 if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
                     self.worker.lose(reason(error))
                     tried.append(self.worker)
-                    if len(tried) == self._most:
+                    if len(tried) == self._max_servers:
                         raise self._nobody(tried) from None
                 elif isinstance(error, (OSError, asyncio.TimeoutError, aiohttp.ClientError)):
                     raise self._lost(error) from None
@@ -97,10 +97,10 @@ class Ask:
     async def __aexit__(self, *_: object) -> None:
         assert self._place is not None
         self._pool.give_back(self._place)
-        if self._there.content.at_eof():
-            self._there.release()
+        if self._answer.content.at_eof():
+            self._answer.release()
         else:
-            self._there.close()
+            self._answer.close()
 
     @property
     def worker(self) -> Worker:
@@ -109,27 +109,27 @@ class Ask:
 
     @property
     def status(self) -> int:
-        return self._there.status
+        return self._answer.status
 
     @property
     def headers(self) -> Mapping[str, str]:
-        return self._there.headers
+        return self._answer.headers
 
     @property
-    def _there(self) -> aiohttp.ClientResponse:
+    def _answer(self) -> aiohttp.ClientResponse:
         assert self._response is not None
         return self._response
 
-    async def read(self, most: int | None = None) -> bytes:
-        """Return the body. Raises ApiError if it has more than `most` bytes, or than an answer may have."""
-        most = most or MAX_ANSWER_BYTES
+    async def read(self, max_bytes: int | None = None) -> bytes:
+        """Return the body. Raises ApiError if it exceeds `max_bytes`, by default the limit of an answer."""
+        max_bytes = max_bytes or MAX_ANSWER_BYTES
         parts: list[bytes] = []
 
         async def read_all() -> None:
-            left = most
-            async for part in self._there.content.iter_any():
+            left = max_bytes
+            async for part in self._answer.content.iter_any():
                 if (left := left - len(part)) < 0:
-                    raise self._bad(f"its answer is longer than {most} bytes")
+                    raise self._bad(f"its answer is longer than {max_bytes} bytes")
                 parts.append(part)
 
         try:
@@ -141,12 +141,12 @@ class Ask:
     async def json(self) -> Json:
         data = await self.read()
         try:
-            made = json.loads(data) if len(data) <= LARGE else await asyncio.to_thread(json.loads, data)
+            value = json.loads(data) if len(data) <= LARGE else await asyncio.to_thread(json.loads, data)
         except (ValueError, RecursionError):
-            made = None
-        if not isinstance(made, dict):
+            value = None
+        if not isinstance(value, dict):
             raise self._bad("its answer is not a JSON object")
-        return made
+        return value
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Yield the body of a stream as it arrives."""
@@ -154,33 +154,33 @@ class Ask:
         n = body.get("n")
         _, n_output = _load_of(body)
         n_choices = n if type(n) is int and n > 0 else 1
-        most = n_choices * ((n_output or _MOST_OUTPUT) * _MOST_PIECES + _MORE_EVENTS)
-        events, waited, heard_at = 0, 0, time.monotonic()
-        tail = b"\n"  # of what came before; too short to be counted again
+        max_events = n_choices * ((n_output or _MAX_OUTPUT) * _MAX_PIECES + _MORE_EVENTS)
+        events, waited, last_event = 0, 0, time.monotonic()
+        tail = b"\n"  # of the previous data; too short to contain a counted event
         try:
-            async for chunk in self._there.content.iter_any():
+            async for chunk in self._answer.content.iter_any():
                 new = (seen := tail + chunk).count(_EVENT)
                 tail = seen[1 - len(_EVENT) :]
                 waited = 0 if new else waited + len(chunk)
-                heard_at = time.monotonic() if new else heard_at
+                last_event = time.monotonic() if new else last_event
                 events += new
                 if waited > MAX_EVENT_BYTES:
                     raise self._bad(f"it sent {waited} bytes without an event")
-                if events > most:
-                    raise self._bad(f"it sent more than {most} events")
-                if time.monotonic() - heard_at > self._silence_s:
+                if events > max_events:
+                    raise self._bad(f"it sent more than {max_events} events")
+                if time.monotonic() - last_event > self._silence_s:
                     raise self._lost(asyncio.TimeoutError())
                 yield chunk
         except (OSError, asyncio.TimeoutError, aiohttp.ClientError) as error:
             raise self._lost(error) from None
 
-    def _bad(self, what: str) -> ApiError:
-        return ApiError(502, f"{self.worker.name}: {what}", code="bad_answer")
+    def _bad(self, problem: str) -> ApiError:
+        return ApiError(502, f"{self.worker.name}: {problem}", code="bad_answer")
 
     def _lost(self, error: BaseException) -> ApiError:
         if isinstance(error, asyncio.TimeoutError):
             is_silent = isinstance(error, aiohttp.ServerTimeoutError)
-            how = "said nothing" if is_silent else "did not answer, but said something,"
+            how = "was silent" if is_silent else "sent data, but no answer,"
             silence = f"it {how} for {self._silence_s:g} s (--stall_timeout)"
             return ApiError(504, f"{self.worker.name}: {silence}", code=f"{self._pool.kind}_server")
         message = f"{self.worker.name} was lost while it answered: {reason(error)}"
@@ -188,8 +188,8 @@ class Ask:
         return ApiError(502, message, code=f"{self._pool.kind}_server")
 
     def _nobody(self, tried: list[Worker]) -> ApiError:
-        gone = self._pool.all_gone() or "; ".join(f"{one.name}: {one.gone}" for one in tried)
-        return ApiError(503, gone, code=f"no_{self._pool.kind}_server")
+        causes = self._pool.failures() or "; ".join(f"{one.name}: {one.failure}" for one in tried)
+        return ApiError(503, causes, code=f"no_{self._pool.kind}_server")
 
 
 def _load_of(body: Json) -> tuple[NDArray[np.int32], int]:
@@ -197,8 +197,8 @@ def _load_of(body: Json) -> tuple[NDArray[np.int32], int]:
     have."""
     prompt = body.get("prompt_token_ids") or body.get("prompt") or body.get("messages") or []
     n_output = body.get("max_completion_tokens") or body.get("max_tokens")
-    n_output = n_output if type(n_output) is int and 0 < n_output < _MOST else 0
-    if isinstance(prompt, list) and all(type(one) is int and 0 <= one < _MOST for one in prompt):
+    n_output = n_output if type(n_output) is int and 0 < n_output < _MAX_TOKEN else 0
+    if isinstance(prompt, list) and all(type(one) is int and 0 <= one < _MAX_TOKEN for one in prompt):
         return np.array(prompt, np.int32), n_output
     text = prompt if isinstance(prompt, str) else json.dumps(prompt)
     return np.frombuffer(text.encode(errors="replace"), np.uint8).astype(np.int32), n_output
