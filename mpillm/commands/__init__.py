@@ -1,4 +1,4 @@
-"""One file per command of ``python -m mpillm``: its options, and what it calls. Only `cli` imports them.
+"""One file per command of ``python -m mpillm``, with its options. Only `cli` imports them.
 
-The command `mpirun` is in `launch`, which imports nothing of mpillm.
+The command `mpirun` is in `launch`, which imports nothing from mpillm.
 """

@@ -22,10 +22,10 @@ from mpillm.report.run_directory import CERTIFICATE
 from mpillm.report.run_files import RunFiles
 from mpillm.report.run_list import run_path
 
-BESIDE = "certify"  # the run's folder in the run directory
-# Options of what computes: the dummy core takes none of them, and its instances are laid out alike.
-_OF_THE_CORE = ("checkpoint", "build", "harness", "triton", "server", "model")
-_KEPT = ("enable_chunked_context", "max_batch_size", "max_num_tokens", "max_seq_len")
+FOLDER = "certify"  # default run directory, in the original one
+# Groups of options for the core. The dummy core has only `_COMMON_OPTIONS`; the layout of instances remains.
+_CORE_GROUPS = ("checkpoint", "build", "harness", "triton", "server", "model")
+_COMMON_OPTIONS = ("enable_chunked_context", "max_batch_size", "max_num_tokens", "max_seq_len")
 
 
 class _Options(Values):
@@ -36,13 +36,13 @@ class _Options(Values):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the test with a core that costs nothing; write `CERTIFICATE`. Returns that run's exit code."""
+    """Run the test with the dummy core and write `CERTIFICATE`. Returns that run's exit code."""
     parser = Parser(
         prog="mpillm certify",
         figures=True,
         usage="python -m mpillm certify RUN_DIR [options]",
-        description="Run the same test on as many ranks, with a core that takes no time for answers of"
-        " the same length, and state how much of each latency and of the throughput is the harness's own.",
+        description="Measure the harness's own share of each latency and of the throughput. Runs the same"
+        " test on as many ranks, with a core that answers immediately with the same length.",
         epilog=f"example:\n  python -m mpillm certify {RUNS}/first",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the run directory")
@@ -50,33 +50,33 @@ def main(argv: Sequence[str]) -> int:
     run = RunFiles.read(run_path(parser.parse_args(argv).run_dir))
     if not run.result.get("samples") or run.result.get("status") not in ("VALID", "INVALID"):
         raise ConfigError(f"{run.path}: this run has no result of LoadGen, so there is nothing to certify")
-    with as_written(run.path):  # before the test, which may take long
+    with as_written(run.path):  # report errors before the test, which may take long
         format_certificate(certificate(run, run))
         length = max(1, round(run.result["tokens"] / run.result["samples"]))
-    words, _ = repeated(run)
-    folder = Path(options.log_dir or run.path / BESIDE)
-    words = [*_of_the_test(words), "--core_type", "dummy", "--core_options", f"output_mean:{length}"]
-    words += ["--log_dir", str(folder), *(["--force"] if options.log_dir is None else [])]
-    code = mpirun.main(["-n", str(run.world_size), *options.mpirun_options, "run", *words])
+    argv, _ = repeated(run)
+    folder = Path(options.log_dir or run.path / FOLDER)
+    argv = [*_without_core(argv), "--core_type", "dummy", "--core_options", f"output_mean:{length}"]
+    argv += ["--log_dir", str(folder), *(["--force"] if options.log_dir is None else [])]
+    code = mpirun.main(["-n", str(run.world_size), *options.mpirun_options, "run", *argv])
     if code != ExitCode.DONE:
         return code
-    found = certificate(run, RunFiles.read(folder))
+    figures = certificate(run, RunFiles.read(folder))
     with as_writable(run.path / CERTIFICATE):
-        write_json(run.path / CERTIFICATE, found)
-    print("\n" + format_certificate(found))
-    json_output.set_figures(found)
+        write_json(run.path / CERTIFICATE, figures)
+    print("\n" + format_certificate(figures))
+    json_output.set_figures(figures)
     print(f"  {run.path / CERTIFICATE}")
     return ExitCode.DONE
 
 
-def _of_the_test(words: list[str]) -> list[str]:
-    """Drop the options that are about the core."""
-    kept: list[str] = []
-    for name, value in zip(words[::2], words[1::2], strict=True):
+def _without_core(argv: list[str]) -> list[str]:
+    """Return `argv` without the options of the core."""
+    remaining: list[str] = []
+    for name, value in zip(argv[::2], argv[1::2], strict=True):
         field = BY_NAME[name.removeprefix("--")]
         if field.name in ("core_type", "core_options") or (
-            field.group in _OF_THE_CORE and field.name not in _KEPT
+            field.group in _CORE_GROUPS and field.name not in _COMMON_OPTIONS
         ):
             continue
-        kept += [name, value]
-    return kept
+        remaining += [name, value]
+    return remaining

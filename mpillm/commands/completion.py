@@ -1,4 +1,4 @@
-"""``python -m mpillm completion SHELL``: what a shell needs to complete commands and options."""
+"""``python -m mpillm completion SHELL``: shell code that completes commands and options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="mpillm completion",
         usage="python -m mpillm completion SHELL",
-        description="Print what a shell needs to complete commands, options and their values of `mpillm`.",
+        description="Print the shell code that completes commands, options and their values of `mpillm`.",
         epilog='examples:\n  eval "$(mpillm completion bash)"        # in ~/.bashrc; zsh in ~/.zshrc\n'
         "  mpillm completion fish | source",
     )
@@ -34,32 +34,32 @@ def main(argv: Sequence[str]) -> int:
 
 
 def complete(modules: Mapping[str, str]) -> NoReturn:
-    """Tell a shell, which has set argcomplete's variables, what may follow its line; end this process.
+    """Write the completions of a shell's line, in argcomplete's variables, and end this process.
 
-    `modules`: of the commands, by name. The command itself runs as far as its parser.
+    `modules`: of the commands, by name. The command runs until it calls its parser.
     """
     import argcomplete
     from argcomplete.lexers import split_line
 
     line, point = os.environ["COMP_LINE"], int(os.environ["COMP_POINT"])
-    _, prefix, _, words, _ = split_line(line, point)
+    _, prefix, _, args, _ = split_line(line, point)
     os.environ["COMP_LINE"] = line[: point - len(prefix)] + underscored(prefix) + line[point:]
-    at = 1  # the word that is the command
-    if len(words) > at and words[at] in _START_OTHERS:
-        at = next((i for i in range(at + 1, len(words)) if words[i] in RANK_COMMANDS), at)
-    if len(words) <= at:
-        _offer(modules, len(words))
-    name = words[at].replace("_", "-")
+    at = 1  # index of the command
+    if len(args) > at and args[at] in _START_OTHERS:
+        at = next((i for i in range(at + 1, len(args)) if args[i] in RANK_COMMANDS), at)
+    if len(args) <= at:
+        _offer(modules, len(args))
+    name = args[at].replace("_", "-")
     if name == "mpirun":
-        _offer(RANK_COMMANDS, len(words))
+        _offer(RANK_COMMANDS, len(args))
     if name not in modules:
         raise SystemExit(ExitCode.USAGE)
     start = at + 1
     command = importlib.import_module(modules[name])
     if (names := getattr(command, "NAMES", None)) is not None:  # its first word is one of these
         start += 1
-        if len(words) < start:
-            _offer(names, len(words))
+        if len(args) < start:
+            _offer(names, len(args))
     os.environ["_ARGCOMPLETE"] = str(start)
     parse = argparse.ArgumentParser.parse_known_args
 
@@ -68,12 +68,12 @@ def complete(modules: Mapping[str, str]) -> NoReturn:
         argcomplete.autocomplete(parser)
 
     argparse.ArgumentParser.parse_known_args = answer  # type: ignore[method-assign, assignment]
-    command.main(words[at + 1 :])
+    command.main(args[at + 1 :])
     raise SystemExit(ExitCode.USAGE)
 
 
 def _offer(names: Collection[str], start: int) -> NoReturn:
-    """Tell the shell these names; `start`: how many words come before."""
+    """Write `names` as completions. `start`: the number of arguments before them."""
     import argcomplete
 
     parser = argparse.ArgumentParser(add_help=False)

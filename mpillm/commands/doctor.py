@@ -44,8 +44,8 @@ class Options(Values, group="cluster report"):
         str,
     )
     mpirun = option(
-        'with --cluster_report: how ranks are started, in the words of `mpillm mpirun`, as "-n 4 -H a:2,b:2"'
-        " [default: the tasks of Slurm's allocation, or three here]",
+        'with --cluster_report: the arguments of `mpillm mpirun`, such as "-n 4 -H a:2,b:2"'
+        " [default: the tasks of Slurm's allocation, or three ranks on this host]",
         shlex.split,
     )
     deadline = option("longest time for the examination, seconds", seconds, default=30.0, group="deadlines")
@@ -70,15 +70,17 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         if problem := find_start_problem():
-            what = problem.partition(":")[0]
-            raise EveryRankError(f"MPI was not started: its ranks would end, for lack of {what} (see below)")
+            resource = problem.partition(":")[0]
+            raise EveryRankError(
+                f"MPI was not started: its ranks would end, for lack of {resource} (see below)"
+            )
         comm = start_mpi(["doctor", *argv], _START_SHARE * config.deadline)
     except EveryRankError as error:
         launcher = find_launcher()
         if launcher is not None and not launcher.first:
-            return ExitCode.DONE  # the first one reports what all of them find
+            return ExitCode.DONE  # the first rank reports for all
         return _alone(config, error)
-    # these import mpi4py.MPI, which start_mpi has prepared
+    # These import mpi4py.MPI, which start_mpi has prepared.
     from mpi4py import MPI
 
     from mpillm.doctor.exam import Rank0Exam, RankExam
@@ -104,34 +106,36 @@ def main(argv: Sequence[str]) -> int:
             cause = explain("can't start new thread") or str(error)
             print(f"mpillm: rank {comm.rank}: doctor can't go on: {cause}", file=sys.stderr, flush=True)
         comm.Abort(ExitCode.STAGE_FAILED)
-    if comm.rank == 0:  # when the others have gone: the output may be a full disk
+    if comm.rank == 0:  # after the others have ended: the output may be a full disk
         code = _report(config, lines, comm.size, world)
         write_exit_code(code)
     if not finalize:
         sys.stdout.flush()
         if comm.rank == 0:
-            comm.Abort(code)  # the launcher would wait for who does not answer
+            comm.Abort(code)  # otherwise the launcher waits for ranks that do not answer
         os._exit(code)
     watchdog.cancel()
     return code
 
 
 def _report_cluster(file: str, config: Options, argv: Sequence[str]) -> int:
-    """Run every step of a cluster report; write it. Return STAGE_FAILED if one failed."""
+    """Run all steps of a cluster report and write it. Returns STAGE_FAILED if one failed."""
     from mpillm.doctor import cluster_report
     from mpillm.doctor.steps import step_runner
 
     if one_of_several() is not None:
         raise EveryRankError("--cluster_report starts ranks itself: type it once, without mpirun or srun")
-    words = config.mpirun or ["-n", os.environ.get("SLURM_NTASKS", "3")]
-    cluster_report.ranks_of(words)
+    mpirun_args = config.mpirun or ["-n", os.environ.get("SLURM_NTASKS", "3")]
+    cluster_report.ranks_of(mpirun_args)
     with step_runner("Cluster report", ["doctor", *argv], file, config.log_dir) as report:
-        steps = cluster_report.plan_steps(words, cluster_report.slurm_pmi(report.library), report.folder)
+        steps = cluster_report.plan_steps(
+            mpirun_args, cluster_report.slurm_pmi(report.library), report.folder
+        )
         return report.run_all(steps, cluster_report.GOOD, cluster_report.STEP_S)
 
 
 def _alone(config: Options, error: EveryRankError) -> int:
-    """Report what this process sees without MPI, and why there is none."""
+    """Report this process's findings without MPI, and the cause."""
     from mpillm.doctor.local_checks import lines_alone
 
     launcher = find_launcher()
@@ -143,12 +147,12 @@ def _alone(config: Options, error: EveryRankError) -> int:
 
 
 def _report(config: Options, lines: Sequence[Line], n_ranks: int, world: World) -> int:
-    """Print the lines; return the exit code. `world`: of the ranks that answered."""
+    """Print the lines and return the exit code. `world`: the ranks that answered."""
     nodes = sorted(world.first_ranks())
     bad = worst(lines) is Status.FAILURE
     if config.json:
-        told = {"mpillm": __version__, "ranks": n_ranks, "nodes": nodes, "worst": worst(lines).value}
-        print(json.dumps(told | {"lines": [line.to_json() for line in lines]}, indent=2), flush=True)
+        summary = {"mpillm": __version__, "ranks": n_ranks, "nodes": nodes, "worst": worst(lines).value}
+        print(json.dumps(summary | {"lines": [line.to_json() for line in lines]}, indent=2), flush=True)
     else:
         where = f", nodes: {len(nodes)}" if nodes else ""
         print(

@@ -12,7 +12,7 @@ from mpillm.errors import ExitCode
 
 
 def main(argv: Sequence[str]) -> int:
-    """Fetch the model; the last line on stdout is its folder."""
+    """Fetch the model, and print its folder as the last line."""
     parser = argparse.ArgumentParser(
         prog="python -m mpillm fetch-model",
         description="Fetch a real model, or convert a GGUF file, and print its folder on the last line.",

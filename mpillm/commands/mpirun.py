@@ -1,4 +1,4 @@
-"""``python -m mpillm mpirun``: `launch.mpirun`, which itself knows nothing of run directories."""
+"""``python -m mpillm mpirun``: `launch.mpirun`, which is independent of run directories."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from mpillm.report.postmortem import amend
 
 
 def main(argv: list[str]) -> int:
-    """Do what `launch.mpirun.main` does."""
+    """Run `launch.mpirun.main`, and amend the run directory after a failure."""
     return mpirun.main(argv, amend=amend)

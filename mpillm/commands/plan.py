@@ -25,7 +25,7 @@ from mpillm.runtime.core_configs import core_configs
 from mpillm.runtime.plan_memory import memory_lines, share_lines
 from mpillm.runtime.yaml_effects import check_yaml
 
-_SHOWN = command_fields(
+_FIELDS = command_fields(
     *("workload", "topology", "own servers", "plan", "model"),
     also=(
         "tritonserver",
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     )
     explain_field = Field(
         "explain",
-        "print what each source says of this option, and which rules changed its value; no plan",
+        "print this option's value in each source, and the rules that changed it, instead of a plan",
         group="output",
     )
     parser = Parser(
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         "  python -m mpillm plan --explain max_batch_size --benchmarks llama2-70b\n"
         "  python -m mpillm plan --disagg_config disagg.yaml --nodes a:4,b:4 --format json",
     )
-    config = parse(argv, parser, [*_SHOWN, format_field, explain_field]).with_yaml()
+    config = parse(argv, parser, [*_FIELDS, format_field, explain_field]).with_yaml()
     if (name := config[explain_field]) is not None:
         explained = explain_option(name, config)
         json_output.set_figures(explained)
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     if nodes is not None and len(nodes) != world_size:
         raise ConfigError(f"--world_size {world_size}, but --nodes has {len(nodes)} slots")
     core = BackendRegistry.declared(config.core_type)
-    made = disagg.plan(
+    plan = disagg.plan(
         disagg_config(config, world_size, core.is_client),
         world_size,
         nodes,
@@ -85,18 +85,18 @@ def main(argv: Sequence[str]) -> int:
         config.server_nodes,
     )
     if not core.uses_gpus or config.device == "cpu":
-        made = made.on_devices({}, {})
+        plan = plan.on_devices({}, {})
     if config.server:
-        from mpillm.runtime import own_servers  # few plans have any
+        from mpillm.runtime import own_servers  # few plans need it
 
-        notes += own_servers.server_lines(made, own_servers.server_specs(config, made, {}))
+        notes += own_servers.server_lines(plan, own_servers.server_specs(config, plan, {}))
     if not core.is_client:
-        notes += share_lines(core_configs(config, made, [one.root_rank for one in made.instances], {}))
-    notes += memory_lines(config, made)
-    figures = {**made.to_json(), "notes": notes}
+        notes += share_lines(core_configs(config, plan, [one.root_rank for one in plan.instances], {}))
+    notes += memory_lines(config, plan)
+    figures = {**plan.to_json(), "notes": notes}
     json_output.set_figures(figures)
     if config[format_field] == "json":
         print(json.dumps(figures, indent=2))
     else:
-        print(disagg.table(made), *(prose(line) for line in notes), sep="\n")
+        print(disagg.table(plan), *(prose(line) for line in notes), sep="\n")
     return ExitCode.DONE

@@ -27,8 +27,8 @@ def _parser() -> Parser:
         prog="mpillm report",
         figures=True,
         usage="python -m mpillm report RUN_DIR [RUN_DIR …] [options]",
-        description="Write report.html and trace.json of runs again. Failed, killed and damaged runs get a"
-        " page, too, which says what is missing.",
+        description="Write report.html and trace.json of runs again. Failed, killed and damaged runs also get"
+        " a page, which lists the missing parts.",
         epilog="examples:\n"
         f"  python -m mpillm report {RUNS}/*\n"
         f"  python -m mpillm report {RUNS}/accuracy --price_per_gpu_hour 2.5",

@@ -31,37 +31,38 @@ class _Options(Values):
     log_dir = OutputFields.log_dir
     mpirun_options = MPIRUN_OPTIONS
     dry_run = GeneralFields.dry_run.but(
-        "say what differs, print the command, start nothing", default=False, group=_GROUP
+        "print the differences and the command, start nothing", default=False, group=_GROUP
     )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Say what is different from when the run was made, then repeat it. Returns the run's exit code."""
+    """Print the differences from the original run, then repeat it. Returns the run's exit code."""
     parser = Parser(
         prog="mpillm rerun",
         usage="python -m mpillm rerun RUN_DIR [options]",
-        description="Repeat a run: the same options on as many ranks. What is different here is said first.",
+        description="Repeat a run with the same options and number of ranks. First prints the differences"
+        " from the original run, such as versions.",
         epilog=f"example:\n  python -m mpillm rerun {RUNS}/first --log_dir {RUNS}/second",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the run directory")
     options = collect(argv, _Options, parser)
     run = RunFiles.read(run_path(parser.parse_args(argv).run_dir))
-    words, notes = repeated(run)
+    argv, notes = repeated(run)
     for note in notes:
         print(indented("  ", note))
     if not notes:
         print("  nothing known is different from when the run was made")
-    if not options.dry_run and (name := next(_masked(words), "")):
+    if not options.dry_run and (name := next(_masked(argv), "")):
         raise ConfigError(
             f"{run.path}: {name} has a secret, which no run directory keeps; to repeat the run, fill it in"
             f" for {MASK} in the command that `rerun {run.path} --dry_run` prints"
         )
-    words += ["--log_dir", options.log_dir] if options.log_dir else []
-    command = ["-n", str(run.world_size), *options.mpirun_options, "run", *words]
+    argv += ["--log_dir", options.log_dir] if options.log_dir else []
+    command = ["-n", str(run.world_size), *options.mpirun_options, "run", *argv]
     print(wrapped(map(shlex.quote, ["python", "-m", "mpillm", "mpirun", *command])), flush=True)
     return ExitCode.DONE if options.dry_run else mpirun.main(command)
 
 
-def _masked(words: Sequence[str]) -> Iterator[str]:
+def _masked(argv: Sequence[str]) -> Iterator[str]:
     """Yield the options whose values have a mask in place of a secret."""
-    return (name for name, value in itertools.pairwise(words) if MASK in value)
+    return (name for name, value in itertools.pairwise(argv) if MASK in value)

@@ -1,4 +1,4 @@
-"""``python -m mpillm run``: into MPI under a deadline, then `Rank`."""
+"""``python -m mpillm run``: start MPI under a deadline, then run `Rank`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpillm.options.fields import DEADLINES
 from mpillm.options.options import parse_run
 from mpillm.options.run_config import RunConfig
 
-if TYPE_CHECKING:  # they need MPI
+if TYPE_CHECKING:  # these modules need MPI
     from mpillm.comms.communicators import RunComms
     from mpillm.runtime.run_session import RunSession
     from mpillm.runtime.worker_run import WorkerRun
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def start(argv: Sequence[str]) -> tuple[int, str]:
-    """Run on one rank; return the exit code and the run directory. After a failure the process ends here."""
+    """Run on one rank; return the exit code and the run directory. A failure ends the process."""
     return start_rank("run", argv, parse_run, _test, serves=False)
 
 
@@ -57,15 +57,15 @@ def start_rank(
     serves: bool,
     share: Callable[[RunConfig, RunComms], WorkerRun] | None = None,
 ) -> tuple[int, str]:
-    """As `start`, for a command with options that `parse` reads; see `Rank`.
+    """Run a command on one rank (see `start` and `Rank`).
 
-    `share`: this rank belongs to one of several runs.
+    `share`: selects this rank's run, if the world has several.
     """
     for number in stop_signals():
-        # nobody can be told before MPI is there, and a handler could not run inside MPI_Init
+        # A rank cannot report a signal before MPI runs, and a handler does not run inside MPI_Init.
         signal.signal(number, signal.SIG_DFL)
-    connection_holder.prepare()  # before anything that may start MPI, as the module of a core does
-    gc.disable()  # a tenth of the time that importing PyTorch takes; `Rank` enables it when the test begins
+    connection_holder.prepare()  # before anything that may start MPI, such as a core's module
+    gc.disable()  # saves a tenth of PyTorch's import time; `Rank` enables it when the test begins
     config: RunConfig | None = None
     usage_error = ""
     try:
@@ -75,12 +75,12 @@ def start_rank(
 
         check_core(config)
     except ConfigError as error:
-        usage_error = str(error)  # told when all ranks have joined, once
+        usage_error = str(error)  # reported once, after all ranks have joined
     except OSError as error:
         usage_error = f"{error.filename}: {error.strerror}"
     _warn()
     comms = start_run([command, *argv], config.join_deadline if config else DEADLINES["join"])
-    # imports mpi4py.MPI, which starts MPI: not before start_run has prepared it
+    # Imports mpi4py.MPI, which starts MPI: only after start_run has prepared it.
     from mpillm.runtime.rank import Rank
 
     if share is not None and config is not None and not usage_error:
@@ -88,9 +88,9 @@ def start_rank(
     try:
         try:
             rank = Rank(comms, config, usage_error, purpose, serves=serves)
-        except ModuleNotFoundError as error:  # on rank 0, for which the others would wait
-            said = lacks((error.name or "").partition(".")[0]) or str(error)
-            print(f"mpillm: rank {comms.control.rank}, {node_name()}: {said}", file=sys.stderr, flush=True)
+        except ModuleNotFoundError as error:  # on rank 0; the others would wait for it
+            cause = lacks((error.name or "").partition(".")[0]) or str(error)
+            print(f"mpillm: rank {comms.control.rank}, {node_name()}: {cause}", file=sys.stderr, flush=True)
             write_exit_code(ExitCode.USAGE)
             comms.control.Abort(ExitCode.USAGE)
         handler = Interrupts(rank.drain)
@@ -98,24 +98,25 @@ def start_rank(
             signal.signal(number, handler)
         return rank.live(), rank.log_dir
     except InterruptError as interrupted:
-        os._exit(interrupted.exit_code)  # while it was ending anyway
+        os._exit(interrupted.exit_code)  # a signal during the end of the run
 
 
 def _import_numpy() -> None:
-    """Import NumPy, which --help does without, with one BLAS thread unless the user wants others.
+    """Import NumPy with one BLAS thread, unless the user sets a number. (--help does not need NumPy.)
 
-    Its OpenBLAS starts one per core in every rank: a quarter of the CPU time of importing it on two cores.
+    By default, OpenBLAS starts a thread per CPU core in every rank. On two cores, that is a quarter of the
+    CPU time of the import.
     """
     if (variable := "OPENBLAS_NUM_THREADS") in os.environ:
         return
     os.environ[variable] = "1"
-    import numpy  # noqa: F401 - OpenBLAS has read the variable now; children of a rank shall not
+    import numpy  # noqa: F401 - OpenBLAS reads the variable here; children of a rank must not
 
     del os.environ[variable]
 
 
 def _warn() -> None:
-    """On rank 0, say what will make MPI end all ranks before anybody can report anything."""
+    """Print on rank 0 a problem that makes MPI end all ranks without a report."""
     launcher = find_launcher()
     if launcher is not None and launcher.first:
         from mpillm.doctor.mpi_start_checks import find_start_problem
@@ -125,7 +126,7 @@ def _warn() -> None:
 
 
 class Interrupts:
-    """Handles signals: reports the one that the user sent; mpirun, ours and Open MPI's, passes on another."""
+    """Signal handler that reports the user's signal once. mpirun forwards a second signal to the ranks."""
 
     def __init__(self, drain: Callable[[], bool]) -> None:
         """`drain`: see `Rank.drain`."""
@@ -133,8 +134,8 @@ class Interrupts:
         self._echoes = Echoes()
 
     def __call__(self, number: int, frame: object) -> None:
-        """Raise InterruptError, unless the signal is an echo or the run then ends in an orderly way."""
-        if self._echoes.has(number):  # it would end a rank that is about to report the first
+        """Raise InterruptError, unless the signal is an echo or makes the run end in an orderly way."""
+        if self._echoes.has(number):  # it must not end a rank that is about to report the first signal
             return
         killed_soon = number == signal.SIGTERM and mpirun_ends_ranks()
         if not killed_soon and self._drain():

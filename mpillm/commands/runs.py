@@ -1,4 +1,4 @@
-"""``python -m mpillm runs``: the runs that there are, newest first."""
+"""``python -m mpillm runs``: list runs, newest first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpillm.report.page.index_page import COLUMNS, cells_of, index_page
 from mpillm.report.run_directory import display_path
 from mpillm.report.run_list import LATEST, find_runs, find_series
 
-_WIDE = 10_000  # a status is a text of a file: however long, it is a line
+_WIDE = 10_000  # a status of any length from a file remains one line
 
 
 class _Options(Values, group="runs"):
@@ -35,7 +35,7 @@ def _parser() -> Parser:
         figures=True,
         usage="python -m mpillm runs [FOLDER] [options]",
         description="List the runs below a folder, newest first, and write an index page of them there."
-        f" Commands that take a run directory take '{LATEST}', too: the newest run in {RUNS}.",
+        f" Commands with a run directory also accept '{LATEST}': the newest run in {RUNS}.",
         epilog="examples:\n  python -m mpillm runs\n  python -m mpillm report latest",
     )
     parser.add_argument(
@@ -49,10 +49,10 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     options = collect(argv, _Options, parser)
     folder = Path(parser.parse_args(argv).folder)
-    found = find_runs(folder)
-    if not found:
+    runs = find_runs(folder)
+    if not runs:
         raise ConfigError(f"there is no run in {folder}")
-    chosen = [one for one in found if options.series or not one.series] or found
+    chosen = [one for one in runs if options.series or not one.series] or runs
     listed = chosen[: options.most]
     head, *lines = table([COLUMNS, *map(cells_of, listed)], 2, width=_WIDE).splitlines()
     print(head)
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{line}\n  {one.title}: {one.path}" if one.title else f"{line}\n  {one.path}")
     if len(chosen) > options.most:
         print(f"… and {len(chosen) - options.most:,} more: --most {len(chosen)}")
-    if n_parts := len(found) - len(chosen):
+    if n_parts := len(runs) - len(chosen):
         print(f"… and {n_parts:,} of sweeps, searches and other series: --series true")
     json_output.set_figures(
         [
@@ -69,6 +69,6 @@ def main(argv: Sequence[str]) -> int:
         ]
     )
     page = folder / "index.html"
-    write_text(page, index_page(folder.absolute(), found, find_series(folder)))
+    write_text(page, index_page(folder.absolute(), runs, find_series(folder)))
     print(f"\npage  {display_path(page.absolute())}")
     return ExitCode.DONE

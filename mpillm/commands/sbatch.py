@@ -1,6 +1,6 @@
-"""``python -m mpillm sbatch``: `launch.sbatch`, which itself knows no options of other commands.
+"""``python -m mpillm sbatch``: `launch.sbatch`, which is independent of other commands' options.
 
-What is wrong behind -- is said at once, not by a job that has waited for its nodes.
+This command checks the options after -- before it submits the job.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _OWN_PARSE = ("run-harness", "find-max-qps")  # their modules have one
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what `launch.sbatch.main` does."""
+    """Run `launch.sbatch.main` with a check of the command."""
     return sbatch.main(argv, check)
 
 
 def check(command: Sequence[str], has_files: bool) -> None:
-    """Raise ConfigError for options that the command will refuse; without its files, for unknown ones."""
-    name, *words = command
+    """Raise ConfigError for wrong options of the command; without its files, only for unknown options."""
+    name, *argv = command
     name = name.replace("_", "-")
-    if {"-h", "--help"} & {*words}:
+    if {"-h", "--help"} & {*argv}:
         return
     if has_files and name in (*_PARSE, *_OWN_PARSE):
         parse = _PARSE.get(name) or load_object(f"{module_of(name)}:parse")
-        parse(words)
+        parse(argv)
     elif name in _PARSE:
         parser = Parser(prog=f"mpillm {name}")
         add_fields(parser, FIELDS, RUN_FIELDS)
-        parser.texts(words)
+        parser.texts(argv)

@@ -1,6 +1,6 @@
-"""``python -m mpillm serve``: an HTTP endpoint in front of the ranks, until a signal ends it.
+"""``python -m mpillm serve``: an HTTP endpoint for the ranks, until a signal ends it.
 
-With --server_role leader it fronts other servers: that needs no MPI.
+With --server_role leader, it routes to other servers and needs no MPI.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from launch.launcher import EveryRankError, find_launcher
 from mpillm.commands.run import start_rank
 from mpillm.options.options import parse_serve
 
-if TYPE_CHECKING:  # they need MPI
+if TYPE_CHECKING:  # these modules need MPI
     from mpillm.comms.communicators import RunComms
     from mpillm.options.run_config import RunConfig
     from mpillm.runtime.run_session import RunSession
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _lead(config: RunConfig) -> int | None:
-    """Be the leader, and return the exit code; None if this is to be something else."""
+    """Run the leader and return the exit code; None for another role."""
     if config.server_role != "leader":
         return None
     launcher = find_launcher()

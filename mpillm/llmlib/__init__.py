@@ -1,7 +1,7 @@
-"""The classes of NVIDIA's `code.llmlib`, under their names: cores and harnesses written for them run here.
+"""The classes of NVIDIA's `code.llmlib`, under their names, for cores and harnesses written for them.
 
-The files have the same names as there; the code is ours. `rank_core` puts such a core behind
-`mpillm.cores.base.LLMCore`. No other room imports this one. See docs/howto/cores.md.
+The files have the same names as NVIDIA's; the code is mpillm's. `rank_core` adapts such a core to
+`mpillm.cores.base.LLMCore`. No other package imports this one. See docs/howto/cores.md.
 """
 
 from mpillm.llmlib.config import GenerationConfig as GenerationConfig

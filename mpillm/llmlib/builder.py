@@ -1,4 +1,4 @@
-"""Operations that make checkpoints and engines with TensorRT-LLM's tools."""
+"""Operations that write checkpoints and engines with TensorRT-LLM's tools."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from mpillm.trtllm.engines import TRTLLMQuantizerOp as TRTLLMQuantizerOp
 
 
 class HFQuantizerOp(TRTLLMQuantizerOp):
-    """From a Hugging Face folder to a quantised one, which the PyTorch backend reads."""
+    """Quantizes a Hugging Face folder for the PyTorch backend."""
 
     def __init__(self, config: QuantizerConfig | None = None, **more: Any) -> None:
         super().__init__(config, **{**more, "export_hf": True})

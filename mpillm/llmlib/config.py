@@ -29,8 +29,8 @@ C = TypeVar("C", bound=backends.HarnessConfig)
 @bind(AllFields.top_p)
 @bind(AllFields.stop_words)
 @dataclass
-class _InForce:
-    """How to generate answers, by the configuration in force."""
+class _ActiveGeneration:
+    """Generation parameters of the active configuration."""
 
     end_ids: tuple[int, ...] | None = None
     max_output_len: int = GenerationConfig.max_output_len
@@ -43,9 +43,9 @@ class _InForce:
 
 
 def with_generation(config: C) -> C:
-    """Add a `gen_config` to `config`: its file's, unless the configuration in force has it (as in a run)."""
+    """Add a `gen_config` to `config`, from its file or, in a run, from the active configuration."""
     if config.gen_config is None or AllFields.max_output_len in (current() or {}):
-        values = _InForce()
+        values = _ActiveGeneration()
         config.gen_config = GenerationConfig(
             eos_token_id=values.end_ids or (),
             max_output_len=values.max_output_len,
@@ -63,7 +63,7 @@ def with_generation(config: C) -> C:
 @autoconfigure
 @dataclass
 class HarnessConfig(backends.HarnessConfig):
-    """What every backend needs, with the `gen_config` of a file or of the options."""
+    """Common configuration of all backends, with the `gen_config` of a file or of the options."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -20,14 +20,14 @@ from mpillm.workloads import Workload
 
 
 def complete_loadgen_request(request_id: int, output_tokens: Sequence[int], is_first_token: bool) -> None:
-    """Tell LoadGen a sample's first token, or its whole answer."""
+    """Report a sample's first token, or its whole answer, to LoadGen."""
     tokens = np.ascontiguousarray(output_tokens, np.uint32)
     complete = lg.FirstTokenComplete if is_first_token else lg.QuerySamplesComplete
     complete([lg.QuerySampleResponse(request_id, tokens.ctypes.data, tokens.nbytes, len(tokens))])
 
 
 class LLMServerFactory:
-    """Makes servers."""
+    """Factory of servers."""
 
     @staticmethod
     def create_server(
@@ -41,10 +41,10 @@ class LLMServerFactory:
         core_indices: Iterable[int] | None = None,
         **backend_kwargs: Any,
     ) -> LLMServer:
-        """Make a server: cores (all, or those in `core_indices`), scheduler, progress display, warm-up.
+        """Create a server: cores (all, or `core_indices`), scheduler, progress display, warm-up.
 
-        `backend_type`: a class, or its name in `BackendRegistry`. Raises ConfigError if that is no `LLMCore`
-        of this room, or the policy needs ranks.
+        `backend_type`: a class, or its name in `BackendRegistry`. Raises ConfigError if it is not an
+        `LLMCore` of this package, or the policy needs ranks.
         """
         backend = backend_class(backend_type)
         config = HarnessConfig()
@@ -75,7 +75,7 @@ class LLMServerFactory:
 
 
 def backend_class(backend_type: str | type[LLMCore]) -> type[LLMCore]:
-    """Return the class of a name; a core of mpillm's own is put into one of this room."""
+    """Return the class of a name. A class of this package wraps mpillm's own cores."""
     if isinstance(backend_type, type):
         return backend_type
     backend: type[LLMCore] | None = getattr(BackendRegistry.get(backend_type), "backend", None)

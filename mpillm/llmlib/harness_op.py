@@ -12,33 +12,33 @@ from typing import Any, ClassVar
 from disagg.errors import ConfigError
 from mpillm.commands.run import start
 from mpillm.cores.registry import BackendRegistry
+from mpillm.llmlib.command_line import command_line
 from mpillm.llmlib.cores.base import LLMCore
 from mpillm.llmlib.dataset import LLMDataLoader
 from mpillm.llmlib.rank_core import RankCore
-from mpillm.llmlib.words import command_line
 from mpillm.options.fields import AllFields
 from mpillm.options.mitten import option_texts
 from mpillm.workloads import Workload
 
 
 class LLMHarnessOp:
-    """Runs a test: `mpillm run` with the values of this call, the command line, the configuration in force.
+    """Runs a test: `mpillm run` with the values of this call, the command line and the active configuration.
 
-    The first of these wins. Start a script with one of these as it is, or with mpirun. A process can run one
-    test.
+    The call overrides the command line, which overrides the configuration. A script with an operation starts
+    directly or with mpirun. A process can run one test.
     """
 
     data_loader: ClassVar[type[LLMDataLoader] | None] = None  # None: the data set of the options
-    own_core_type: ClassVar[str | None] = None  # of a variant: the core that a call need not name
+    own_core_type: ClassVar[str | None] = None  # default core of a subclass
 
     @classmethod
     def immediate_dependencies(cls) -> set[type]:
-        """Operations whose outputs `run` is given."""
+        """Return the operations whose outputs `run` receives."""
         return set()
 
     @classmethod
     def output_keys(cls) -> list[str]:
-        """Return the keys of what `run` returns."""
+        """Return the keys of `run`'s result."""
         return ["log_dir", "result_metadata"]
 
     def __init__(
@@ -48,7 +48,7 @@ class LLMHarnessOp:
         core_type: type[LLMCore] | str | None = None,
         **options: Any,
     ) -> None:
-        """`options`: values of other fields, by name. Raises ConfigError naming one that is not a field."""
+        """`options`: values of other fields, by name. Raises ConfigError for an unknown field."""
         if unused := [
             name for name in ("issue_queries", "flush_queries", "wrap_lg_test") if hasattr(self, name)
         ]:
@@ -61,7 +61,7 @@ class LLMHarnessOp:
         self.options = options
 
     def get_backend_kwargs(self, dependency_outputs: Mapping[type, Any]) -> dict[str, Any]:
-        """Return arguments for `get_num_cores_for_workload` and `get_config_for_core`, besides
+        """Return arguments for `get_num_cores_for_workload` and `get_config_for_core`, in addition to
         --core_options."""
         return {}
 
@@ -70,14 +70,14 @@ class LLMHarnessOp:
     ) -> dict[str, Any]:
         """Run the test; return the run directory, and on rank 0 the content of its result.json.
 
-        SystemExit with mpillm's exit code: the test failed.
+        Raises SystemExit with mpillm's exit code if the test fails.
         """
-        words = self.words()
-        (core_type,) = option_texts([AllFields.core_type], words).values() or (AllFields.core_type.default,)
+        argv = self.argv()
+        (core_type,) = option_texts([AllFields.core_type], argv).values() or (AllFields.core_type.default,)
         with contextlib.suppress(ConfigError):  # the run reports it, once
             if issubclass(core := BackendRegistry.get(core_type), RankCore):
                 core.backend_kwargs = self.get_backend_kwargs(dependency_outputs or {})
-        code, log_dir = start(words)
+        code, log_dir = start(argv)
         if code:
             sys.exit(code)
         result = Path(log_dir) / "result.json"
@@ -86,16 +86,18 @@ class LLMHarnessOp:
             "result_metadata": json.loads(result.read_text(encoding="utf-8")) if result.is_file() else {},
         }
 
-    def words(self) -> list[str]:
-        """Return the command line of the run."""
-        said: dict[str, Any] = dict(self.options)
+    def argv(self) -> list[str]:
+        """Return the arguments of the run."""
+        values: dict[str, Any] = dict(self.options)
         if self.wl is not None:
-            said["benchmarks"] = self.wl if isinstance(self.wl, str) else self.wl.name
+            values["benchmarks"] = self.wl if isinstance(self.wl, str) else self.wl.name
         if self.core_type is not None:
-            said["core_type"] = _path(self.core_type) if isinstance(self.core_type, type) else self.core_type
+            values["core_type"] = (
+                _path(self.core_type) if isinstance(self.core_type, type) else self.core_type
+            )
         if self.data_loader is not None:
-            said["dataset"] = _path(self.data_loader)
-        return command_line(said)
+            values["dataset"] = _path(self.data_loader)
+        return command_line(values)
 
 
 def _path(cls: type) -> str:
@@ -121,12 +123,12 @@ class TrtllmHLApiClientHarnessOp(LLMHarnessOp):
 
 
 class TrtllmServeClientHarnessOp(LLMHarnessOp):
-    """A test of `trtllm-serve`, which runs already."""
+    """A test of a running `trtllm-serve`."""
 
     own_core_type = "trtllm_endpoint"
 
 
 class TritonClientHarnessOp(LLMHarnessOp):
-    """A test of tritonservers, which run already."""
+    """A test of running tritonservers."""
 
     own_core_type = "triton_grpc"

@@ -1,6 +1,6 @@
-"""Operations that write what servers read, and that run servers: commands of mpillm by NVIDIA's names.
+"""Operations that write files of servers or run servers: commands of mpillm under NVIDIA's names.
 
-Each takes options as `LLMHarnessOp` does. One that runs servers returns when they have ended.
+Each accepts options like `LLMHarnessOp`. An operation with servers returns when they end.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ import sys
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from mpillm.llmlib.words import command_line
+from mpillm.llmlib.command_line import command_line
 
 
 class _CommandOp:
     """Runs a command of mpillm in this process."""
 
     command: ClassVar[str]  # its module
-    fixed: ClassVar[Mapping[str, Any]]  # options that make it this operation
+    fixed: ClassVar[Mapping[str, Any]]  # options of this operation
 
     @classmethod
     def immediate_dependencies(cls) -> set[type]:
-        """Operations whose outputs `run` is given."""
+        """Return the operations whose outputs `run` receives."""
         return set()
 
     @classmethod
     def output_keys(cls) -> list[str]:
-        """Return the keys of what `run` returns."""
+        """Return the keys of `run`'s result."""
         return []
 
     def __init__(self, **options: Any) -> None:
@@ -36,7 +36,7 @@ class _CommandOp:
     def run(
         self, scratch_space: Any = None, dependency_outputs: Mapping[type, Any] | None = None
     ) -> dict[str, Any]:
-        """Run the command. SystemExit with mpillm's exit code: it failed. Raises ConfigError, too."""
+        """Run the command. Raises ConfigError, or SystemExit with mpillm's exit code if the command fails."""
         code = importlib.import_module(self.command).main(command_line({**self.options, **self.fixed}))
         if code:
             sys.exit(code)

@@ -1,4 +1,4 @@
-"""Runs `llmlib` cores on ranks: a server with this instance's share of them, as an `mpillm.cores` core."""
+"""Adapter for `llmlib` cores on ranks: an `mpillm.cores` core with a server of this instance's cores."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
     from mpillm.llmlib.cores.base import LLMCore as Backend
     from mpillm.options.run_config import RunConfig
 
-# These cores have queues of their own.
+# These cores have their own queues.
 _CREDITS = Credits(requests=1 << 20, tokens=1 << 40)
 _DECLARED = ("uses_gpus", "needs_model", "engine_stages", "servers", "framework", "packages")
 
 
 class RankCore(LLMCore):
-    """Base of the classes that `rank_core` makes. In an instance of several ranks the first has the cores."""
+    """Base of the classes of `rank_core`. In an instance of several ranks, the root rank has the cores."""
 
     backend: ClassVar[type[Backend]]
-    backend_kwargs: ClassVar[dict[str, Any]]  # of a harness operation; --core_options lie over them
+    backend_kwargs: ClassVar[dict[str, Any]]  # from a harness operation; --core_options override them
 
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
         super().__init__(config, comms)
         self._server: LLMServer | None = None
         self._answers = Answers()
-        self._begun: set[int] = set()  # requests whose first token was told
+        self._with_first_token: set[int] = set()  # requests with a reported first token
 
     @classmethod
     def settings(cls, config: RunConfig) -> Configuration:
-        """Return the run's values, which are in force while the backend's cores are made."""
+        """Return the run's values, the active configuration while the backend's cores are created."""
         return in_force(config)
 
     @classmethod
@@ -62,12 +62,12 @@ class RankCore(LLMCore):
 
     def _make_server(self) -> LLMServer:
         options = {**self.backend_kwargs, **self.config.options}
-        mine = range(self.config.instance, n_cores(self.backend, options), self.config.n_instances)
+        own_indices = range(self.config.instance, n_cores(self.backend, options), self.config.n_instances)
         return LLMServerFactory.create_server(
             self.backend,
             disable_progress_display=True,
             complete_callback=self._complete,
-            core_indices=mine,
+            core_indices=own_indices,
             **options,
         )
 
@@ -76,7 +76,7 @@ class RankCore(LLMCore):
             self._server.warmup_manager.run_health_checks(self._server.cores)
 
     def warm_up_requests(self) -> Batch:
-        """Run the cores' own warm-up; the requests returned then take the way of the test's requests."""
+        """Run the cores' own warm-up. The returned requests then warm up the path of the test's requests."""
         self.server.warm_up()
         return super().warm_up_requests()
 
@@ -127,19 +127,23 @@ class RankCore(LLMCore):
         return self._answers.take()
 
     def _complete(self, request_id: int, output_tokens: list[int], is_first_token: bool) -> None:
-        """The cores call this in their threads, of one request in one."""
+        """Store a response. Each core calls this from its own thread."""
         if is_first_token:
-            self._begun.add(request_id)
+            self._with_first_token.add(request_id)
             self._answers.add(request_id, ResponseFlag.FIRST, output_tokens[:1])
             return
-        flags = ResponseFlag.FINAL if request_id in self._begun else ResponseFlag.FIRST | ResponseFlag.FINAL
-        self._begun.discard(request_id)
+        flags = (
+            ResponseFlag.FINAL
+            if request_id in self._with_first_token
+            else ResponseFlag.FIRST | ResponseFlag.FINAL
+        )
+        self._with_first_token.discard(request_id)
         self._answers.add(request_id, flags, output_tokens)
 
 
 @cache
 def rank_core(backend: type[Backend]) -> type[RankCore]:
-    """Make the core class that runs `backend`, with `backend`'s declarations."""
+    """Return a core class that runs `backend`, with `backend`'s declarations."""
     if inspect.isabstract(backend):
         lacking = ", ".join(sorted(backend.__abstractmethods__))
         raise ConfigError(f"{backend.__module__}:{backend.__qualname__} lacks {lacking}")

@@ -1,4 +1,4 @@
-"""`LLMServer`: spreads requests over a pool of cores."""
+"""`LLMServer`: distributes requests over cores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpillm.workloads import Workload
 
 
 class LLMServer:
-    """Cores, and the choice of the next request's core. `LLMServerFactory.create_server` makes one."""
+    """Cores, and the selection of the next request's core. `LLMServerFactory.create_server` creates one."""
 
     def __init__(
         self,
@@ -39,17 +39,17 @@ class LLMServer:
     def warm_up(self, warmup_iters: int | None = None) -> None:
         """Wait until all cores are healthy, and answer `warmup_iters` requests on each.
 
-        None: as many as the most demanding core wants.
+        None: the maximum of the cores' `get_num_warmup_iters`.
         """
         n = max(core.get_num_warmup_iters() for core in self.cores) if warmup_iters is None else warmup_iters
         self.warmup_manager.warmup(self.cores, warm_up_requests(n))
 
     def issue_queries(self, query_samples: list[LLMRequest]) -> None:
-        """Give each request to a core, and each core its requests at once. Does not wait for answers."""
+        """Assign requests to cores, and enqueue each core's requests in one call, without a wait."""
         batches: dict[LLMCore, list[LLMRequest]] = {}
         for query in query_samples:
             core = self.get_next_core()
-            core.n_assigned += 1  # or all of a batch would go to the core with the fewest
+            core.n_assigned += 1  # otherwise the core with the fewest requests gets the whole batch
             batches.setdefault(core, []).append(query)
         for core, queries in batches.items():
             core.n_assigned = 0
@@ -57,7 +57,7 @@ class LLMServer:
         self.progress_display.update_total(self.sample_count)
 
     def flush_queries(self) -> None:
-        """Wait until all requests are answered; RuntimeError names a core that has failed."""
+        """Wait until all requests are answered. Raises RuntimeError for a failed core."""
         for core in self.cores:
             core.flush()
 
@@ -71,7 +71,7 @@ class LLMServer:
             self.abandon()
 
     def abandon(self) -> None:
-        """End the cores, whatever requests are open."""
+        """End the cores, and drop open requests."""
         for core in self.cores:
             core.end(abandon=True)
         self.progress_display.finish()

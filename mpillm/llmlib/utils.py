@@ -14,10 +14,10 @@ class LLMServerProgressDisplay:
     """Counts the cores' answers, and draws the progress. Cores call it from their threads."""
 
     def __init__(self, total: int = 0, enable_render: bool = True, *, steady: bool = False) -> None:
-        """`steady`: draw the rates of the last seconds, too."""
+        """`steady`: also draw the rates of the last seconds."""
         self.total = total
         self.completed = 0
-        # how many values each additional unit was given, and their sum
+        # number and sum of the values of each additional unit
         self.units: dict[str, tuple[int, float]] = {}
         self._steady = steady
         self._started = time.perf_counter()
@@ -26,7 +26,7 @@ class LLMServerProgressDisplay:
 
     @property
     def tokens(self) -> int:
-        """Of the answers."""
+        """Tokens of the answers so far."""
         return int(self.units.get("tokens/s", (0, 0.0))[1])
 
     def update_total(self, total: int) -> None:
@@ -36,7 +36,7 @@ class LLMServerProgressDisplay:
     def update(
         self, completed: int, additional_unit_updates: Mapping[str, float | Iterable[float]] | None = None
     ) -> None:
-        """Count answered samples; each unit takes a value, or several."""
+        """Count answered samples, and add one or several values to each unit."""
         with self._lock:
             self.completed += completed
             for name, values in (additional_unit_updates or {}).items():
@@ -53,7 +53,7 @@ class LLMServerProgressDisplay:
                 self._console.progress(now, steady=self._steady)
 
     def finish(self) -> None:
-        """Print the last line: nothing more will come."""
+        """Print the last line."""
         with self._lock:
             if self._console is not None:
                 self._console.line(f"  {self.completed} of {self.total} samples, {self.tokens} tokens")

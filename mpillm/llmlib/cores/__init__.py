@@ -1,4 +1,4 @@
-"""The base class of cores, and the registry of all."""
+"""The base class of cores, and their registry."""
 
 from mpillm.cores.registry import BackendRegistry as BackendRegistry
 from mpillm.llmlib.cores.base import LLMCore as LLMCore

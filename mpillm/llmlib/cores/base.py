@@ -1,4 +1,4 @@
-"""`LLMCore` as in NVIDIA's harness: a backend that takes requests, and a thread that fetches its responses.
+"""`LLMCore` as in NVIDIA's harness: a backend that accepts requests, and a thread that fetches its responses.
 
 A subclass implements `_enqueue_impl`, `_poll_responses_impl`, `run_health_check`,
 `get_num_cores_for_workload` and `get_config_for_core`.
@@ -23,9 +23,9 @@ from mpillm.llmlib.utils import LLMServerProgressDisplay
 from mpillm.nvidia import backends
 
 _POLL = datetime.timedelta(milliseconds=1)
-_LOOK_S = 1.0  # between looks of a thread that waits
-_END_S = 5.0  # for a response thread to end
-_WARM_UP_TOKENS = 100  # of each prompt
+_WAIT_S = 1.0  # timeout of one wait for a condition
+_END_S = 5.0  # timeout for the end of a response thread
+_WARM_UP_TOKENS = 100  # per prompt
 
 CompleteCallback = Callable[..., object]
 """Called with request_id, output_tokens and is_first_token, by name, in the core's thread."""
@@ -37,22 +37,22 @@ class LLMRequest:
 
     request_id: int
     input_tokens: list[int]
-    stop_tokens: list[int] | None = None  # the stop word that ends the answer, beside the model's end tokens
+    stop_tokens: list[int] | None = None  # the stop word that ends the answer, in addition to end tokens
 
 
 @dataclass
 class LLMResponse:
     """A response, or with streaming a piece of one."""
 
-    request_id: int  # that `_enqueue_impl` returned
-    # of each beam, the best first; with streaming the tokens that are new
+    request_id: int  # from `_enqueue_impl`
+    # by beam, the best first; with streaming only new tokens
     output_tokens: list[list[int]] | None
     is_final_token: bool | None
-    error: Exception | None = None  # the core tries again, and another response will follow
+    error: Exception | None = None  # the core retries, and another response will follow
 
 
 def warm_up_requests(n: int) -> list[LLMRequest]:
-    """Return requests for a warm-up: random small token ids, the same each time."""
+    """Return requests for a warm-up: random small token ids, always the same."""
     prompts = np.random.default_rng(0).integers(1, 100, (n, _WARM_UP_TOKENS)).tolist()
     return [LLMRequest(i, prompt) for i, prompt in enumerate(prompts)]
 
@@ -63,14 +63,14 @@ class _Open:
 
     request_id: int
     since: float
-    tokens: list[int] = field(default_factory=list)  # with streaming: those that there are
-    first_s: float | None = None  # until the first token
+    tokens: list[int] = field(default_factory=list)  # with streaming: the tokens so far
+    first_s: float | None = None  # time to the first token
 
 
 class LLMCore(ABC):
     """A backend: an engine in this process, or the client of a server."""
 
-    # who runs it on the ranks of a run, for `BackendRegistry`
+    # the adapter for ranks, for `BackendRegistry`
     rank_core: ClassVar[str] = "mpillm.llmlib.rank_core:rank_core"
     CONFIG_T: ClassVar[type[backends.HarnessConfig]] = HarnessConfig
 
@@ -83,7 +83,7 @@ class LLMCore(ABC):
         verbose: bool = False,
         verbose_nvtx: bool = False,
     ) -> None:
-        """Takes what `get_config_for_core` returns; `verbose_nvtx` is for subclasses with NVTX ranges."""
+        """Arguments come from `get_config_for_core`; `verbose_nvtx` is for subclasses with NVTX ranges."""
         self.name = name
         self.complete_callback = complete_callback
         self.harness_config = with_generation(harness_config)
@@ -96,33 +96,33 @@ class LLMCore(ABC):
         self.processed_count = 0
         self.in_warmup_mode = False
         self.stop_work = threading.Event()
-        self.error: BaseException | None = None  # that has ended the response thread
+        self.error: BaseException | None = None  # the error that ended the response thread
         self.response_thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._open: dict[int, _Open] = {}  # by the backend's id
-        self._changed = threading.Condition()  # what the next two say, `stop_work` or `error`
-        self._n_untold = 0  # requests whose answers nobody was told of
-        self._told_at = 0.0
-        self.n_assigned = 0  # requests that a server has chosen this core for, and has not enqueued yet
+        self._changed = threading.Condition()  # guards the next two, `stop_work` and `error`
+        self._n_undelivered = 0  # requests without a delivered answer
+        self._delivered_at = 0.0
+        self.n_assigned = 0  # requests that a server has assigned and not enqueued yet
 
     # --- a subclass implements these ---
 
     @abstractmethod
     def _enqueue_impl(self, queries: list[LLMRequest]) -> list[int]:
-        """Submit requests to the backend; return its ids of them, in order."""
+        """Submit requests to the backend, and return its ids in order."""
 
     @abstractmethod
     def _poll_responses_impl(self, timeout: datetime.timedelta) -> Iterable[LLMResponse]:
-        """Return the responses that are ready, after `timeout` at the latest."""
+        """Return the available responses within `timeout`."""
 
     @abstractmethod
     def run_health_check(self) -> None:
-        """Raise if the backend is not ready: it is asked again until the warm-up manager's timeout."""
+        """Raise if the backend is not ready. The warm-up manager repeats the check until its timeout."""
 
     @classmethod
     @abstractmethod
     def get_num_cores_for_workload(cls, **kwargs: Any) -> int:
-        """Return how many cores the run has on all ranks together. `kwargs`: the backend's."""
+        """Return the number of cores on all ranks together. `kwargs`: the backend's arguments."""
 
     @classmethod
     @abstractmethod
@@ -135,39 +135,39 @@ class LLMCore(ABC):
         verbose_nvtx: bool,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Return the arguments of `__init__` for core `core_index`. `kwargs`: the backend's."""
+        """Return the arguments of `__init__` for core `core_index`. `kwargs`: the backend's arguments."""
 
     def warm_up(self, warm_up_iters: int | None = None) -> None:
-        """Answer requests that nobody is told of. Optional."""
+        """Answer requests without a callback. Optional."""
         self.warm_up_with(
             warm_up_requests(self.get_num_warmup_iters() if warm_up_iters is None else warm_up_iters)
         )
 
     def get_num_warmup_iters(self) -> int:
-        """Return how many requests warm this core up. Optional."""
+        """Return the number of warm-up requests. Optional."""
         return 10
 
     def _cleanup_resources(self) -> None:  # noqa: B027 - optional
-        """Shut the backend down: called once, in the response thread, once nothing is pending. Optional."""
+        """Shut the backend down. Called once, in the response thread, after the last response. Optional."""
 
     def flush(self) -> None:
-        """Wait until every request is answered, and its answer delivered. Optional.
+        """Wait until every answer is delivered. Optional.
 
-        RuntimeError if the core has failed; TimeoutError if it is silent for --stall_timeout.
+        Raises RuntimeError if the core has failed, TimeoutError if it is silent for --stall_timeout.
         """
         stall_s, began = self.harness_config.stall_timeout, time.monotonic()
         with self._changed:
-            while self._n_untold and self.error is None:
-                if (silent := time.monotonic() - max(began, self._told_at)) > stall_s:
+            while self._n_undelivered and self.error is None:
+                if (silent := time.monotonic() - max(began, self._delivered_at)) > stall_s:
                     raise TimeoutError(
-                        f"core {self.name}: {self._n_untold} requests open, and silent for {silent:.0f} s"
-                        f" (--stall_timeout {stall_s:g})"
+                        f"core {self.name}: {self._n_undelivered} requests open, and silent for"
+                        f" {silent:.0f} s (--stall_timeout {stall_s:g})"
                     )
-                self._changed.wait(_LOOK_S)
+                self._changed.wait(_WAIT_S)
         self.check()
 
     def notify_stop(self) -> None:
-        """Take no more requests; finish the open ones, then the response thread. Does not wait."""
+        """Accept no more requests; end the response thread after the open ones. Does not wait."""
         with self._changed:
             self.stop_work.set()
             self._changed.notify_all()
@@ -176,7 +176,7 @@ class LLMCore(ABC):
 
     @contextlib.contextmanager
     def warmup_mode(self) -> Iterator[None]:
-        """Nobody is told of answers."""
+        """Disable the callback in the block."""
         self.in_warmup_mode = True
         try:
             yield
@@ -184,23 +184,23 @@ class LLMCore(ABC):
             self.in_warmup_mode = False
 
     def warm_up_with(self, queries: list[LLMRequest]) -> None:
-        """Answer `queries`, which nobody is told of."""
+        """Answer `queries` without a callback."""
         with self.warmup_mode():
             self.enqueue(queries)
             self.flush()
 
     def enqueue(self, queries: list[LLMRequest]) -> int:
-        """Submit requests; return how many. Raises RuntimeError if the core has failed, or was stopped."""
+        """Submit requests and return their number. Raises RuntimeError if the core has failed or stopped."""
         self.check()
         if self.stop_work.is_set():
             raise RuntimeError(f"core {self.name} was stopped and takes no more requests")
         self._initialize_response_thread()
-        with self._lock:  # the response thread waits for it, should an answer be there at once
+        with self._lock:  # an immediate answer must wait until the request is in `_open`
             now = time.monotonic()
             for id_, query in zip(self._enqueue_impl(queries), queries, strict=True):
                 self._open[id_] = _Open(query.request_id, now)
         with self._changed:
-            self._n_untold += len(queries)
+            self._n_undelivered += len(queries)
             self._changed.notify_all()
         return len(queries)
 
@@ -216,7 +216,7 @@ class LLMCore(ABC):
             ) from self.error
 
     def end(self, *, abandon: bool = False) -> None:
-        """`notify_stop`, and wait for the response thread. `abandon`: drop what is pending."""
+        """Call `notify_stop`, and wait for the response thread. `abandon`: drop open requests."""
         self.notify_stop()
         if abandon:
             with self._lock:
@@ -235,7 +235,7 @@ class LLMCore(ABC):
     # --- the response thread ---
 
     def _initialize_response_thread(self) -> None:
-        """Start the response thread, once: a subclass at the end of its `__init__`, or the first request."""
+        """Start the response thread once: at the end of a subclass's `__init__`, or for the first request."""
         if self.response_thread is None:
             self.response_thread = threading.Thread(
                 target=self._poll_responses, name=f"mpillm-{self.name}", daemon=True
@@ -247,9 +247,9 @@ class LLMCore(ABC):
             while self._has_work():
                 began = time.monotonic()
                 if not self._take(self._poll_responses_impl(_POLL)):
-                    # should it not have waited itself
+                    # if `_poll_responses_impl` has not waited
                     time.sleep(max(0.0, _POLL.total_seconds() - (time.monotonic() - began)))
-        except BaseException as error:  # noqa: BLE001 - whoever asks next raises it
+        except BaseException as error:  # noqa: BLE001 - `check` raises it
             self.error = error
         finally:
             try:
@@ -259,14 +259,14 @@ class LLMCore(ABC):
                     self._changed.notify_all()
 
     def _has_work(self) -> bool:
-        """Wait until requests are open; False if the core was stopped and none is."""
+        """Wait until requests are open; return False if the core has stopped and none is open."""
         with self._changed:
             while not self._open and not self.stop_work.is_set():
-                self._changed.wait(_LOOK_S)
+                self._changed.wait(_WAIT_S)
         return bool(self._open)
 
     def _take(self, responses: Iterable[LLMResponse]) -> bool:
-        """Deliver responses; return whether there were any."""
+        """Deliver responses, and return whether there are any."""
         some, ended, tokens = False, 0, 0
         ttfts: list[float] = []
         tpots: list[float] = []
@@ -280,13 +280,15 @@ class LLMCore(ABC):
             with self._lock:
                 request = self._open.get(response.request_id)
                 if request is not None and response.is_final_token:
-                    del self._open[response.request_id]  # before anybody is told, who may use the id again
+                    del self._open[
+                        response.request_id
+                    ]  # before the callback, after which the id may be reused
             if request is None:
                 if self.stop_work.is_set():
-                    continue  # it was given up
+                    continue  # a dropped request
                 raise RuntimeError(f"a response to request {response.request_id}, which is not open")
             elapsed = time.monotonic() - request.since
-            request.tokens += (response.output_tokens or [[]])[0]  # the best beam's
+            request.tokens += (response.output_tokens or [[]])[0]  # of the best beam
             is_first = self._streaming and request.first_s is None and bool(request.tokens)
             if is_first:
                 request.first_s = elapsed
@@ -297,9 +299,9 @@ class LLMCore(ABC):
                 self._check_length(request)
                 if request.first_s is not None and len(request.tokens) > 1:
                     tpots.append(1000 * (elapsed - request.first_s) / (len(request.tokens) - 1))
-                self._tell(request, is_first=False)
+                self._call_back(request, is_first=False)
             elif is_first:
-                self._tell(request, is_first=True)
+                self._call_back(request, is_first=True)
             elif not self._streaming:
                 raise RuntimeError(
                     f"a response to request {response.request_id} is not final, and this run is not streaming"
@@ -309,8 +311,8 @@ class LLMCore(ABC):
             self._update_progress_display(ended, tokens, ttfts, tpots)
         if ended:
             with self._changed:
-                self._n_untold -= ended
-                self._told_at = time.monotonic()
+                self._n_undelivered -= ended
+                self._delivered_at = time.monotonic()
                 self._changed.notify_all()
         return some
 
@@ -318,24 +320,26 @@ class LLMCore(ABC):
     def _streaming(self) -> bool:
         return self.harness_config.gen_config is not None and self.harness_config.gen_config.streaming
 
-    def _tell(self, request: _Open, *, is_first: bool) -> None:
+    def _call_back(self, request: _Open, *, is_first: bool) -> None:
         if not self.in_warmup_mode:
             self.complete_callback(
                 request_id=request.request_id, output_tokens=list(request.tokens), is_first_token=is_first
             )
 
     def _check_length(self, request: _Open) -> None:
-        least = self.harness_config.gen_config.min_output_len if self.harness_config.gen_config else 1
-        if len(request.tokens) < least:
+        min_output_len = (
+            self.harness_config.gen_config.min_output_len if self.harness_config.gen_config else 1
+        )
+        if len(request.tokens) < min_output_len:
             raise RuntimeError(
                 f"request {request.request_id}: an answer of {len(request.tokens)} tokens;"
-                f" min_output_len is {least}"
+                f" min_output_len is {min_output_len}"
             )
 
     def _update_progress_display(
         self, num_completed: int, num_toks: int, ttfts: list[float], tpots: list[float]
     ) -> None:
-        """Called after responses that ended requests: a subclass may add units of its own."""
+        """Update the display after final responses. A subclass may add its own units."""
         units: dict[str, float | Iterable[float]] = {"tokens/s": num_toks}
         if ttfts or tpots:
             units |= {"TTFT(s)": ttfts, "TPOT(ms)": tpots}

@@ -1,6 +1,6 @@
-"""The cores of mpillm as cores of `LLMServer`: one process, without ranks.
+"""mpillm's cores as cores of `LLMServer`: one process, without ranks.
 
-`LLMHarnessOp` runs them on ranks as they are; see `BuiltInCore.rank_core`.
+`LLMHarnessOp` runs them on ranks without this adapter (`BuiltInCore.rank_core`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch, RequestFlag, Resp
 from mpillm.cores import base as ranks
 from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import assign
+from mpillm.llmlib.command_line import command_line
 from mpillm.llmlib.cores.base import CompleteCallback, LLMCore, LLMRequest, LLMResponse
 from mpillm.llmlib.utils import LLMServerProgressDisplay
-from mpillm.llmlib.words import command_line
 from mpillm.options.disagg_yaml import disagg_config
 from mpillm.options.fields import AllFields
 from mpillm.options.mitten import applied
@@ -34,61 +34,61 @@ from mpillm.runtime.core_configs import core_configs, with_settings
 
 
 class BuiltInCore(LLMCore):
-    """Drives a core of `mpillm.cores`; the response thread is what a rank's event loop is elsewhere."""
+    """Adapter for a core of `mpillm.cores`; the response thread replaces a rank's event loop."""
 
     rank_core = "mpillm.llmlib.cores.built_in:core_of_ranks"
     core_type: ClassVar[str]
 
     def __init__(self, core: ranks.LLMCore, seed: int, **values: Any) -> None:
-        """`core`: loaded here, which may take minutes. `seed`: the first request's."""
+        """`core`: loaded here, which may take minutes. `seed`: for the first request."""
         super().__init__(**values)
         self._core = core
         self._seed = seed
-        self._n_taken = 0
+        self._n_requests = 0
         self._waiting: deque[tuple[int, LLMRequest]] = deque()
-        self._held: dict[int, int] = {}  # requests that the core has, and the tokens that each may take
-        self._begun: set[int] = set()  # of these, those whose first token was told
-        self._turn = threading.Lock()  # the core is for one thread at a time
-        self._rung = threading.Event()
-        core.wake = self._rung.set
+        self._sizes: dict[int, int] = {}  # maximum tokens of each request in the core
+        self._with_first_token: set[int] = set()  # requests in the core with a delivered first token
+        self._core_lock = threading.Lock()  # the core is not thread-safe
+        self._wakeup = threading.Event()
+        core.wake = self._wakeup.set
         core.load()
         self._credits = core.credits()
 
     # --- the contract ---
 
     def _enqueue_impl(self, queries: list[LLMRequest]) -> list[int]:
-        ids = [(self._n_taken + i) & 0xFFFFFFFF for i in range(len(queries))]
-        self._n_taken += len(queries)
+        ids = [(self._n_requests + i) & 0xFFFFFFFF for i in range(len(queries))]
+        self._n_requests += len(queries)
         self._waiting.extend(zip(ids, queries, strict=True))
-        self._rung.set()
+        self._wakeup.set()
         return ids
 
     def _poll_responses_impl(self, timeout: datetime.timedelta) -> Iterable[LLMResponse]:
         until = time.monotonic() + timeout.total_seconds()
         while True:
-            self._rung.clear()
-            with self._turn:
-                self._hand_over()
+            self._wakeup.clear()
+            with self._core_lock:
+                self._submit()
                 batch = self._core.poll_responses() if self._core.has_work() else None
             if batch is not None and (responses := [*self._responses(batch)]):
                 return responses
             if (left := until - time.monotonic()) <= 0:
                 return []
             if batch is None:
-                self._rung.wait(left)
+                self._wakeup.wait(left)
 
-    def _hand_over(self) -> None:
-        """Give the core what it has room for."""
+    def _submit(self) -> None:
+        """Enqueue waiting requests as far as the core has credits."""
         gen = self.harness_config.gen_config
-        assert gen is not None  # of `with_generation`
+        assert gen is not None  # set by `with_generation`
         rows, tokens = [], []
-        while self._waiting and len(self._held) < self._credits.requests:
+        while self._waiting and len(self._sizes) < self._credits.requests:
             id_, query = self._waiting[0]
             size = len(query.input_tokens) + gen.max_output_len
-            if self._held and sum(self._held.values()) + size > self._credits.tokens:
+            if self._sizes and sum(self._sizes.values()) + size > self._credits.tokens:
                 break
             self._waiting.popleft()
-            self._held[id_] = size
+            self._sizes[id_] = size
             flags = 0 if query.stop_tokens else RequestFlag.IGNORE_STOP
             seed = (self._seed + id_) & 0xFFFFFFFF
             sampling = (gen.max_output_len, gen.min_output_len, gen.temperature, gen.top_k, gen.top_p, seed)
@@ -102,25 +102,25 @@ class BuiltInCore(LLMCore):
         for row, start, end in zip(batch.rows, offsets, offsets[1:], strict=False):
             id_, answer = int(row["id"]), batch.tokens[start:end].tolist()
             if row["flags"] & ResponseFlag.FINAL:
-                del self._held[id_]
-                begun = id_ in self._begun
-                self._begun.discard(id_)
-                yield LLMResponse(id_, [answer[1:] if begun else answer], True)
+                del self._sizes[id_]
+                has_first = id_ in self._with_first_token
+                self._with_first_token.discard(id_)
+                yield LLMResponse(id_, [answer[1:] if has_first else answer], True)
             elif row["flags"] & ResponseFlag.FIRST and self._streaming:
-                self._begun.add(id_)
+                self._with_first_token.add(id_)
                 yield LLMResponse(id_, [answer], False)
 
     def run_health_check(self) -> None:
-        with self._turn:
+        with self._core_lock:
             self._core.run_health_check()
 
     def _cleanup_resources(self) -> None:
-        with self._turn:
+        with self._core_lock:
             self._core.notify_stop()
 
     @classmethod
     def get_num_cores_for_workload(cls, **kwargs: Any) -> int:
-        """Return 1: a client has all of its servers, and an engine its GPU."""
+        """Return 1: a client uses all of its servers, and an engine its GPU."""
         return 1
 
     @classmethod
@@ -149,14 +149,14 @@ class BuiltInCore(LLMCore):
 
 
 def _core(config: RunConfig) -> ranks.LLMCore:
-    """Make the core of a run's only instance, of one rank. ConfigError: it needs several."""
+    """Create the core of a run with one rank. Raises ConfigError if it needs several."""
     kind = BackendRegistry.get(config.core_type)
     n_ranks = disagg.ranks_for(1, config.control_ranks)
     sizes = (AllFields.tensor_parallelism, AllFields.pipeline_parallelism)
     several = [field.name for field in sizes if not kind.is_client and (config[field] or 1) > 1]
     if several or (config.mode == "disaggregated" and not kind.is_client):
-        what = config.named(several[0] if several else "mode")
-        raise ConfigError(f"{what}: LLMServer runs a core in one process; use LLMHarnessOp under mpirun")
+        option = config.named(several[0] if several else "mode")
+        raise ConfigError(f"{option}: LLMServer runs a core in one process; use LLMHarnessOp under mpirun")
     plan = disagg.plan(disagg_config(config, n_ranks, kind.is_client), n_ranks, None, 0)
     (instance,) = plan.instances
     gpus = assign(config.device, plan, [kind.gpus()] * n_ranks) if kind.uses_gpus else {}
@@ -168,12 +168,12 @@ def _core(config: RunConfig) -> ranks.LLMCore:
 
 
 def core_of_ranks(backend: type[BuiltInCore]) -> type[ranks.LLMCore]:
-    """Return the class that runs on ranks."""
+    """Return the core class for ranks."""
     return BackendRegistry.get(backend.core_type)
 
 
 @cache
 def built_in(name: str) -> type[BuiltInCore]:
-    """Return the class for `LLMServer` of the core that has this name in `BackendRegistry`."""
+    """Return the class for `LLMServer` of a core in `BackendRegistry`."""
     core = BackendRegistry.get(name)
     return type(core.__name__, (BuiltInCore,), {"core_type": name, "__doc__": core.__doc__})

@@ -126,8 +126,8 @@ def test_a_module_for_each_core(module: str, name: str) -> None:
 )
 def test_variants_of_the_harness_name_their_core(op: str, core_type: str) -> None:
     kind = getattr(harness_op, op)
-    assert kind(max_output_len=4).words() == ["--max_output_len=4", f"--core_type={core_type}"]
-    assert kind(core_type="torch").words() == ["--core_type=torch"]
+    assert kind(max_output_len=4).argv() == ["--max_output_len=4", f"--core_type={core_type}"]
+    assert kind(core_type="torch").argv() == ["--core_type=torch"]
 
 
 def test_an_operation_runs_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -370,7 +370,7 @@ def test_what_an_operation_says_to_a_run(command_line: list[str]) -> None:
 
     values = {AllFields.max_output_len: 9, AllFields.top_k: 4, AllFields.seed: 7}
     with Configuration(values, options={}).autoapply():
-        words = Op(core_type=Core, workload="llama2-70b", seed=1).words()
+        words = Op(core_type=Core, workload="llama2-70b", seed=1).argv()
     assert words[:2] == ["--max_output_len=5", "--seed=3"]
     path = __name__
     assert sorted(words[2:]) == [
@@ -381,7 +381,7 @@ def test_what_an_operation_says_to_a_run(command_line: list[str]) -> None:
         "--top_k=4",
     ]
     with pytest.raises(ConfigError, match=r"no option max_output_length.*did you mean"):
-        Op(max_output_length=3).words()
+        Op(max_output_length=3).argv()
 
     class Issuing(Op):
         def issue_queries(self, samples: object) -> None: ...

@@ -1,4 +1,4 @@
-"""The command line of an operation: the options of its call, of the process, and in force."""
+"""The command line of an operation: options of its call, of the process, and of the active configuration."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from mpillm.options.mitten import current, option_texts
 
 
 def command_line(options: Mapping[str, Any]) -> list[str]:
-    """Return this process's arguments, then `options`, and those of the configuration in force.
+    """Return this process's arguments, then `options` and the options of the active configuration.
 
-    The first of these that states one wins: `options`, the arguments, the configuration. Raises ConfigError
-    for a name that is no option's, or a wrong value.
+    `options` override the arguments, which override the configuration. Raises ConfigError for an unknown name
+    or a wrong value.
     """
     values = {_field(name): value for name, value in options.items()}
     typed = option_texts(FIELDS, sys.argv[1:])
     for field, value in (current() or {}).items():
         if field.name not in typed and field in FIELDS and value is not None:
             values.setdefault(field, value)
-    stated = (
+    added = (
         f"--{field.name}={field.text(field.check(value, field.name))}" for field, value in values.items()
     )
-    return [*sys.argv[1:], *stated]
+    return [*sys.argv[1:], *added]
 
 
 def _field(name: str) -> Field:
