@@ -28,8 +28,9 @@ class KVCache:
 
     In fp8 a value is the number times the scale of its layer and head: `scales` (float32 [layers, 2,
     kv_heads], keys before values; None in another dtype). A piece of a handoff is [layers, parts, kv_heads,
-    tokens, head_dim] of the cache's dtype, contiguous, keys before values, without scales: both ends have
-    them from the same weights. Of latents (see `latent`) there is one part, and `values` is `keys`.
+    tokens, head_dim] of the cache's dtype, contiguous, keys before values. It has no scales, because both
+    ends have them from the same weights. A cache of latents (see `latent`) has one part, and `values` is
+    `keys`.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class KVCache:
         self.keys, self.values = self.pools[0], self.pools[-1]
 
     def copy(self, copies: list[tuple[int, int]]) -> None:
-        """Copy whole blocks: from, to. No block is both."""
+        """Copy blocks. `copies`: pairs of source and target; no block is both."""
         old, new = to_device(np.array(copies, np.int64).T, self.keys.device)
         for pool in map(_movable, self.pools):
             pool.index_copy_(1, new, pool.index_select(1, old))
@@ -77,32 +78,32 @@ class KVCache:
 
     @torch.inference_mode()
     def read(self, cached: list[CachedBlocks], layers: slice, heads: slice) -> list[Tensor]:
-        """Copy some layers and heads: a piece of a handoff for each, uint8 [bytes]."""
+        """Copy some layers and heads. Returns a piece of a handoff for each sequence, uint8 [bytes]."""
         sizes = [self.piece_bytes(one.n_tokens, layers, heads) for one in cached]
         pieces = list(torch.split(torch.empty(sum(sizes), dtype=torch.uint8, device=self.keys.device), sizes))
         if self.keys.is_cuda:
             self._copy_on_gpu(cached, layers, heads, pieces, into_pieces=True)
             return pieces
         for (blocks, n_tokens, _), piece in zip(cached, pieces, strict=True):
-            n_whole, rest = divmod(n_tokens, self.tokens_per_block)
-            for pool, whole, end in self._parts(piece, n_tokens, layers, heads):
-                whole.copy_(pool[:, blocks[:n_whole]])
-                if rest:
-                    end.copy_(pool[:, blocks[n_whole], :, :rest])
+            n_full, n_last = divmod(n_tokens, self.tokens_per_block)
+            for pool, full, end in self._parts(piece, n_tokens, layers, heads):
+                full.copy_(pool[:, blocks[:n_full]])
+                if n_last:
+                    end.copy_(pool[:, blocks[n_full], :, :n_last])
         return pieces
 
     @torch.inference_mode()
     def write(self, cached: list[CachedBlocks], layers: slice, heads: slice, pieces: list[Tensor]) -> None:
-        """Fill blocks with what `read` returned for the same tokens, layers and heads."""
+        """Fill blocks with pieces that `read` returned for the same tokens, layers and heads."""
         if self.keys.is_cuda:
             self._copy_on_gpu(cached, layers, heads, pieces, into_pieces=False)
             return
         for (blocks, n_tokens, _), piece in zip(cached, pieces, strict=True):
-            n_whole, rest = divmod(n_tokens, self.tokens_per_block)
-            for pool, whole, end in self._parts(piece, n_tokens, layers, heads):
-                pool[:, blocks[:n_whole]] = whole
-                if rest:
-                    pool[:, blocks[n_whole], :, :rest] = end
+            n_full, n_last = divmod(n_tokens, self.tokens_per_block)
+            for pool, full, end in self._parts(piece, n_tokens, layers, heads):
+                pool[:, blocks[:n_full]] = full
+                if n_last:
+                    pool[:, blocks[n_full], :, :n_last] = end
 
     def _copy_on_gpu(
         self,
@@ -131,54 +132,54 @@ class KVCache:
         keys, values = (_movable(pool[layers]) for pool in (self.keys, self.values))
         copy_blocks(keys, values, table, heads.start, heads.stop - heads.start, into_pieces)
 
-    def put(self, puts: list[Put], there: TargetCache, n_layers: int, n_heads: int, staging: Staging) -> None:
+    def put(
+        self, puts: list[Put], target: TargetCache, n_layers: int, n_heads: int, staging: Staging
+    ) -> None:
         """Copy some layers and heads of sequences into a cache on another GPU, without waiting."""
         from mpillm.engine.kernels.handoff_kernels import put_blocks
 
         table, n_rows = put_table(puts, self.tokens_per_block)
         keys, values = (_movable(pool) for pool in (self.keys, self.values))
-        put_blocks(keys, values, there, staging.to_device(table), n_rows, n_layers, n_heads)
+        put_blocks(keys, values, target, staging.to_device(table), n_rows, n_layers, n_heads)
 
     def _parts(
         self, piece: Tensor, n_tokens: int, layers: slice, heads: slice
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return views for keys, then values: the cache, the piece's whole blocks, its other tokens.
+        """Return views for keys, then values: the cache, the piece's full blocks, its last tokens.
 
-        Shapes: [layers, n_blocks + 1, kv_heads, tokens_per_block, head_dim], [layers, whole blocks, kv_heads,
+        Shapes: [layers, n_blocks + 1, kv_heads, tokens_per_block, head_dim], [layers, full blocks, kv_heads,
         tokens_per_block, head_dim], [layers, kv_heads, tokens, head_dim].
         """
         size, head_dim = self._shape[-2:]
-        n_whole = n_tokens // size
+        n_full = n_tokens // size
         n_layers, n_heads = layers.stop - layers.start, heads.stop - heads.start
         handed = piece.view(self.keys.dtype).view(n_layers, len(self.pools), n_heads, n_tokens, head_dim)
         parts = []
         for pool, part in zip(self.pools, handed.unbind(1), strict=True):
-            whole = (
-                part[:, :, : n_whole * size].view(n_layers, n_heads, n_whole, size, head_dim).transpose(1, 2)
-            )
-            parts.append((pool[layers, :, heads], whole, part[:, :, n_whole * size :]))
+            full = part[:, :, : n_full * size].view(n_layers, n_heads, n_full, size, head_dim).transpose(1, 2)
+            parts.append((pool[layers, :, heads], full, part[:, :, n_full * size :]))
         return parts
 
 
 def _movable(pool: Tensor) -> Tensor:
-    """Return the pool as what any GPU can move: fp8 as bytes."""
+    """Return the pool in a dtype that any GPU can move: fp8 as bytes."""
     return pool.view(torch.uint8) if pool.dtype == FP8 else pool
 
 
 def rounded(x: Tensor, dtype: torch.dtype, scales: Tensor | None) -> Tensor:
-    """Return x [..., kv_heads, head_dim] as a cache of `dtype` holds it, with `scales` [kv_heads] in fp8."""
+    """Convert x [..., kv_heads, head_dim] to a cache's `dtype`, with `scales` [kv_heads] in fp8."""
     return x.to(dtype) if scales is None else to_fp8(x, scales[:, None])
 
 
 def widened(cached: Tensor, dtype: torch.dtype, scales: Tensor | None) -> Tensor:
-    """Return what a cache holds, [..., kv_heads, tokens, head_dim], as `dtype`."""
+    """Convert values of a cache, [..., kv_heads, tokens, head_dim], to `dtype`."""
     return cached.to(dtype) if scales is None else widen(cached).mul_(scales[:, None, None]).to(dtype)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros; on a CPU NumPy's, whose memory appears on first use (PyTorch writes all of it)."""
+    """Return zeros. On a CPU, use NumPy, which allocates memory on first use; PyTorch writes all of it."""
     if device.type != "cpu":
-        with fixed_segments():  # other processes reach it (see `peer_memory`)
+        with fixed_segments():  # other processes access it (see `peer_memory`)
             return torch.zeros(shape, dtype=dtype, device=device)
     n_bytes = int(np.prod(shape)) * dtype.itemsize
     return torch.from_numpy(np.zeros(n_bytes, np.uint8)).view(dtype).view(shape)

@@ -1,4 +1,4 @@
-"""The KV cache of the layers that see all tokens, and that of those with a window, as one."""
+"""One interface for two KV caches: of the full-attention layers, and of the sliding-window layers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mpillm.engine.cache.kv_cache import CachedBlocks, KVCache
 class TwoCaches:
     """Implements `transfer.Cache` for the layers of a stage.
 
-    In the second cache only the window blocks of each sequence count (see `WindowBlocks`).
+    The second cache uses only the window blocks of each sequence (see `WindowBlocks`).
     """
 
     def __init__(self, caches: tuple[KVCache, KVCache], places: list[tuple[bool, int]]) -> None:
-        """`places`: of each layer, whether it is in the second cache, and where in its cache."""
+        """`places`: for each layer, whether it is in the second cache, and its index there."""
         self.caches = caches
         self.places = places
 
@@ -31,7 +31,7 @@ class TwoCaches:
 
     @torch.inference_mode()
     def read(self, cached: list[CachedBlocks], layers: slice, heads: slice) -> list[Tensor]:
-        """As `KVCache.read`. What no window reaches is anything."""
+        """Copy as `KVCache.read`. The content outside the windows is undefined."""
         read = [
             self.caches[windowed].read(_cached_in(cached, windowed), slice(at, at + 1), heads)
             for windowed, at in self.places[layers]

@@ -1,1 +1,1 @@
-"""Speculative decoding: guess an answer's next tokens, and test all guesses in one step of the model."""
+"""Speculative decoding: draft an answer's next tokens, and verify all drafts in one step of the model."""

@@ -1,4 +1,4 @@
-"""Check, before anything is loaded, that an engine can guess as it is asked to."""
+"""Check of the speculation options before anything is loaded."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from mpillm.engine.shape.speculative_config import EAGLE, MTP, SpeculativeConfig
 
 @about("speculative_config")
 def check_speculation(config: EngineConfig, info: ModelInfo) -> None:
-    """Raise ConfigError if there is no such speculation, or none for this model."""
+    """Raise ConfigError if this kind of speculation does not exist, or does not support the model."""
     if config.speculative_config:
         how = SpeculativeConfig.read(config.speculative_config)
         if how.decoding_type in (EAGLE, MTP):
             _check_head(config, how.decoding_type)
-    if (beside := draft_config(config)) is not None:
-        draft = model_info(beside)
+    if (draft := draft_config(config)) is not None:
+        draft_info = model_info(draft)
         if config.gpu_bytes is None:  # on a GPU `model_info` counts both
-            check_fit(beside, draft, beside=check_fit(config, info))
-        if draft.vocab_size != info.vocab_size:
+            check_fit(draft, draft_info, beside=check_fit(config, info))
+        if draft_info.vocab_size != info.vocab_size:
             raise ConfigError(
-                f"--speculative_config speculative_model {beside.model_path}: its vocabulary has"
-                f" {draft.vocab_size} tokens, that of {config.model_path} {info.vocab_size}"
+                f"--speculative_config speculative_model {draft.model_path}: its vocabulary has"
+                f" {draft_info.vocab_size} tokens, but {config.model_path} has {info.vocab_size}"
             )
 
 
 @about("speculative_config")
 def _check_head(config: EngineConfig, kind: str) -> None:
-    """Raise ConfigError where a head would not get the hidden states of each token of a sequence."""
-    for is_so, what in (
+    """Raise ConfigError if a head would not receive the hidden states of all tokens of a sequence."""
+    for is_so, case in (
         (config.pp_size > 1, "in several pipeline stages, so far"),
         (config.role != "executor", "in disaggregated mode: a KV cache moves without them"),
         (
@@ -40,5 +40,5 @@ def _check_head(config: EngineConfig, kind: str) -> None:
         if is_so:
             raise ConfigError(
                 f"--speculative_config decoding_type {kind}: the head reads the model's hidden states,"
-                f" which it does not get {what}"
+                f" which it does not get {case}"
             )

@@ -1,8 +1,8 @@
-"""Guess with a smaller model of the same vocabulary, as in Leviathan et al., 2023; its guesses are greedy.
+"""Drafts from a smaller model of the same vocabulary, as in Leviathan et al., 2023. Drafts are greedy.
 
-The model is on the first rank of the instance alone, whatever the instance's layout, with a KV cache of its
-own. So it computes each prompt, too, even one whose cache was handed over. On a GPU a guess stays there for
-the draft model's next step, and the host reads all of them once all steps are launched.
+The draft model runs only on the root rank of the instance, for every layout, with its own KV cache. So it
+also computes each prompt, even after a handoff. On a GPU, a draft token stays there for the draft model's
+next step. The host reads all draft tokens after the launch of all steps.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class DraftSequence:
     blocks: list[int] = field(default_factory=list)
     n_blocks_sent: int = 0  # see `Span`
     n_right: int = 0  # tokens of the sequence that this model has computed
-    draft: list[int] = field(default_factory=list)  # the guesses behind them; all but the last are computed
+    draft: list[int] = field(default_factory=list)  # draft tokens after them; all but the last are computed
     n_cached: int = 0  # tokens with keys and values
 
 
 class StartedStep(NamedTuple):
-    """A step whose tokens may not be there yet."""
+    """A launched step, whose tokens may not be available yet."""
 
     rows: list[DraftSequence]  # of each token
     sampled: SampledTokens
@@ -41,11 +41,11 @@ class StartedStep(NamedTuple):
 class DraftModel:
     """Implements `speculation.Drafter`."""
 
-    FEW = 2  # tokens that the cache lacks after guesses that were all right
-    _N_UNSEEN = 0  # tokens at a sequence's start that never go through this model
+    FEW = 2  # tokens missing in the cache after a fully accepted draft
+    _N_UNSEEN = 0  # tokens at a sequence's start that this model does not compute
 
     def __init__(self, worker: Worker, config: SchedulerConfig) -> None:
-        """`worker`: of one rank; `config`: the model's, which also bounds this one's steps."""
+        """`worker`: of one rank; `config`: the target model's, which also limits the draft model's steps."""
         self._worker = worker
         self._few = self.FEW
         self._size = config.tokens_per_block
@@ -65,7 +65,7 @@ class DraftModel:
         for sequence in [sequence for sequence in self._of if sequence.is_done]:
             self._forget(self._of.pop(sequence))
         drafts: list[list[int]] = []
-        work: list[tuple[DraftSequence, int]] = []  # and how many guesses it wants
+        work: list[tuple[DraftSequence, int]] = []  # with the maximum number of draft tokens
         new: list[list[int]] = []
         for sequence, max_tokens in requests:
             n_seen = len(sequence.prompt) + len(sequence.output) - self._N_UNSEEN
@@ -80,7 +80,7 @@ class DraftModel:
         return drafts
 
     def _lacks(self, state: DraftSequence) -> list[int]:
-        """Forget the wrong guesses; return the sequence's tokens to compute next, at least the last."""
+        """Discard rejected draft tokens; return the sequence's tokens to compute next, at least the last."""
         sequence, start = state.sequence, self._N_UNSEEN + state.n_right
         new = sequence.tokens(start, len(sequence.prompt) + len(sequence.output))
         n = self._n_cached_drafts(state, new)
@@ -89,19 +89,19 @@ class DraftModel:
         return new[n:]
 
     def _n_cached_drafts(self, state: DraftSequence, new: list[int]) -> int:
-        """Return for how many of a sequence's `new` tokens keys and values are cached, as guesses."""
+        """Return how many of a sequence's `new` tokens are cached as draft tokens."""
         n = 0
         while n < min(len(state.draft), len(new)) - 1 and state.draft[n] == new[n]:
             n += 1
         return n
 
     def _forget(self, ended: DraftSequence) -> None:
-        """Give back what a sequence held that has ended."""
+        """Free the slot and the blocks of a finished sequence."""
         self._slots.append(ended.slot)
         self._blocks.give_back(ended.blocks)
 
     def _draft_tokens(self, work: list[tuple[DraftSequence, int]], new: list[list[int]]) -> None:
-        """Fill each one's draft. `new`: the tokens that each one's cache lacks."""
+        """Fill the draft of each sequence. `new`: tokens missing in each sequence's cache."""
         waits = not self._worker.steps.n_ahead
         unread = [self._start(list(zip((state for state, _ in work), new, strict=True)))]
         for n in range(1, max(max_tokens for _, max_tokens in work)):
@@ -112,9 +112,9 @@ class DraftModel:
         self._read(unread)
 
     def _read(self, unread: list[list[StartedStep]]) -> None:
-        """Add a guess to each draft, from the steps that find it. Waits for them."""
+        """Wait for the steps, and add their tokens to the drafts."""
         for steps in unread:
-            tokens: dict[DraftSequence, int] = {}  # after each one's last row
+            tokens: dict[DraftSequence, int] = {}  # of each sequence's last row
             for step in steps:
                 tokens |= zip(step.rows, step.sampled.take(), strict=True)
             for state, token in tokens.items():
@@ -122,7 +122,7 @@ class DraftModel:
         unread.clear()
 
     def _reserve(self, sequence: Sequence, n: int) -> DraftSequence | None:
-        """Return its state, with blocks for all of `n` tokens but the last; None if there are not so many."""
+        """Return a sequence's state with blocks for `n - 1` tokens; None without enough free blocks."""
         state = self._of.get(sequence)
         more = -(-(n - 1) // self._size) - (len(state.blocks) if state else 0)
         if n > self._max_seq_len or more > self._blocks.n_free or not (state or self._slots):
@@ -133,7 +133,7 @@ class DraftModel:
         return state
 
     def _start(self, work: list[tuple[DraftSequence, list[int]]]) -> list[StartedStep]:
-        """Add tokens to each, in as many steps as it takes."""
+        """Launch steps that add tokens to the sequences."""
         started: list[StartedStep] = []
         pieces: list[tuple[DraftSequence, list[int]]] = []
         left = max_tokens = self._max_num_tokens
@@ -148,7 +148,7 @@ class DraftModel:
         return [*started, self._run(pieces)]
 
     def _run(self, pieces: list[tuple[DraftSequence, list[int]]]) -> StartedStep:
-        """Start a step that adds a piece to each."""
+        """Launch a step that adds a piece to each sequence."""
         step, rows = Step(), []
         pieces.sort(key=self._is_context)
         self._give(pieces)
@@ -166,19 +166,19 @@ class DraftModel:
             state.n_cached += len(new)
             step.tokens += new
             # A step with a token for each of its rows is a graph.
-            n_wanted = len(new) if span.decodes else 1
-            step.logits_rows += range(len(step.tokens) - n_wanted, len(step.tokens))
-            rows += [state] * n_wanted
+            n_rows = len(new) if span.decodes else 1
+            step.logits_rows += range(len(step.tokens) - n_rows, len(step.tokens))
+            rows += [state] * n_rows
         sampled = self._worker.run(step)
         assert sampled is not None
         self._keep(rows)
         return StartedStep(rows, sampled)
 
     def _give(self, pieces: list[tuple[DraftSequence, list[int]]]) -> None:
-        """Give a step's rows what they read beside tokens."""
+        """Prepare the inputs of a step's rows other than tokens."""
 
     def _keep(self, rows: list[DraftSequence]) -> None:
-        """Keep what a step that runs makes of each row that gets a token."""
+        """Store the outputs of a launched step for each row with a token."""
 
     def _is_context(self, piece: tuple[DraftSequence, list[int]]) -> bool:
         return len(piece[1]) > self._few

@@ -1,8 +1,8 @@
-"""Guess with a head (`eagle_head`, `mtp_head`): it reads what the model thought of each token.
+"""Drafts from a draft head (`eagle_head`, `mtp_head`), which reads the model's hidden states.
 
-The head's row i is token i + 1 with the hidden state of token i. So for a sequence it is a draft model that
-never sees the first token. Rows of guesses have its own hidden states; they are computed again with the
-model's, once the model has tested them.
+The head's row i is token i + 1 with the hidden state of token i. So it is a draft model without the first
+token of a sequence. Rows of draft tokens use the head's own hidden states. After verification, they are
+computed again with the model's hidden states.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ class EagleDrafter(DraftModel):
         config: SchedulerConfig,
         max_draft_len: int,
     ) -> None:
-        """`worker` runs `head`; `features`: the model's."""
+        """`worker` runs `head`; `features`: hidden states of the target model."""
         super().__init__(worker, config)
-        self._few = 1 + max_draft_len  # the tokens of a step whose guesses were all right
+        self._few = 1 + max_draft_len  # tokens of a step after a fully accepted draft
         self._head = head
         self._features = features
-        # Hidden states: the model's of each place in its KV cache, then, for each slot, what the head made of
-        # the last row there.
+        # Hidden states: the model's for each position in its KV cache, then, for each slot, the head's output
+        # for its last row.
         self._first_slot = (1 + worker.part.info.kv_cache_tokens // self._size) * self._size
         with torch.inference_mode():
             n_states = self._first_slot + config.max_batch_size
             self._states = head.hidden.new_zeros(n_states, head.hidden.shape[1])
 
     def warm_up(self) -> None:
-        """Run every kind of step, and `fuse`, so that tests compile nothing."""
+        """Run every kind of step, and `fuse`, so that a test compiles nothing."""
         self._worker.warm_up(self._max_num_tokens)
         rows = self._features.rows
         with torch.inference_mode():
@@ -61,14 +61,14 @@ class EagleDrafter(DraftModel):
 
     @torch.inference_mode()
     def computed(self, step: Step, sequences: Mapping[int, Sequence]) -> None:
-        """Keep what the model thought in a step. `sequences`: those that may want guesses, by slot."""
+        """Store the hidden states of a step. `sequences`: candidates for a draft, by slot."""
         if sequences:
             places = [self._places(sequences.get(s.slot), s.n_cached, s.n_new) for s in step.spans]
             on_device = to_device(np.concatenate(places), self._states.device)
             self._states.index_copy_(0, on_device, self._head.fuse(self._features.rows[: len(on_device)]))
 
     def _places(self, sequence: Sequence | None, start: int, n: int) -> NDArray[np.int64]:
-        """Return where the states of a sequence's tokens [start, start + n) are; without one, nowhere."""
+        """Return the positions of a sequence's states [start, start + n); None: the null block's."""
         if sequence is None:
             return np.full(n, NULL_BLOCK * self._size)
         at, first = np.arange(start, start + n), start // self._size
@@ -77,7 +77,7 @@ class EagleDrafter(DraftModel):
         return places
 
     def _n_cached_drafts(self, state: DraftSequence, new: list[int]) -> int:
-        return 0  # they had the head's own hidden states
+        return 0  # draft tokens are cached with the head's own hidden states
 
     @torch.inference_mode()
     def _give(self, pieces: list[tuple[DraftSequence, list[int]]]) -> None:
@@ -86,10 +86,10 @@ class EagleDrafter(DraftModel):
         torch.index_select(self._states, 0, on_device, out=self._head.hidden[: len(on_device)])
 
     def _read_by(self, state: DraftSequence, n: int) -> NDArray[np.int64]:
-        """Return which hidden states a sequence's next `n` rows read."""
+        """Return the positions of the hidden states for a sequence's next `n` rows."""
         if state.n_cached < state.n_right:
             return self._places(state.sequence, state.n_cached, n)
-        return np.array([self._first_slot + state.slot])  # behind a guess
+        return np.array([self._first_slot + state.slot])  # after a draft token
 
     @torch.inference_mode()
     def _keep(self, rows: list[DraftSequence]) -> None:

@@ -1,7 +1,7 @@
-"""Prompt lookup: guess that what followed the last tokens before will follow them again.
+"""Prompt lookup: draft the tokens that followed an earlier occurrence of the last tokens.
 
-As Saxena's prompt lookup decoding (2023), vLLM's `ngram` and TensorRT-LLM's `NGram` with `is_use_oldest`: of
-the last `longest` to 1 tokens the most that occur earlier in the sequence count, and their first occurrence.
+As in Saxena's prompt lookup decoding (2023), vLLM's `ngram` and TensorRT-LLM's `NGram` with `is_use_oldest`:
+use the longest suffix, up to `longest` tokens, that occurs earlier in the sequence, and its first occurrence.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from mpillm.engine.schedule.sequence import Sequence
 
 
 class NGrams:
-    """The n-grams of one sequence's tokens, each with where it was first followed by a token."""
+    """The n-grams of a sequence's tokens, each with the index of the token after its first occurrence."""
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
@@ -18,7 +18,7 @@ class NGrams:
         self._after: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after it
 
     def read(self, sequence: Sequence) -> None:
-        """Take the tokens that have come since the last call."""
+        """Add the sequence's new tokens since the last call."""
         tokens, n_prompt = self._tokens, len(sequence.prompt)
         n_read = len(tokens)
         tokens += sequence.prompt[n_read:]
@@ -37,7 +37,7 @@ class NGrams:
 
 
 class NGramDrafter:
-    """Implements `speculation.Drafter`. It reads each token once, and computes nothing."""
+    """Implements `speculation.Drafter`. It reads each token once, and needs no model."""
 
     def __init__(self, longest: int) -> None:
         """`longest`: tokens of the longest n-gram."""

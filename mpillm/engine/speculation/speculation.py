@@ -1,10 +1,11 @@
-"""Test guesses: a step computes a sequence's last token and the guesses after it, and keeps what is right.
+"""Verification of drafts: a step computes a sequence's last token and the draft tokens after it.
 
-Each row gets the token that the model chooses there. As long as that is the guess, the next row's token is
-right, too, so the answer is the one without guesses, token for token, whether the choice is greedy or
-sampled: a sampled token depends on its logits, its request's seed and its place only. Keys and values of
-wrong guesses stay in the sequence's own blocks until its next tokens overwrite them; other sequences can find
-a block only once the host knows all of its tokens (`PrefixCache.publish`).
+The model chooses a token for each row. As long as it equals the draft token, the next row's token is also
+correct. So the answer equals, token for token, the answer without speculation. This is also true for
+sampling, because a sampled token depends only on its logits, its request's seed and its position.
+
+Keys and values of rejected draft tokens stay in the sequence's own blocks until its next tokens overwrite
+them. Other sequences can find a block only after the host has all of its tokens (`PrefixCache.publish`).
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from mpillm.engine.schedule.step import Step
 
 
 class Drafter(Protocol):
-    """What guesses: `NGramDrafter`, `DraftModel`."""
+    """Source of draft tokens: `NGramDrafter`, `DraftModel`."""
 
     def draft(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
-        """Return guesses for what follows each sequence: up to that many tokens, or none."""
+        """Return draft tokens for each sequence, up to the given number, or none."""
         ...
 
 
 class Speculation:
-    """Adds guesses to steps, and takes what the model makes of them."""
+    """Adds draft tokens to steps, and verifies them."""
 
     def __init__(
         self,
@@ -38,7 +39,13 @@ class Speculation:
         max_concurrency: int | None = None,
         watch: Callable[[Step, Mapping[int, Sequence]], None] | None = None,
     ) -> None:
-        """`max_num_tokens`: of a step; `watch`: see `computed`; the rest as `SpeculativeConfig`."""
+        """
+        Args:
+            max_num_tokens: Limit of a step.
+            max_draft_len: See `SpeculativeConfig`.
+            max_concurrency: See `SpeculativeConfig`.
+            watch: Receives each computed step (see `computed`).
+        """
         self._drafter = drafter
         self._scheduler = scheduler
         self._max_num_tokens = max_num_tokens
@@ -46,14 +53,14 @@ class Speculation:
         self._max_concurrency = max_concurrency
         self._watch = watch
         self.drafted_tokens = self.accepted_tokens = 0
-        self._has_drafted = False  # the last step has guesses
+        self._has_drafted = False  # the last step has draft tokens
 
     def waits(self) -> bool:
-        """Return whether the next step needs the last one's tokens: it guesses, or that one has guesses."""
+        """Return whether the next step needs the last step's tokens: one of the two has draft tokens."""
         return self._has_drafted or not self._is_crowded()
 
     def add_drafts(self, plan: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
-        """Return the scheduler's plan with guesses, in as many tokens and blocks as it leaves free."""
+        """Add draft tokens to the scheduler's plan, within the free tokens and blocks."""
         self._has_drafted = False
         if self._is_crowded():
             return plan
@@ -77,14 +84,14 @@ class Speculation:
         return sorted(with_drafts, key=lambda entry: entry[1] != 1 + len(entry[0].draft))
 
     def computed(self, step: Step, plan: list[tuple[Sequence, int]]) -> None:
-        """Tell a drafter that wants to know it of a step that has run, with its sequences by slot."""
+        """Pass a computed step, with its sequences by slot, to `watch`."""
         if self._watch is not None:
             self._watch(step, {s.slot: s for s, _ in plan if s.extras is None})
 
     def accepted(
         self, rows: Iterable[tuple[Sequence, int]], numbers: list[int]
     ) -> Iterator[tuple[Sequence, int]]:
-        """Yield those of a step's rows whose token counts: its sequence, and where in `numbers` the token is.
+        """Yield each accepted token of a step: its sequence, and its index in `numbers`.
 
         The caller appends each token before it takes the next.
         """

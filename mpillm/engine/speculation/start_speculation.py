@@ -1,4 +1,4 @@
-"""Make what --speculative_config asks for."""
+"""Set up the speculation in --speculative_config."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mpillm.engine.weights.rank_weights import whole_embedding
 
 
 def start_speculation(config: EngineConfig, worker: Worker, scheduler: Scheduler) -> Speculation:
-    """Load the draft model, if there is one: it takes as long as any of its size. `worker`: the model's."""
+    """Load the draft model, if any, and return the speculation. `worker`: of the target model."""
     how = SpeculativeConfig.read(config.speculative_config or {})
     drafter = start_drafter(config, worker)
     watch = drafter.computed if isinstance(drafter, EagleDrafter) else None
@@ -39,21 +39,21 @@ def start_speculation(config: EngineConfig, worker: Worker, scheduler: Scheduler
 
 
 def start_drafter(config: EngineConfig, worker: Worker) -> Drafter:
-    """Return what guesses; as `start_speculation`."""
+    """Return the drafter (see `start_speculation`)."""
     info = worker.part.info
     if info.head is not None:
         return _head_drafter(config, info.head, worker)
-    if (beside := draft_config(config)) is None:
+    if (draft := draft_config(config)) is None:
         how = SpeculativeConfig.read(config.speculative_config or {})
         return NGramDrafter(how.max_matching_ngram_size)
-    if config.gpu_bytes is not None:  # `info` counts a token of its cache beside each of the model's
-        beside = replace(beside, kv_cache_tokens=info.kv_cache_tokens)
-    of_draft = draft_worker(beside, replace(model_info(beside), window_cache_tokens=0))
-    return DraftModel(of_draft, config.scheduler)
+    if config.gpu_bytes is not None:  # `info` reserves a token of the draft cache for each of the model's
+        draft = replace(draft, kv_cache_tokens=info.kv_cache_tokens)
+    worker = draft_worker(draft, replace(model_info(draft), window_cache_tokens=0))
+    return DraftModel(worker, config.scheduler)
 
 
 def draft_worker(config: EngineConfig, info: ModelInfo) -> Worker:
-    """Return a rank of the draft model, warmed up. Both arguments: the draft model's."""
+    """Return a warmed-up worker of the draft model. Both arguments are the draft model's."""
     scheduler, dummy = config.scheduler, config.load_format == "dummy"
     if config.gpu_bytes is None:
         return Worker.on_cpu(info, scheduler.tokens_per_block, Groups(), dummy=dummy)
@@ -81,7 +81,7 @@ def _head_drafter(config: EngineConfig, head: EagleConfig | MtpConfig, worker: W
     kernels = cpu_kernels(part.dtype, model.head_dim, group) if on_gpu is None else on_gpu.kernels
     with torch.inference_mode():
         embedding = part.model.embedding
-        if part.groups.layout.tp_size > 1:  # of which each rank has a part, and the head is on one
+        if part.groups.layout.tp_size > 1:  # each rank has a part of it, but the head needs all of it
             dummy = config.load_format == "dummy"
             embedding = whole_embedding(part.info, str(part.device), dummy=dummy)
         of_model = embedding, part.info.max_seq_len, part.dtype, kernels or ops, most_rows(config)
