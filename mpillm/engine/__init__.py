@@ -1,1 +1,1 @@
-"""The embedded engine: requests in, tokens out. Rooms: model, kernels, cache, parallel, handoff, weights."""
+"""The embedded engine: requests in, tokens out."""

@@ -1,4 +1,4 @@
-"""Build an engine: a checkpoint cut for a layout, fused and cast, with a file for each rank to map."""
+"""Build an engine: split a checkpoint for a layout, fuse and cast it; each rank maps one file."""
 
 from __future__ import annotations
 
@@ -35,12 +35,20 @@ def build(
     overwrite: bool = False,
     progress: Callable[[str], object] | None = None,
 ) -> dict[str, Any]:
-    """Write to `target` the engine of a model (a folder or a preset) for TP x PP ranks, EP inside TP groups.
+    """Build the engine of a model (a folder or a preset) for TP x PP ranks, EP inside TP groups.
 
-    `dtype` and `quantization` as for a run. `config.json` keeps `build_config` for runs of the engine. One
-    matrix is in memory at a time, and `target` appears when it is complete. Returns its `config.json`;
-    `progress` gets a line for each file. Raises ConfigError as `model_info`, if `target` exists (without
-    `overwrite`), or if the disk is full.
+    Args:
+        checkpoint: Folder or preset.
+        target: Folder to write; it appears when it is complete.
+        dtype: As for a run, like `quantization`.
+        build_config: Values for `config.json`, which runs of the engine read.
+        progress: Receives a line for each file.
+
+    Returns:
+        The engine's `config.json`.
+
+    Raises ConfigError as `model_info` does, if `target` exists (without `overwrite`), or if the disk is full.
+    One matrix is in memory at a time.
     """
     target = Path(target)
     for name, size in (("tp_size", tp_size), ("pp_size", pp_size), ("ep_size", ep_size)):
@@ -80,19 +88,21 @@ def build(
         dict(build_config or {}),
     )
     with new_folder(target, overwrite) as work, torch.inference_mode():
-        check_room(work, sum(entry.n_bytes for made in planned.values() for entry in made.values()))
-        for layout, made in planned.items():
+        check_room(work, sum(entry.n_bytes for entries in planned.values() for entry in entries.values()))
+        for layout, entries in planned.items():
             shards = Shards(
                 source, info.config, layout, torch_dtype(info.dtype), quantization=info.quantization
             )
-            write_safetensors(work / file_name(layout), made, _held(shards, made, layout.layers(info.config)))
+            write_safetensors(
+                work / file_name(layout), entries, _tensors(shards, entries, layout.layers(info.config))
+            )
             if progress is not None:
                 progress(f"{file_name(layout)} of {len(ranks)} ranks")
         write_json(work / "config.json", config)
     return config
 
 
-def _held(shards: Shards, planned: Mapping[str, Entry], layers: range) -> Iterator[tuple[str, Tensor]]:
+def _tensors(shards: Shards, planned: Mapping[str, Entry], layers: range) -> Iterator[tuple[str, Tensor]]:
     if (kv_scales := shards.kv_scales(layers)) is not None:
         yield from zip(map(held_kv_scales, layers), kv_scales, strict=True)
     for name in planned:

@@ -17,13 +17,13 @@ from mpillm.engine.shape.entries import kv_scale_names
 from mpillm.engine.shape.model_info import check_model
 from mpillm.engine.tensors.rounding import LARGEST
 
-# Headroom for keys and values larger than those seen, which would be clipped. A larger scale costs a float no
-# precision.
+# Headroom: larger keys and values than in calibration would be clipped. A larger scale does not reduce the
+# precision of a float.
 _MARGIN = 2.0
 _TOKENS_PER_BLOCK = 32
 
 
-class _Seen(StepAttention):
+class _LargestRecorder(StepAttention):
     """Records the largest key and value of each layer in `largest` [layers, 2]."""
 
     largest: Tensor
@@ -31,15 +31,15 @@ class _Seen(StepAttention):
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         out = super().__call__(layer, qkv)  # rotates the keys in place
         h, k = self._n_heads, self._n_kv_heads
-        for i, made in enumerate((qkv[:, h : h + k], qkv[:, h + k :])):
-            self.largest[layer, i] = torch.maximum(self.largest[layer, i], made.abs().max())
+        for i, values in enumerate((qkv[:, h : h + k], qkv[:, h + k :])):
+            self.largest[layer, i] = torch.maximum(self.largest[layer, i], values.abs().max())
         return out
 
 
 def kv_scales(
     folder: Path, prompts: list[list[int]], n_threads: int, progress: Callable[[str], object] | None = None
 ) -> dict[str, Tensor]:
-    """Return a scale for the keys and one for the values of each layer of the model in `folder`.
+    """Return a scale for the keys and a scale for the values of each layer of the model in `folder`.
 
     Each is float32 [1], under a name of `kv_scale_names`. The model runs on the CPU, one prompt at a time.
     Raises ConfigError as `check_model` does, also if the model does not fit in memory.
@@ -60,7 +60,7 @@ def kv_scales(
     largest = torch.zeros(info.config.n_layers, 2)
     with torch.inference_mode():
         for i, prompt in enumerate(prompts):
-            attention = _Seen(
+            attention = _LargestRecorder(
                 [Span(0, 0, len(prompt))],
                 {0: blocks},
                 part.cache,

@@ -1,6 +1,7 @@
 """The engine: turns requests into tokens, one step at a time.
 
-It decides what a step holds; `Worker` runs the step, on this rank and on the instance's other ranks.
+It decides which sequences a step contains. `Worker` runs the step, on this rank and on the instance's other
+ranks.
 """
 
 from __future__ import annotations
@@ -105,20 +106,20 @@ class Engine:
         for tokens in info.stop_words:
             self._stops.setdefault(tokens[-1], []).append(list(tokens))
         self._in_flight: deque[InFlight] = deque()
-        self._ended = 0.0  # when the last step's tokens were there
-        self._goes_on = False  # the next step could be planned then
+        self._ended = 0.0  # time of the last step's tokens
+        self._goes_on = False  # the next step could be planned at that time
         self.recorder: Recorder | None = None
         self._arrived: list[int] | None = None  # tokens of the oldest step in flight
-        # Tokens computed, of contexts (again after a preemption) and of answers.
+        # Tokens computed, of contexts (again after a preemption) and of outputs.
         self.prompt_tokens = self.generated_tokens = 0
-        self.n_steps = 0  # that had sequences
+        self.n_steps = 0  # with sequences
         self.last_step = StepCounts(0, 0, 0)
         self._cancelled: list[Sequence] = []  # not returned by `step` yet
 
     # --- work ---
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence that `refusal` lets pass."""
+        """Queue a sequence that `refusal` accepts."""
         if sequence.extras is not None:
             sequence.extras.prepare(sequence, self._end_ids, self.config.tokens_per_block)
         self.scheduler.add(sequence)
@@ -132,7 +133,7 @@ class Engine:
 
     @property
     def gpu_bytes(self) -> int:
-        """Memory of GPUs that this process holds; 0 on a CPU."""
+        """Bytes of GPU memory that this process has reserved; 0 on a CPU."""
         return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
 
     def is_idle(self) -> bool:
@@ -141,8 +142,8 @@ class Engine:
         return not (is_busy or self.scheduler.can_plan())
 
     def is_quiet(self) -> bool:
-        """Return whether the engine is idle, and no transfer is under way."""
-        return self.is_idle() and not self.handoffs.is_moving()
+        """Return whether the engine is idle and no transfer is in progress."""
+        return self.is_idle() and not self.handoffs.has_transfers()
 
     def cancel(self, sequence_id: int) -> None:
         """End a sequence in any state: queued, in its context, generating, or with its KV cache arriving.
@@ -160,7 +161,7 @@ class Engine:
 
     def _is_handed_over(self, sequence: Sequence) -> bool:
         """Return whether a sequence has blocks for its receiver, or had blocks before a preemption."""
-        return self.handoffs.leaves(sequence.id) and (
+        return self.handoffs.is_outgoing(sequence.id) and (
             bool(sequence.blocks) or self.handoffs.has_started(sequence.id)
         )
 
@@ -232,10 +233,10 @@ class Engine:
         width = len(numbers) // len(step.sampled) if step.sampled else 1  # 1 without log probabilities
         places = zip(step.sampled, range(0, len(numbers), width), strict=True)
         accepted = self.speculation.accepted(places, numbers) if self.speculation else places
-        every = (
+        results = (
             self._append(sequence, numbers[at], numbers[at + 1 : at + width]) for sequence, at in accepted
         )
-        return [progress for progress in every if progress is not None]
+        return [progress for progress in results if progress is not None]
 
     def _may_start(self) -> bool:
         """Return whether another step may be in flight."""
@@ -279,7 +280,7 @@ class Engine:
         sequence.is_done = is_final
         if is_final or sequence.hand_over:
             self.scheduler.drop(sequence)
-            if not self.handoffs.leaves(sequence.id):
+            if not self.handoffs.is_outgoing(sequence.id):
                 self.scheduler.free(sequence)
         return Progress(sequence, n == 1, is_final) if n == 1 or is_final or sequence.stream else None
 
@@ -300,7 +301,7 @@ class Engine:
         return len(output) >= sequence.min_output and any(output[-len(word) :] == word for word in stop_words)
 
     def poll_kv(self) -> list[int]:
-        """Return the sequences whose KV cache has left this instance, or arrived."""
+        """Return the sequences whose KV cache transfer is complete."""
         return self.handoffs.poll()
 
     def admit(self, sequence: Sequence) -> None:

@@ -21,7 +21,7 @@ from mpillm.engine.build_engine import build
 from mpillm.engine.cache.kv_cache import CachedBlocks, KVCache
 from mpillm.engine.kernels import attention_kernels, context_kernels, expert_kernels, fp8_kernels
 from mpillm.engine.kernels import step_kernels as kernels
-from mpillm.engine.kernels.few_rows import MOST_ROWS
+from mpillm.engine.kernels.few_rows import MAX_ROWS
 from mpillm.engine.kernels.launch import Kernel
 from mpillm.engine.kernels.linear import Fp8Linear, Linear
 from mpillm.engine.model.projections import GroupedProjections
@@ -301,7 +301,7 @@ class PlainFp8Linear(Linear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         seen = (
             x.bfloat16().float()
-            if len(x) <= MOST_ROWS[torch.float8_e4m3fn]
+            if len(x) <= MAX_ROWS[torch.float8_e4m3fn]
             else dequantize_rows(*quantize_rows(x, "fp8"), torch.float32)
         )
         return (seen @ self._floats.T).to(x.dtype)
@@ -322,7 +322,7 @@ def test_fp8_products(dtype: torch.dtype) -> None:
             found, wanted = product(x), plain(x).float()
             errors = (found.float() - wanted).norm(dim=1) / wanted.norm(dim=1)
             # Tensor cores sum products of fp8 numbers with fewer bits than float32 has.
-            limit = 1e-2 if n > MOST_ROWS[torch.float8_e4m3fn] else 5e-3 if dtype == torch.bfloat16 else 1e-4
+            limit = 1e-2 if n > MAX_ROWS[torch.float8_e4m3fn] else 5e-3 if dtype == torch.bfloat16 else 1e-4
             assert found.dtype == dtype and found.shape == (n, n_out) and float(errors.max()) < limit, (
                 n_out,
                 n_in,

@@ -24,7 +24,7 @@ from mpillm.engine.kernels.early_starts import one_by_one  # noqa: E402
 from mpillm.engine.kernels.expert_kernels import grouped_product, pack, packed_product  # noqa: E402
 from mpillm.engine.kernels.few_rows import FewRows  # noqa: E402
 from mpillm.engine.kernels.linear import GroupedLinear, Int4Linear, Linear  # noqa: E402
-from mpillm.engine.kernels.ops import Choice, RoundedRows, UnscaledProduct  # noqa: E402
+from mpillm.engine.kernels.ops import ExpertChoice, RoundedRows, UnscaledProduct  # noqa: E402
 from mpillm.engine.kernels.puts import Put, TargetCache  # noqa: E402
 from mpillm.engine.shape import int4  # noqa: E402
 from mpillm.engine.shape.composition import Activation  # noqa: E402
@@ -178,7 +178,7 @@ def test_few_rows_with_what_follows(quantization: str) -> None:
             weight = weight.to(dtype)
             floats = weight.float()
         few = FewRows(weight, scales)
-        for n in sorted({1, 3, few.most_rows, min(17, few.most_followed), few.most_followed}):
+        for n in sorted({1, 3, few.max_rows, min(17, few.max_fused_rows), few.max_fused_rows}):
             x, residual = torch.randn(n, n_in, device=DEVICE).to(dtype), torch.randn(n, n_out, device=DEVICE)
             product = x.float() @ floats.T
             assert error(few(x), product) < limit(dtype)
@@ -540,7 +540,7 @@ def test_experts_in_mxfp4(n_experts: int, n_chosen: int, experts: range) -> None
 
 
 def by_expert(
-    x: torch.Tensor, weights: torch.Tensor, choice: Choice, biases: torch.Tensor | None = None
+    x: torch.Tensor, weights: torch.Tensor, choice: ExpertChoice, biases: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return what `GroupedLinear` does on a CPU."""
     linear = GroupedLinear(
@@ -552,4 +552,4 @@ def by_expert(
     local = order[: int(ends[-1])]
     is_local = torch.zeros(len(order), dtype=torch.bool).index_fill(0, local, True)
     order = torch.cat([local, (~is_local).nonzero()[:, 0]])
-    return linear(x.cpu().float(), Choice(choice.weights.cpu(), order, ends)).to(x)
+    return linear(x.cpu().float(), ExpertChoice(choice.weights.cpu(), order, ends)).to(x)

@@ -12,7 +12,7 @@ import torch
 from mpillm.engine.cache.kv_cache import KVCache
 from mpillm.engine.handoff import peer_mover
 from mpillm.engine.schedule.engine_messages import PutTarget
-from mpillm.engine.tensors.staging import Event
+from mpillm.engine.tensors.staging import StreamEvent
 
 
 class Wire:
@@ -67,7 +67,7 @@ class PeerWire:
     targets_in_flight: list[PutTarget] = field(default_factory=list)
     tags_under_way: list[int] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
-    puts: list[tuple[list[int], list[Event]]] = field(default_factory=list)  # tags, what to wait for
+    puts: list[tuple[list[int], list[StreamEvent]]] = field(default_factory=list)  # tags, what to wait for
 
     def mark(self) -> Mark:
         self.marks.append(Mark(self.is_idle))
@@ -84,7 +84,7 @@ class PeerWire:
         return self.source.piece_bytes(part.cached.n_tokens, part.layers, part.heads)
 
     @torch.inference_mode()
-    def put(self, parts: list[tuple[peer_mover.CacheSlice, PutTarget]], ready: list[Event]) -> Mark:
+    def put(self, parts: list[tuple[peer_mover.CacheSlice, PutTarget]], ready: list[StreamEvent]) -> Mark:
         self.puts.append(([room.tag for _, room in parts], ready))
         for part, room in parts:
             (blocks, n_tokens, _), layers, heads = part

@@ -147,7 +147,7 @@ def hand_over(
     arrived: set[int] = set()
     left: set[int] = set()
     for _ in range(20_000):
-        if len(firsts.final | finals.final) == len(requests) and not context.engine.handoffs._leaving:
+        if len(firsts.final | finals.final) == len(requests) and not context.engine.handoffs._outgoing:
             break
         offered += context.started()
         while offered and generation.receive_kv(requests[offered[0]], 0, slot=offered[0]):

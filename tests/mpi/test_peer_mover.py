@@ -19,7 +19,7 @@ from mpillm.engine.handoff.notes import Notes
 from mpillm.engine.handoff.peer_mover import CacheSlice, PeerMover, PutLink
 from mpillm.engine.parallel.peer_memory import ExportedMemory
 from mpillm.engine.schedule.engine_messages import PUT, TARGETS, PutTarget
-from mpillm.engine.tensors.staging import Event
+from mpillm.engine.tensors.staging import StreamEvent
 from tests.helpers.loopback import Mark
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -55,7 +55,7 @@ class MpiLink:
     def n_bytes(self, part: CacheSlice) -> int:
         return part.cached.n_tokens
 
-    def put(self, parts: list[tuple[CacheSlice, PutTarget]], ready: list[Event]) -> Mark:
+    def put(self, parts: list[tuple[CacheSlice, PutTarget]], ready: list[StreamEvent]) -> Mark:
         self.put_targets += [target for _, target in parts]
         return Mark()
 

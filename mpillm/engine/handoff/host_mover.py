@@ -15,7 +15,7 @@ from torch import Tensor
 from mpillm.comms.mover import Mover, TransferHandle
 from mpillm.engine.handoff.nccl_mover import event
 from mpillm.engine.handoff.pinned import PinnedMemory
-from mpillm.engine.tensors.staging import Event
+from mpillm.engine.tensors.staging import StreamEvent
 
 
 class HostMover:
@@ -124,12 +124,12 @@ class _Copy:
     ) -> None:
         self.gpu: Tensor | None = None
         self.host: Tensor | None = None
-        self.free: Event | None = None  # the current stream's work when `gpu` came
+        self.free: StreamEvent | None = None  # the current stream's work when `gpu` came
         self.complete(gpu, host)
         self.to_host = to_host
         self.rank = rank
         self.tag = tag
-        self.copied: Event | None = None
+        self.copied: StreamEvent | None = None
         self.over_mpi: TransferHandle | None = None
 
     def complete(self, gpu: Tensor | None, host: Tensor | None) -> None:

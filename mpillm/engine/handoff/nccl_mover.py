@@ -21,7 +21,7 @@ from torch import Tensor
 from mpillm.engine.handoff.notes import Notes
 from mpillm.engine.parallel.nccl import NcclComm
 from mpillm.engine.schedule.engine_messages import NCCL_ID, NOTICE, Notice
-from mpillm.engine.tensors.staging import Event
+from mpillm.engine.tensors.staging import StreamEvent
 
 _MAX_LAUNCH_BYTES = 64 << 20  # bytes; the buffer that passes it is the last of its launch
 
@@ -29,7 +29,7 @@ _MAX_LAUNCH_BYTES = 64 << 20  # bytes; the buffer that passes it is the last of 
 class SendReceiveLink(Protocol):
     """One direction between this rank's GPU and another. No method waits."""
 
-    def mark(self) -> Event:
+    def mark(self) -> StreamEvent:
         """Return an event at the end of the GPU's work so far, links excluded."""
         ...
 
@@ -39,11 +39,11 @@ class SendReceiveLink(Protocol):
         """Return the notices since the last call, in order."""
         ...
 
-    def send(self, buffers: list[Tensor]) -> Event:
+    def send(self, buffers: list[Tensor]) -> StreamEvent:
         """Launch the sends together; sends and receives match by order."""
         ...
 
-    def receive(self, buffers: list[Tensor], ready: list[Event]) -> Event:
+    def receive(self, buffers: list[Tensor], ready: list[StreamEvent]) -> StreamEvent:
         """Launch the receives together, to begin after all of `ready`."""
         ...
 
@@ -74,7 +74,7 @@ class NcclLink:
             (self._nccl.send if sends else self._nccl.receive)(first, 1 if sends else 0)
         self._stream.synchronize()
 
-    def mark(self) -> Event:
+    def mark(self) -> StreamEvent:
         return event(torch.cuda.current_stream())
 
     def notify(self, together: list[Notice]) -> None:
@@ -83,13 +83,13 @@ class NcclLink:
     def notices(self) -> list[list[Notice]]:
         return self._notes.take()
 
-    def send(self, buffers: list[Tensor]) -> Event:
+    def send(self, buffers: list[Tensor]) -> StreamEvent:
         with torch.cuda.stream(self._stream), self._nccl.group():
             for buffer in buffers:
                 self._nccl.send(buffer, 1)
         return event(self._stream)
 
-    def receive(self, buffers: list[Tensor], ready: list[Event]) -> Event:
+    def receive(self, buffers: list[Tensor], ready: list[StreamEvent]) -> StreamEvent:
         for one in ready:
             self._stream.wait_event(one)  # type: ignore[arg-type]
         with torch.cuda.stream(self._stream), self._nccl.group():
@@ -98,7 +98,7 @@ class NcclLink:
         return event(self._stream)
 
 
-def event(stream: torch.cuda.Stream) -> Event:
+def event(stream: torch.cuda.Stream) -> StreamEvent:
     """Return an event at the end of the stream's work so far."""
     recorded = torch.cuda.Event()  # type: ignore[no-untyped-call]
     recorded.record(stream)
@@ -143,11 +143,11 @@ class NcclMover:
 
 
 class _NcclTransfer:
-    def __init__(self, tag: int, buffer: Tensor, ready: Event) -> None:
+    def __init__(self, tag: int, buffer: Tensor, ready: StreamEvent) -> None:
         self.tag = tag
         self.buffer = buffer
         self.ready = ready
-        self.launched: Event | None = None
+        self.launched: StreamEvent | None = None
 
     def done(self) -> bool:
         return self.launched is not None and self.launched.query()
@@ -204,6 +204,6 @@ class _Lane:
         return True
 
 
-def _launched(together: list[_NcclTransfer], event: Event) -> None:
+def _launched(together: list[_NcclTransfer], event: StreamEvent) -> None:
     for transfer in together:
         transfer.launched = event

@@ -25,7 +25,7 @@ from mpillm.engine.kernels.puts import Put, TargetCache
 from mpillm.engine.parallel.peer_memory import ExportedMemory, export, reach
 from mpillm.engine.schedule.block_allocator import NULL_BLOCK
 from mpillm.engine.schedule.engine_messages import PUT, TARGETS, PutTarget
-from mpillm.engine.tensors.staging import Event, Staging
+from mpillm.engine.tensors.staging import Staging, StreamEvent
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class CacheSlice(NamedTuple):
 class PutLink(Protocol):
     """One direction between this rank's GPU and another. No method waits."""
 
-    def mark(self) -> Event:
+    def mark(self) -> StreamEvent:
         """Return an event at the end of the GPU's work so far, links excluded."""
         ...
 
@@ -55,7 +55,7 @@ class PutLink(Protocol):
 
     def n_bytes(self, cache_slice: CacheSlice) -> int: ...
 
-    def put(self, slices: list[tuple[CacheSlice, PutTarget]], ready: list[Event]) -> Event:
+    def put(self, slices: list[tuple[CacheSlice, PutTarget]], ready: list[StreamEvent]) -> StreamEvent:
         """Launch the copies, to begin after all of `ready`."""
         ...
 
@@ -113,7 +113,7 @@ class PeerLink:
             self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
             self._staging = Staging(cache.keys.device)
 
-    def mark(self) -> Event:
+    def mark(self) -> StreamEvent:
         stream = torch.cuda.current_stream()
         # An event takes 5 us of the host, and the GPU as long to note it.
         return _CompletedEvent() if stream.query() else event(stream)
@@ -128,7 +128,7 @@ class PeerLink:
         return self._cache.piece_bytes(cache_slice.cached.n_tokens, cache_slice.layers, cache_slice.heads)
 
     @torch.inference_mode()
-    def put(self, slices: list[tuple[CacheSlice, PutTarget]], ready: list[Event]) -> Event:
+    def put(self, slices: list[tuple[CacheSlice, PutTarget]], ready: list[StreamEvent]) -> StreamEvent:
         for one in ready:
             if not one.query():
                 self._stream.wait_event(one)  # type: ignore[arg-type]
@@ -186,7 +186,7 @@ class SliceTransfer:
     def __init__(self, tag: int, cache_slice: CacheSlice) -> None:
         self.tag = tag
         self.cache_slice = cache_slice
-        self.ready: Event | None = None  # the end of the GPU's work before it may leave or arrive
+        self.ready: StreamEvent | None = None  # the end of the GPU's work before it may leave or arrive
         self.is_done = False
 
     def done(self) -> bool:
@@ -293,7 +293,7 @@ class _SendLane(_Lane):
     def __init__(self, link: PutLink) -> None:
         super().__init__(link)
         self._targets: dict[int, deque[PutTarget]] = {}
-        self._in_flight: deque[tuple[Event, list[SliceTransfer]]] = deque()
+        self._in_flight: deque[tuple[StreamEvent, list[SliceTransfer]]] = deque()
 
     def go_on(self) -> None:
         super().go_on()

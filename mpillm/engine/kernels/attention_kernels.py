@@ -1,16 +1,17 @@
-"""Triton kernels for attention over the paged KV cache, on NVIDIA GPUs: for decode.
+"""Triton kernels for decode attention over the paged KV cache, on NVIDIA GPUs.
 
-Those for contexts are in `context_kernels`.
+`context_kernels` has the kernels for contexts.
 
 The cache of a layer is [blocks, kv_heads, tokens_per_block, head_dim] (see `kv_cache`); in fp8 it has
 `scales` [2, kv_heads], None in another dtype. `table` [slots, blocks of a sequence] (int32) names the blocks
 of a sequence. Attention is computed as in FlashAttention-2 (Dao, 2023), over blocks in place as in
 PagedAttention (Kwon et al., 2023); all query heads that share a KV head are rows of one product. Decode is
-split over the context as in Flash-Decoding (Dao et al., 2023). Sums are float32. As to compilation, see
-`step_kernels`.
+split over the context as in Flash-Decoding (Dao et al., 2023). Sums are float32. `step_kernels` describes
+when Triton compiles.
 
-With a RANK a key's first values are its token's value, too (see `latent`), and are read once; its other
-values are a product of their own. All query heads share such a key: a program takes a group of them.
+With a RANK, a key is a latent (see `latent`) followed by rotated values. The latent is also the token's
+value, and is read once. The rotated values have a separate product. All query heads share a key, so a program
+computes a group of heads.
 """
 
 from __future__ import annotations
@@ -29,24 +30,25 @@ from mpillm.engine.kernels.launch import Kernel, next_power_of_2
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 ASSEMBLY = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")  # Triton's interpreter has none
-# For decode, without and with an fp8 cache, measured on an H200: keys that a program takes at a time, its
+# For decode, without and with an fp8 cache, measured on an H200: keys that a program reads at a time, its
 # warps, and pipeline stages.
 _DECODE = {False: (32, 1, 4), True: (32, 1, 3)}
-# With a latent, by the heads of a program: keys, warps, stages; for fewer heads as for 16.
+# With a latent, by the heads of a program (at least 16): keys, warps, stages.
 _LATENT = {64: (64, 8, 2), 32: (64, 4, 2), 16: (32, 4, 3)}
 _LATENT_SCALED, _LATENT_FLOAT32 = (32, 4, 2), (32, 8, 1)  # of 16 heads
-_MANY_HEADS = 528  # of all rows: with fewer, programs of 64 leave multiprocessors idle
-_LATENT_PROGRAMS = 2 * 132  # that contexts are split into: each fills a multiprocessor
-# So many run at once on an H200; more wait for these to end. Decode splits contexts to have nearly as many.
+_MANY_HEADS = 528  # of all rows: with fewer, programs of 64 heads leave multiprocessors idle
+_LATENT_PROGRAMS = 2 * 132  # programs to split contexts into: each fills a multiprocessor
+# Programs that an H200 runs simultaneously. Decode splits contexts into nearly as many.
 _PROGRAMS = 12 * 132
-# With an fp8 cache and so many registers it is so many programs; each is 2 to 10 % slower.
+# With an fp8 cache and this register limit, an H200 runs more programs, each 2 to 10 % slower.
 _FEW_REGISTERS, _MORE_PROGRAMS = 128, 15 * 132
-_MOST_SPLITS = 16
-_SHORT_SPLITS = tl.constexpr(_MOST_SPLITS)
-# Where a table has room for so many tokens, few sequences have more shares, up to so many programs in all. A
-# share beyond the sixteenth has so many tiles at least, or joining it costs more than it saves.
+_MAX_SPLITS = 16
+_SHORT_SPLITS = tl.constexpr(_MAX_SPLITS)
+# If tables have at least _LONG_TABLE tokens, few sequences are split further, into at most _LONG_PROGRAMS.
+# More than 16 shares need _TILES_OF_A_SHARE tiles each; joining smaller shares costs more than it saves.
 _LONG_TABLE, _LONG_PROGRAMS, _TILES_OF_A_SHARE = 8192, 4 * 128, tl.constexpr(8)
-# With so many a step has few rows. (By rows alone the kernel would have more forms than a warm-up meets.)
+# A step with this many splits has few rows. (A condition on rows would give the kernel variants that the
+# warm-up misses.)
 _EARLY_SPLITS = 4
 
 
@@ -54,7 +56,7 @@ _EARLY_SPLITS = 4
 def operand(q):
     """Return queries for products with fp8 keys: bfloat16 as float16, the only type to which GPUs widen fp8.
 
-    float16 holds fp8 keys and values exactly. A query loses what is smaller than 2^-24, and is clipped at
+    float16 represents fp8 keys and values exactly. A query loses values below 2^-24, and is clipped at
     65,504.
     """
     if q.dtype == tl.bfloat16:
@@ -95,7 +97,7 @@ def _decode(
 ):  # fmt: skip
     """Attend to a sequence's tokens, or to one of SPLITS shares of them, `TILE` at a time.
 
-    With WINDOW only to the last ones. With SINKS a head's total has its sink's share, too.
+    With WINDOW, only the last tokens count. With SINKS, a head's total includes its sink.
 
     The last program of a row to finish joins the shares, always in the same order.
 
@@ -123,13 +125,13 @@ def _decode(
     query = group * G + member
     real_query = (member < G)[None, :] & (d < E)[:, None]
     q = tl.load(qkv + (row * (H + 2 * K) + query[None, :]) * D + d[:, None], mask=real_query, other=0.0)
-    q_rest, r = q, tl.arange(0, BLOCK_R)
+    q_rope, r = q, tl.arange(0, BLOCK_R)
     if RANK > 0:
-        real_rest = (member < G)[None, :] & (r < D - RANK)[:, None]
-        rest_at = (row * (H + 2 * K) + query[None, :]) * D + RANK + r[:, None]
-        q_rest = tl.load(qkv + rest_at, mask=real_rest, other=0.0)
+        real_rope = (member < G)[None, :] & (r < D - RANK)[:, None]
+        rope_at = (row * (H + 2 * K) + query[None, :]) * D + RANK + r[:, None]
+        q_rope = tl.load(qkv + rope_at, mask=real_rope, other=0.0)
     if SCALED:
-        q, q_rest = operand(q), operand(q_rest)
+        q, q_rope = operand(q), operand(q_rope)
         scale *= tl.load(scales + head)
     block_row = table + tl.load(slots + row) * n_per_slot
     best = tl.full([ROWS], -float("inf"), tl.float32)
@@ -150,9 +152,9 @@ def _decode(
         key = tl.load(keys + at, mask=inside, other=0.0)
         score = tl.zeros([TILE, ROWS], tl.float32)
         if RANK > 0:
-            rest_inside = real[:, None] & (r < D - RANK)[None, :]
-            rest = tl.load(keys + cell[:, None] + RANK + r[None, :], mask=rest_inside, other=0.0)
-            score = tl.dot(rest.to(q.dtype), q_rest, score, input_precision="ieee")
+            rope_inside = real[:, None] & (r < D - RANK)[None, :]
+            rope_key = tl.load(keys + cell[:, None] + RANK + r[None, :], mask=rope_inside, other=0.0)
+            score = tl.dot(rope_key.to(q.dtype), q_rope, score, input_precision="ieee")
         score = tl.dot(key.to(q.dtype), q, score, input_precision="ieee") * scale
         score = tl.where(real[:, None], score, -float("inf"))
         highest = tl.maximum(best, tl.max(score, 0))
@@ -162,7 +164,7 @@ def _decode(
         weight = weight.to(q.dtype)
         best = highest
         if SCALED:
-            # Tensor cores want values of consecutive tokens side by side: that works 16 bits at a time.
+            # Tensor cores need values of consecutive tokens side by side; `tl.trans` does that on 16 bits.
             both = tl.load(
                 values + (cell // 2)[:, None] + pair[None, :],
                 mask=real[:, None] & (pair < E // 2)[None, :],
@@ -190,7 +192,7 @@ def _decode(
         tl.store(parts + own[:, None] * D + d[None, :], result, mask=real_out)
         tl.store(sums + own, total, mask=real_member)
         tl.store(bests + own, best, mask=real_member)
-        tl.debug_barrier()  # every thread has stored its part before one of them counts
+        tl.debug_barrier()  # every thread has stored its part before one thread counts
         if tl.atomic_add(arrived + row * (K * GROUPS) + group, 1, sem="acq_rel") < n_shares - 1:
             return
         tl.store(arrived + row * (K * GROUPS) + group, 0)  # for the next layer
@@ -201,14 +203,14 @@ def _decode(
         weights = tl.exp2(highests - best[:, None])
         total = tl.sum(weights * tl.load(sums + shares, mask=computed, other=0.0), 1)
         result = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        # So many loads are on their way at once.
+        # Loads that are in flight simultaneously.
         JOINED: tl.constexpr = 2 if RANK > 0 else SPLITS if SPLITS < _SHORT_SPLITS else _SHORT_SPLITS
         for start in range(0, n_shares, JOINED):
             for i in tl.static_range(JOINED):
                 joined = at * SPLITS + start + i
-                there = real_member & (joined < at * SPLITS + n_shares)
-                weight = tl.exp2(tl.load(bests + joined, mask=there, other=-float("inf")) - best)
-                inside = there[:, None] & (d < E)[None, :]
+                real_share = real_member & (joined < at * SPLITS + n_shares)
+                weight = tl.exp2(tl.load(bests + joined, mask=real_share, other=-float("inf")) - best)
+                inside = real_share[:, None] & (d < E)[None, :]
                 part = tl.load(parts + joined[:, None] * D + d[None, :], mask=inside, other=0.0)
                 result += part * weight[:, None]
     if SINKS:
@@ -240,7 +242,7 @@ def decode_attention(
 ) -> None:
     """Attend with one new token per row: out [n, heads * head_dim]; with a `rank`, each head's first values.
 
-    `window`, `sinks`, `rank`: see `LayerKind`. The other arguments are those of `step_kernels.rotate_store`.
+    `window`, `sinks`, `rank`: see `LayerKind`. Other arguments: see `step_kernels.rotate_store`.
     """
     n, _, d = qkv.shape
     k, size = keys.shape[1:3]
@@ -249,16 +251,16 @@ def decode_attention(
     tile, n_warps, n_stages = _DECODE[scales is not None]
     if qkv.dtype == torch.float32:  # no tensor cores: more registers
         n_warps, n_stages = 4, 2
-    groups, most_programs = 1, _PROGRAMS
+    groups, max_programs = 1, _PROGRAMS
     if rank:
         is_narrow = scales is not None or qkv.dtype == torch.float32 or n * n_heads < _MANY_HEADS
-        groups, most_programs = groups_of(n_heads // k, 16 if is_narrow else 64), _LATENT_PROGRAMS
+        groups, max_programs = groups_of(n_heads // k, 16 if is_narrow else 64), _LATENT_PROGRAMS
         tile, n_warps, n_stages = _LATENT[max(16, next_power_of_2(n_heads // k // groups))]
         if qkv.dtype == torch.float32:
             tile, n_warps, n_stages = _LATENT_FLOAT32
         elif scales is not None:
             tile, n_warps, n_stages = _LATENT_SCALED
-    splits = _splits(n * k * groups, table.stride(0) * size, most_programs)
+    splits = _splits(n * k * groups, table.stride(0) * size, max_programs)
     rows, block_d = max(8, next_power_of_2(n_heads // k // groups)), max(32, next_power_of_2(rank or d))
     registers = {}
     if scales is not None and not rank and _PROGRAMS < n * k <= _MORE_PROGRAMS:
@@ -278,14 +280,14 @@ def decode_attention(
     )  # fmt: skip
 
 
-def groups_of(n_heads: int, most: int) -> int:
-    """Return in how many groups of one size, at most `most`, heads that share a key are computed."""
-    return next(n for n in range(1, n_heads + 1) if n_heads % n == 0 and n_heads // n <= most)
+def groups_of(n_heads: int, max_heads: int) -> int:
+    """Return the number of equal groups, of at most `max_heads`, to split heads that share a key into."""
+    return next(n for n in range(1, n_heads + 1) if n_heads % n == 0 and n_heads // n <= max_heads)
 
 
-def _splits(n_programs: int, table_tokens: int, most_programs: int) -> int:
-    """Return the most shares, a power of two, of `n_programs` contexts in tables of `table_tokens`."""
-    splits = min(_MOST_SPLITS, 1 << max(1, most_programs // n_programs).bit_length() - 1)
+def _splits(n_programs: int, table_tokens: int, max_programs: int) -> int:
+    """Return into how many shares, a power of two, to split each of `n_programs` contexts."""
+    splits = min(_MAX_SPLITS, 1 << max(1, max_programs // n_programs).bit_length() - 1)
     if table_tokens >= _LONG_TABLE:
         splits = max(splits, 1 << max(1, _LONG_PROGRAMS // n_programs).bit_length() - 1)
     return min(splits, 64)

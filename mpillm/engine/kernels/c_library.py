@@ -1,4 +1,4 @@
-"""Compile a C file where there is a C compiler (`CC`, or `cc`), once for each kind of CPU."""
+"""Compile a C file with the host's C compiler (`CC`, or `cc`), once for each kind of CPU."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _log = logging.getLogger(__name__)
-# The compiler's OpenMP is the one that PyTorch has loaded, by name: both have the same threads.
+# The library's OpenMP resolves by name to the OpenMP that PyTorch has loaded, so both share threads.
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
-_LONGEST_S = 60.0  # for a compiler that hangs
+_TIMEOUT_S = 60.0  # for a compiler that hangs
 
 
 def compiler() -> str | None:
@@ -29,14 +29,14 @@ def compiler() -> str | None:
 
 
 def c_library(source: Path, *defined: str) -> ctypes.CDLL | None:
-    """Compile, or find, `source` with some macros (``NAME=VALUE``). None where that is not possible."""
+    """Compile `source` with macros (``NAME=VALUE``), or load it from the cache. None if that fails."""
     if (compiler_path := compiler()) is None:
         _log.warning("there is no C compiler for %s, so steps take longer", source.name)
         return None
     flags = (*_FLAGS, *(f"-D{macro}" for macro in defined))
     try:
         return _compiled(compiler_path, source, flags)
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: nobody's home
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home folder
         message = error.stderr.decode() if isinstance(error, subprocess.CalledProcessError) else str(error)
         _log.warning(
             "%s is not compiled, so steps take longer: %s: %s", source.name, compiler_path, message.strip()
@@ -45,20 +45,19 @@ def c_library(source: Path, *defined: str) -> ctypes.CDLL | None:
 
 
 def address(x: Tensor) -> int:
-    """Return where a contiguous tensor's numbers begin."""
+    """Return the address of a contiguous tensor's data."""
     assert x.is_contiguous()
     return x.data_ptr()
 
 
 def _compiled(compiler_path: str, source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
-    """Compile with `compiler_path`, half a second, and cache the result for this kind of CPU."""
-    # The source with all that it includes, and what the compiler defines by itself, which names its version
-    # and all instructions that it may use here.
+    """Compile with `compiler_path`, in half a second, and cache the result for this kind of CPU."""
+    # The source with its includes, and the compiler's own macros: its version and the CPU's instructions.
     about = subprocess.run(
         [compiler_path, *flags, "-dD", "-E", "-P", str(source)],
         check=True,
         capture_output=True,
-        timeout=_LONGEST_S,
+        timeout=_TIMEOUT_S,
     ).stdout
     name = hashlib.sha256(about + " ".join(flags).encode()).hexdigest()[:32]
     folder = cache_folder()
@@ -71,7 +70,7 @@ def _compiled(compiler_path: str, source: Path, flags: tuple[str, ...]) -> ctype
                 [compiler_path, *flags, str(source), "-o", str(output), "-lm"],
                 check=True,
                 capture_output=True,
-                timeout=_LONGEST_S,
+                timeout=_TIMEOUT_S,
             )
-            output.replace(library)  # whole or not at all, for other ranks
+            output.replace(library)  # atomic: other ranks load it
     return ctypes.CDLL(str(library))

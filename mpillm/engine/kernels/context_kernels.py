@@ -1,4 +1,4 @@
-"""Triton kernels for attention of contexts, several new tokens of a sequence: see `attention_kernels`."""
+"""Triton kernels for attention of contexts (several new tokens of a sequence): see `attention_kernels`."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch import Tensor
 from mpillm.engine.kernels.attention_kernels import LOG2_E, groups_of, operand
 from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
 
-# What no score is below: where a row sees none of a tile, nothing is subtracted from infinity.
+# Below all scores, but finite: a row that sees no token of a tile must not compute inf - inf.
 _LOWEST = tl.constexpr(-1.0e30)
-# For contexts, measured on an H200: query rows of a program, over all heads that share a KV head; keys that
-# it takes at a time; its warps; pipeline stages.
+# Measured on an H200: query rows of a program (over all heads that share a KV head), keys that it reads at a
+# time, its warps, and pipeline stages.
 _CONTEXT = {torch.bfloat16: (128, 64, 8, 3), torch.float32: (16, 32, 8, 2)}
-# With a latent, likewise; with an fp8 cache queries are in shared memory twice.
+# The same with a latent. With an fp8 cache, queries are in shared memory twice.
 _LATENT = {torch.bfloat16: (64, 32, 8, 3), torch.float32: (16, 32, 8, 1)}
 _LATENT_SCALED = {torch.bfloat16: (32, 32, 8, 2), torch.float32: (16, 32, 8, 1)}
 
 
 @triton.jit
 def _take_in(best, total, result, q, key, value, score, seen, scale, MASKED: tl.constexpr):
-    """Add a tile of keys and values, of which each row sees `seen`, to the running softmax.
+    """Add a tile of keys and values to the running softmax; `seen` marks the tokens that each row sees.
 
-    `score`: see `_scores_of_rest`. Returns the largest score (log2), the sum of the weights relative to it,
+    `score`: see `_rope_scores`. Returns the largest score (log2), the sum of the weights relative to it,
     and the weighted values.
     """
     score = tl.dot(q, tl.trans(key), score, input_precision="ieee")
@@ -40,19 +40,19 @@ def _take_in(best, total, result, q, key, value, score, seen, scale, MASKED: tl.
 
 
 @triton.jit
-def _scores_of_rest(
+def _rope_scores(
     q, keys, real,
     D: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Return what a tile's scores are without its keys' first RANK values: zero without a RANK.
+    """Return a tile's scores from the values behind each key's first RANK values; zero without a RANK.
 
-    q [ROWS, BLOCK_R]; keys [TILE, 1]: where each begins; real [TILE].
+    q [ROWS, BLOCK_R]; keys [TILE, 1] (pointers); real [TILE].
     """
     score = tl.zeros([ROWS, TILE], tl.float32)
     if RANK > 0:
         r = tl.arange(0, BLOCK_R)
-        rest = tl.load(keys + RANK + r[None, :], mask=real[:, None] & (r < D - RANK)[None, :], other=0.0)
-        score = tl.dot(q, tl.trans(rest.to(q.dtype)), score, input_precision="ieee")
+        rope_key = tl.load(keys + RANK + r[None, :], mask=real[:, None] & (r < D - RANK)[None, :], other=0.0)
+        score = tl.dot(q, tl.trans(rope_key.to(q.dtype)), score, input_precision="ieee")
     return score
 
 
@@ -85,10 +85,10 @@ def copied_rows(
     longest: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return keys and values of whole sequences, out of their blocks: [n_rows, 2 * kv_heads, head_dim].
+    """Copy keys and values of whole sequences out of their blocks: [n_rows, 2 * kv_heads, head_dim].
 
-    They keep the cache's numbers, without its scales. copies [m, 3] (int64): slot, tokens (at most
-    `longest`), and the row of the first; the rows of all sequences are `n_rows`.
+    The rows contain the cache's numbers, without its scales. copies [m, 3] (int64): slot, number of tokens
+    (at most `longest`), and row of the first token. `n_rows` counts the rows of all sequences.
     """
     k, size, d = keys.shape[1:]
     rows, tile = keys.new_empty(n_rows, 2 * k, d, dtype=dtype), 32
@@ -111,7 +111,7 @@ def _context(
     head, tile = tl.program_id(0) // GROUPS, tiles + tl.program_id(1) * 6
     G: tl.constexpr = H // K // GROUPS  # queries of a group
     E: tl.constexpr = RANK if RANK > 0 else D  # values of a token
-    OWN_VALUES: tl.constexpr = SCALED if RANK > 0 else True  # otherwise they are the keys' first ones
+    OWN_VALUES: tl.constexpr = SCALED if RANK > 0 else True  # otherwise the keys' first values
     W: tl.constexpr = HEADS * D
     row, slot, position = tl.load(tile), tl.load(tile + 3), tl.load(tile + 2).to(tl.int32)
     n, n_cached = tl.load(tile + 1).to(tl.int32), tl.load(tile + 4).to(tl.int32)
@@ -120,10 +120,10 @@ def _context(
     real = (token < n)[:, None] & (d < E)[None, :]
     q_at = qkv + (((row + token) * (H + 2 * K) + query) * D)[:, None]
     q = tl.load(q_at + d[None, :], mask=real, other=0.0)
-    q_rest = q
+    q_rope = q
     if RANK > 0:
         r = tl.arange(0, BLOCK_R)
-        q_rest = tl.load(
+        q_rope = tl.load(
             q_at + RANK + r[None, :], mask=(token < n)[:, None] & (r < D - RANK)[None, :], other=0.0
         )
     best = tl.full([ROWS], _LOWEST if WINDOW > 0 else -float("inf"), tl.float32)
@@ -136,17 +136,17 @@ def _context(
     if SCALED:
         scale *= tl.load(scales + head)
         value_scale = tl.load(scales + K + head)
-    if CACHED:  # what only blocks hold
-        wide_q, wide_rest = q, q_rest
+    if CACHED:  # tokens that are in blocks only
+        wide_q, wide_q_rope = q, q_rope
         if SCALED:
-            wide_q, wide_rest = operand(q), operand(q_rest)
+            wide_q, wide_q_rope = operand(q), operand(q_rope)
         block_row = table + slot * n_per_slot
         for start in range(begin // TILE * TILE, n_cached, TILE):
             is_token = start + step < n_cached
             block = tl.load(block_row + (start + step) // SIZE, mask=is_token, other=0).to(tl.int64)
             cell = (((block * K + head) * SIZE + (start + step) % SIZE) * D)[:, None]
             inside = is_token[:, None] & (d < E)[None, :]
-            score = _scores_of_rest(wide_rest, keys + cell, is_token, D, RANK, BLOCK_R, ROWS, TILE)
+            score = _rope_scores(wide_q_rope, keys + cell, is_token, D, RANK, BLOCK_R, ROWS, TILE)
             key = tl.load(keys + cell + d[None, :], mask=inside, other=0.0).to(wide_q.dtype)
             value = key
             if OWN_VALUES:
@@ -156,28 +156,28 @@ def _context(
                 own_position = position + tl.minimum(token, n - 1)
                 seen = seen & ((start + step)[None, :] > own_position[:, None] - WINDOW)
             best, total, result = _take_in(best, total, result, wide_q, key, value, score, seen, scale, True)
-    # What is in rows: first the tiles that every query sees.
+    # Tokens in rows: first the tiles that every query sees.
     own = position - n_cached
     first = own_rows + tl.load(tile + 5) * W + (FIRST + head) * D
     row_of, where = step[:, None] * W, step[:, None] * W + d[None, :]
     inside = (step >= 0)[:, None] & (d < E)[None, :]
     n_full = own // TILE * TILE
-    if WINDOW > 0:  # of which no tile is known to be seen by every query
+    if WINDOW > 0:  # no tile is certain to be seen by every query
         n_full = tl.maximum(begin - n_cached, 0) // TILE * TILE
         first += n_full.to(tl.int64) * W
     for _ in range(0, 0 if WINDOW > 0 else n_full, TILE):
-        score = _scores_of_rest(q_rest, first + row_of, step >= 0, D, RANK, BLOCK_R, ROWS, TILE)
+        score = _rope_scores(q_rope, first + row_of, step >= 0, D, RANK, BLOCK_R, ROWS, TILE)
         key = tl.load(first + where, mask=inside, other=0.0)
         value = key
         if OWN_VALUES:
             value = tl.load(first + K * D + where, mask=inside, other=0.0)
         best, total, result = _take_in(best, total, result, q, key, value, score, inside, scale, False)
         first += TILE * W
-    limit = own + tl.minimum(token, n - 1)  # padding rows see something, or they would divide by zero
+    limit = own + tl.minimum(token, n - 1)  # padding rows see a token, so that they do not divide by zero
     for start in range(n_full, own + n, TILE):
         is_token = start + step < own + n
         inside = is_token[:, None] & (d < E)[None, :]
-        score = _scores_of_rest(q_rest, first + row_of, is_token, D, RANK, BLOCK_R, ROWS, TILE)
+        score = _rope_scores(q_rope, first + row_of, is_token, D, RANK, BLOCK_R, ROWS, TILE)
         key = tl.load(first + where, mask=inside, other=0.0)
         value = key
         if OWN_VALUES:
@@ -225,14 +225,14 @@ def context_attention(
     sinks: Tensor | None = None,
     rank: int = 0,
 ) -> None:
-    """Attend with several new tokens per sequence, causally, to them and to everything before.
+    """Attend with several new tokens per sequence, causally, to them and to all earlier tokens.
 
-    Keys and values come from rows: of qkv, those of a sequence side by side, or of `copied` (see
-    `copied_rows`). Only those before a sequence's first row come from the cache.
+    Keys and values come from rows of qkv, where a sequence's rows are contiguous, or of `copied` (see
+    `copied_rows`). Tokens before a sequence's first row come from the cache.
 
-    tiles [m, 6] (int64): first row of the queries, how many (at most `context_tile`), position of the first,
-    slot, how many tokens of the sequence are not in rows (none unless `cached`), and the row of the next
-    one. The rest as in `decode_attention`.
+    tiles [m, 6] (int64): first row of the queries, their number (at most `context_tile`), position of the
+    first, and slot. Then the number of the sequence's tokens that are not in rows (0 unless `cached`), and
+    the row of the next token. Other arguments: see `decode_attention`.
     """
     n_kv, d = keys.shape[1], qkv.shape[2]
     size = keys.shape[2]

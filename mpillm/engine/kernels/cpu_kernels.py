@@ -1,7 +1,8 @@
-"""`cpu_kernels.c`, compiled where there is a C compiler: what is between matrix products, in one call each.
+"""Operations between matrix products on CPUs, one call each: `cpu_kernels.c`, compiled at load.
 
-PyTorch takes several passes for each, and a dozen for a cache in blocks. Where `c_library` cannot compile,
-`ops` and `attention` compute the same in PyTorch, as for numbers and heads that the kernels do not take.
+PyTorch makes several passes for each operation, and a dozen for a cache in blocks. `ops` and `attention`
+compute the same in PyTorch, for hosts without a C compiler and for dtypes and heads that the kernels do not
+support.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class CpuKernels:
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
             setattr(self, f"_{name}", function)
-        self.library = library  # of which `CpuLayers` calls the rest
+        self.library = library  # `CpuLayers` calls its other functions
 
     _add_norm: Any
     _silu_mul: Any
@@ -52,7 +53,7 @@ class CpuKernels:
         eps: float,
         rounds: bool = False,
     ) -> Tensor:
-        """As `ops.add_norm`."""
+        """Compute `ops.add_norm`."""
         assert not rounds and not isinstance(delta, UnscaledProduct | Partial)
         out = torch.empty_like(x)
         added = None if delta is None else address(delta)
@@ -62,7 +63,7 @@ class CpuKernels:
     def gated(
         self, gate_up: Tensor | UnscaledProduct, rounds: bool = False, activation: Activation = "silu"
     ) -> Tensor:
-        """As `ops.gated`."""
+        """Compute `ops.gated`."""
         if activation != "silu":
             return ops.gated(gate_up, rounds, activation)
         assert not rounds
@@ -71,7 +72,7 @@ class CpuKernels:
         self._silu_mul(address(gate_up), address(out), *out.shape)
         return out
 
-    # Nothing of these is worth a kernel on a CPU.
+    # A kernel would save nothing on a CPU.
     scaled = staticmethod(ops.scaled)
     route = staticmethod(ops.route)
     route_grouped = staticmethod(ops.route_grouped)
@@ -82,8 +83,11 @@ class CpuKernels:
     ) -> None:
         """Rotate queries and keys in place, and store keys and values.
 
-        qkv: [rows, heads + 2 * kv_heads, head_dim]; rotations: complex64 [rows, head_dim / 2]; slots: int64
-        [rows], block * tokens_per_block + place; keys, values: a layer of the cache.
+        Args:
+            qkv: [rows, heads + 2 * kv_heads, head_dim].
+            rotations: complex64 [rows, head_dim / 2].
+            slots: int64 [rows], block * tokens_per_block + place.
+            keys: A layer of the cache, as are `values`.
         """
         kv_heads, size = keys.shape[1:3]
         n, heads = qkv.shape[:2]
@@ -101,10 +105,10 @@ class CpuKernels:
         longest: int,
         sinks: Tensor | None = None,
     ) -> None:
-        """Write to `out` what some rows attend to in the cache.
+        """Attend with some rows of qkv to the cache; write the result to `out`.
 
-        rows: int64 [n, 4], each a row, where its sequence's blocks begin in `tables` (int64), and the first
-        token that it sees and the one behind the last, at most `longest`. sinks: see `LayerKind`.
+        rows: int64 [n, 4]: a row's index, the start of its sequence's blocks in `tables` (int64), the first
+        token that it sees, and the end of these tokens (at most `longest`). sinks: see `LayerKind`.
         """
         arrays = map(address, (qkv, out, keys, values, rows, tables))
         added = None if sinks is None else address(sinks)
@@ -113,9 +117,9 @@ class CpuKernels:
 
 @functools.cache
 def cpu_kernels(dtype: torch.dtype, head_dim: int, group: int) -> CpuKernels | None:
-    """Compile, or find, the kernels for rows of `dtype` and `group` query heads for each KV head.
+    """Compile or load the kernels for rows of `dtype` and `group` query heads for each KV head.
 
-    None where that is not possible.
+    None if that is not possible.
     """
     if dtype not in (torch.float32, torch.bfloat16) or head_dim % 16:
         return None

@@ -1,4 +1,4 @@
-"""`cpu_products.c`, compiled where there is a C compiler: products of a step's rows with packed weights."""
+"""Products of a step's rows with packed weights on CPUs: `cpu_products.c`, compiled at load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpillm.engine.shape.mxfp4 import numbers_of
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
-# The product by which compiled ones are compared with others: what both need lies in a core's cache.
+# The product for comparing compiled code with PyTorch's: its data fit in a core's cache.
 _ROWS, _OUTPUTS, _INPUTS, _ROUNDS = 64, 1024, 512, 5
 
 
@@ -41,9 +41,9 @@ class CpuProducts:
         self._dtype, self._weight_dtype = dtype, weight_dtype
 
     def pack(self, weight: Tensor) -> Tensor:
-        """Copy `weight` [out, in] to panels: [ceil(out / width), in, width], zeros behind the last output.
+        """Copy `weight` [out, in] to panels: [ceil(out / width), in, width], padded with zero outputs.
 
-        For matrices and pairs of bfloat16 also behind the last input; then pairs of inputs lie side by side.
+        For instructions on matrices or pairs of bfloat16, inputs are padded also, and lie in pairs.
         """
         if weight.dtype == torch.uint8:
             return self._pack_bytes(weight)
@@ -52,9 +52,9 @@ class CpuProducts:
         if self._multiple > 1:
             packed = weight.reshape(-1, self._width, inputs // 2, 2).transpose(1, 2)
         else:
-            half_rows = weight.reshape(-1, 2, self._width // 2, inputs)
-            # bfloat16: outputs of both halves side by side
-            packed = half_rows.permute((0, 3, 2, 1) if weight.dtype == torch.bfloat16 else (0, 3, 1, 2))
+            split_rows = weight.reshape(-1, 2, self._width // 2, inputs)
+            # bfloat16: outputs i and i + width / 2 side by side
+            packed = split_rows.permute((0, 3, 2, 1) if weight.dtype == torch.bfloat16 else (0, 3, 1, 2))
         packed = packed.clone(memory_format=torch.contiguous_format).view(-1, inputs, self._width)
         use_huge_pages(packed.data_ptr(), packed.nbytes)
         return packed
@@ -62,7 +62,7 @@ class CpuProducts:
     def _pack_bytes(self, blocks: Tensor) -> Tensor:
         """Copy bytes [out, in / 2] to panels: [ceil(out / width), in, width / 2].
 
-        A byte has numbers of both halves of a panel's row.
+        A byte contains one number of each half of a panel's row.
         """
         numbers = numbers_of(F.pad(blocks, (0, 0, 0, -len(blocks) % self._width)))
         inputs, multiple = numbers.shape[1], self._multiple
@@ -74,7 +74,7 @@ class CpuProducts:
         return packed
 
     def pack_exponents(self, exponents: Tensor) -> Tensor:
-        """Copy MXFP4's exponents [out, blocks] to panels: [ceil(out / width), blocks, width]."""
+        """Copy exponents of MXFP4 [out, blocks] to panels: [ceil(out / width), blocks, width]."""
         padded = F.pad(exponents, (0, 0, 0, -len(exponents) % self._width))
         return padded.view(-1, self._width, exponents.shape[1]).transpose(1, 2).contiguous()
 
@@ -88,7 +88,7 @@ class CpuProducts:
         return F.pad(scales.flatten().float(), (0, -scales.numel() % self._width)).clone()
 
     def multiply(self, x: Tensor, packed: Tensor, n_outputs: int, scales: Tensor | None = None) -> Tensor:
-        """Return x [n, in] times weights, times `scales`, packed as the weights are: [n, out]."""
+        """Return x [n, in] times weights times `scales` (both packed): [n, out]."""
         x = x.contiguous()
         out = x.new_empty(len(x), n_outputs)
         factors = None if scales is None else address(scales)
@@ -96,16 +96,16 @@ class CpuProducts:
         return out
 
     def experts(self, packed: list[tuple[Tensor, Tensor | None]], n_outputs: int) -> ExpertProducts:
-        """Return the products with the weights and scales of some experts, all of one shape."""
+        """Return a function for products with the weights and scales of experts, all of one shape."""
         return ExpertProducts(self._multiply_experts, packed, n_outputs)
 
-    def times_beside(self, other: Callable[[Tensor], Callable[[Tensor], Tensor]]) -> tuple[float, float]:
-        """Return the seconds that a product of some rows takes, here and by `other`.
+    def compare_times(self, other: Callable[[Tensor], Callable[[Tensor], Tensor]]) -> tuple[float, float]:
+        """Return the seconds that a product takes with this class and with `other`.
 
-        `other` takes weights [out, in] and returns what multiplies rows with them.
+        `other` receives weights [out, in] and returns a function that multiplies rows with them.
         """
         with torch.inference_mode():
-            own = torch.Generator().manual_seed(0)  # others' random numbers stay what they were
+            own = torch.Generator().manual_seed(0)  # leaves PyTorch's global generator unchanged
             weight = torch.randint(-127, 128, (_OUTPUTS, _INPUTS), generator=own).to(self._weight_dtype)
             x = torch.rand(_ROWS, _INPUTS, generator=own).to(self._dtype)
             packed, product = self.pack(weight), other(weight)
@@ -114,8 +114,8 @@ class CpuProducts:
                 lambda: product(x),
             )
             rounds = [[_seconds(compute) for compute in computations] for _ in range(_ROUNDS)]
-        own_s, others = map(min, zip(*rounds, strict=True))
-        return own_s, others
+        own_s, other_s = map(min, zip(*rounds, strict=True))
+        return own_s, other_s
 
 
 class ExpertProducts:
@@ -131,9 +131,9 @@ class ExpertProducts:
         self._scales = pointers(*scales) if scales else None
 
     def __call__(self, x: Tensor, order: Tensor, ends: Tensor) -> Tensor:
-        """Return what each pair of a row and an expert gives: [pairs, out], zero for other ranks' experts.
+        """Multiply each pair of a row and an expert: [pairs, out], zero for other ranks' experts.
 
-        x: [rows, in] or [pairs, in]; `order` and `ends` as in `Choice`.
+        x: [rows, in] or [pairs, in]; `order` and `ends`: see `ExpertChoice`.
         """
         x = x.contiguous()
         out = x.new_empty(len(order), self._n_outputs)
@@ -147,9 +147,9 @@ class ExpertProducts:
 def cpu_products(
     dtype: torch.dtype, weight_dtype: torch.dtype, int4_block: int | None = None
 ) -> CpuProducts | None:
-    """Compile, or find, the products of rows of `dtype`. None where that is not possible.
+    """Compile or load the products of rows of `dtype`. None if that is not possible.
 
-    Weights of uint8 have four bits: MXFP4, or with `int4_block` inputs that share a scale int4.
+    Weights of uint8 have four bits: MXFP4, or int4 if `int4_block` (inputs that share a scale) is set.
     """
     if dtype not in (torch.float32, torch.bfloat16) or weight_dtype not in (dtype, torch.int8, torch.uint8):
         return None

@@ -1,9 +1,9 @@
 """Kernels that start while the one before them runs (CUDA's programmatic dependent launch; Hopper and later).
 
-Such a kernel (see `launch.Kernel`) starts as soon as all programs of the one before it have called
-`let_next_start` or ended, and calls `after_previous` before it touches what another kernel touches. Programs
-that read much (of products, of decode attention) must be spread evenly over the multiprocessors. Beside many
-others that still run they are not, and both together take longer (docs/explain/engine.md).
+Such a kernel (see `launch.Kernel`) starts as soon as all programs of the previous kernel have called
+`let_next_start` or ended. It calls `after_previous` before it accesses memory that other kernels use.
+Programs that read much (products, decode attention) must be spread evenly over the multiprocessors. If many
+other programs still run, they are not, and both kernels together take longer (docs/explain/engine.md).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-_EARLY_ROWS = 32  # with more, kernels are long and what is between them weighs little
+_EARLY_ROWS = 32  # with more, kernels are long and the gaps between them matter little
 _early = True
 
 
 @triton.jit
 def after_previous(EARLY: tl.constexpr):
-    """Wait until the kernel before has ended."""
+    """Wait until the previous kernel has ended."""
     if EARLY:
         cuda.gdc_wait()
 
 
 @triton.jit
 def let_next_start(EARLY: tl.constexpr):
-    """Let the next kernel start if it can do so early. Only after `after_previous`: two may be under way."""
+    """Let the next kernel start early if it can. Call `after_previous` first: only two may overlap."""
     if EARLY:
         cuda.gdc_launch_dependents()
 
@@ -42,7 +42,7 @@ def starts_early(rows: Tensor) -> bool:
 
 
 def can_start_early(device: torch.device) -> bool:
-    """Return whether kernels can start early there: on Hopper and later, with a Triton that knows how."""
+    """Return whether kernels can start early on `device`: Hopper or later, and Triton supports it."""
     return _early and _is_able(device)
 
 
@@ -55,7 +55,7 @@ def _is_able(device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def one_by_one() -> Iterator[None]:
-    """Let no kernel that is launched or captured inside start early."""
+    """Prevent early starts of kernels that are launched or captured inside."""
     global _early
     _early = False
     try:

@@ -1,13 +1,13 @@
 """Triton kernels of a mixture of experts: routing, products with the chosen experts' weights, and their sum.
 
-The host never sees the choice, so that a step can be a CUDA graph. A product launches as many programs as any
-choice could need; each finds its expert from counts on the device, or has nothing to do. Only the weights of
-chosen experts are read. `ops` has the plain forms of `route` and `combine`.
+The host never reads the choice, so that a step can be a CUDA graph. A product launches as many programs as
+any choice could need. Each program finds its expert from counts on the device, or exits. Only the weights of
+chosen experts are read. `ops` has `route` and `combine` in plain PyTorch.
 
-Weights in MXFP4 (`pack`) have four bits up to the registers that a tensor core reads, where two of them
-become bfloat16 in four instructions or so. For that a word of 16 bits has a number from each of four blocks
-of 32. A shift and a mask put its bits where bfloat16 has them: the three lower ones become the last two of
-the exponent and the first of the fraction, so that every number of e2m1, also the subnormal one, is times
+Weights in MXFP4 (`pack`) have four bits up to the registers that a tensor core reads. There, about four
+instructions turn two of them into bfloat16. A packed int16 has a number from each of four blocks of 32. A
+shift and a mask move a number's bits to their place in bfloat16: the three lower bits become the last two of
+the exponent and the first of the fraction. So every number of e2m1, also the subnormal one, is multiplied by
 2^-126.
 """
 
@@ -21,11 +21,11 @@ from torch import Tensor
 from disagg.errors import ConfigError
 from mpillm.engine.kernels.fp8_kernels import quantize_rows
 from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
-from mpillm.engine.kernels.ops import Choice, RoundedRows, in_groups
+from mpillm.engine.kernels.ops import ExpertChoice, RoundedRows, in_groups
 from mpillm.engine.shape.entries import BLOCK
 from mpillm.engine.shape.mxfp4 import BIAS, numbers_of
 
-_LEAST_ROUTED, _MOST_PARTS = 16, 128  # rows of a program, and programs that choose
+_MIN_ROWS, _MAX_PARTS = 16, 128  # rows of a program; programs that choose
 
 
 @triton.jit
@@ -49,12 +49,12 @@ def _scores(scores, row, expert, n, n_experts):
 @Kernel
 @triton.jit(do_not_specialize=["n"])
 def _count(
-    scores, counts, n, n_experts, first, n_mine,
+    scores, counts, n, n_experts, first, n_own,
     CHOSEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     part, expert = tl.program_id(0), tl.arange(0, BLOCK)
     score, real = _scores(scores, part * ROWS + tl.arange(0, ROWS), expert, n, n_experts)
-    here = real & ((expert >= first) & (expert < first + n_mine))[None, :]
+    here = real & ((expert >= first) & (expert < first + n_own))[None, :]
     count = tl.sum(tl.where(here, _chosen(score, CHOSEN, ROWS, BLOCK), 0), 0)
     tl.store(counts + part * BLOCK + expert, count)
 
@@ -62,16 +62,16 @@ def _count(
 @Kernel
 @triton.jit(do_not_specialize=["n", "n_parts"])
 def _route(
-    scores, likelihoods, weights, order, ends, counts, n, n_experts, first, n_mine, n_parts, factor,
-    GIVEN: tl.constexpr, NORMED: tl.constexpr, CHOSEN: tl.constexpr,
+    scores, likelihoods, weights, order, ends, counts, n, n_experts, first, n_own, n_parts, factor,
+    HAS_LIKELIHOODS: tl.constexpr, NORMED: tl.constexpr, CHOSEN: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     part, expert = tl.program_id(0), tl.arange(0, BLOCK)
-    mine = (expert >= first) & (expert < first + n_mine)
+    is_own = (expert >= first) & (expert < first + n_own)
     row = part * ROWS + tl.arange(0, ROWS)
     score, real = _scores(scores, row, expert, n, n_experts)
     chosen = tl.where(real, _chosen(score, CHOSEN, ROWS, BLOCK), 0)
-    here = tl.where(mine[None, :], chosen, 0)
+    here = tl.where(is_own[None, :], chosen, 0)
     if PARTS == 1:
         count = tl.sum(here, 0)
         end = tl.cumsum(count, 0)
@@ -84,25 +84,25 @@ def _route(
         end = tl.cumsum(total, 0)
         place = end - total + tl.sum(tl.where((each < part)[:, None], count, 0), 0)
     if part == 0:
-        tl.store(ends + expert - first, end, mask=mine)
-    if GIVEN:
+        tl.store(ends + expert - first, end, mask=is_own)
+    if HAS_LIKELIHOODS:
         likely, _ = _scores(likelihoods, row, expert, n, n_experts)
     else:
         likely = tl.exp(score - tl.max(score, 1)[:, None])
     if NORMED:
         likely = tl.where(chosen == 1, likely, 0.0)
     weight = likely * factor
-    if NORMED or not GIVEN:
+    if NORMED or not HAS_LIKELIHOODS:
         weight = weight / tl.sum(likely, 1)[:, None]
     pair = row[:, None] * CHOSEN + tl.cumsum(chosen, 1) - chosen
-    tl.store(weights + pair, tl.where(mine[None, :], weight, 0.0), mask=chosen == 1)
+    tl.store(weights + pair, tl.where(is_own[None, :], weight, 0.0), mask=chosen == 1)
     tl.store(order + place[None, :] + tl.cumsum(here, 0) - here, pair, mask=here == 1)
 
 
-def route(scores: Tensor, n_chosen: int, experts: range, normed: bool = True) -> Choice:
-    """As `ops.route`; weights float32, `order` and `ends` int32, `order` undefined after the last end.
+def route(scores: Tensor, n_chosen: int, experts: range, normed: bool = True) -> ExpertChoice:
+    """Compute `ops.route`: weights float32, `order` and `ends` int32, `order` undefined after the last end.
 
-    Programs have some rows each. With several, each counts its rows' choices first.
+    Each program has some rows. If there are several programs, a first kernel counts each one's choices.
     """
     return _choice(scores, None, n_chosen, experts, normed, 1.0)
 
@@ -115,21 +115,21 @@ def route_grouped(
     normed: bool,
     groups: tuple[int, int],
     factor: float,
-) -> Choice:
-    """As `ops.route_grouped`, and `route`."""
+) -> ExpertChoice:
+    """Compute `ops.route_grouped`, with the dtypes of `route`."""
     each, ranked = in_groups(scores, bias, groups)
     return _choice(ranked, each, n_chosen, experts, normed, factor)
 
 
 def _choice(
     scores: Tensor, likelihoods: Tensor | None, n_chosen: int, experts: range, normed: bool, factor: float
-) -> Choice:
-    """Choose by `scores`, and weigh by `likelihoods` [rows, all experts], or by their softmax."""
+) -> ExpertChoice:
+    """Choose by `scores`; weigh by `likelihoods` [rows, all experts], or by the softmax of `scores`."""
     n, n_experts = scores.shape
     weights = torch.empty(n, n_chosen, dtype=torch.float32, device=scores.device)
     order = torch.empty(n * n_chosen, dtype=torch.int32, device=scores.device)
     ends = torch.empty(len(experts), dtype=torch.int32, device=scores.device)
-    rows = max(_LEAST_ROUTED, next_power_of_2(max(1, cdiv(n, _MOST_PARTS))))
+    rows = max(_MIN_ROWS, next_power_of_2(max(1, cdiv(n, _MAX_PARTS))))
     n_parts, block = max(1, cdiv(n, rows)), next_power_of_2(n_experts)
     counts = order
     if n_parts > 1:
@@ -141,24 +141,24 @@ def _choice(
     _route[(n_parts,)](
         scores, scores if likelihoods is None else likelihoods, weights, order, ends, counts, n, n_experts,
         experts.start, len(experts), n_parts, factor,
-        GIVEN=likelihoods is not None, NORMED=normed, CHOSEN=n_chosen,
+        HAS_LIKELIHOODS=likelihoods is not None, NORMED=normed, CHOSEN=n_chosen,
         ROWS=rows, BLOCK=block, PARTS=next_power_of_2(n_parts),
     )  # fmt: skip
-    return Choice(weights, order, ends)
+    return ExpertChoice(weights, order, ends)
 
 
 @triton.jit
 def _place(order, ends, n_experts, tile, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Return a tile's expert (n_experts: nothing is left to do), its pairs, and which of them are real."""
+    """Return a tile's expert (n_experts if there is none), its pairs, and a mask of the real pairs."""
     experts = tl.arange(0, BLOCK)
     end = tl.load(ends + experts, mask=experts < n_experts, other=0)
     start = tl.load(ends + experts - 1, mask=(experts > 0) & (experts < n_experts), other=0)
     n_tiles = tl.cdiv(end - start, ROWS)
     last_tile = tl.cumsum(n_tiles, 0)
-    expert = tl.sum((last_tile <= tile).to(tl.int32))  # those before it
-    mine = experts == expert
-    place = tl.sum(tl.where(mine, start + (tile - last_tile + n_tiles) * ROWS, 0)) + tl.arange(0, ROWS)
-    real = place < tl.sum(tl.where(mine, end, 0))
+    expert = tl.sum((last_tile <= tile).to(tl.int32))  # experts before it
+    is_expert = experts == expert
+    place = tl.sum(tl.where(is_expert, start + (tile - last_tile + n_tiles) * ROWS, 0)) + tl.arange(0, ROWS)
+    real = place < tl.sum(tl.where(is_expert, end, 0))
     pair = tl.load(order + place, mask=real, other=0).to(tl.int64)
     return expert, pair, real
 
@@ -178,7 +178,7 @@ def _grouped_product(
     row, output = pair // SHARE, expert.to(tl.int64) * n_out + column
     a = weights + output[:, None] * n_in + depth[None, :]
     b = x + row[None, :] * n_in + depth[:, None]
-    # Transposed: a tensor core's left operand has 64 rows at least, its right one may have few columns.
+    # Transposed: a tensor core's left operand has at least 64 rows, its right one may have few columns.
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
     for at in range(0, n_in, DEPTH):
         left = tl.load(a + at, mask=(column < n_out)[:, None] & (at + depth < n_in)[None, :], other=0.0)
@@ -196,8 +196,8 @@ def _grouped_product(
     )
 
 
-def _most_tiles(n_pairs: int, n_experts: int, rows: int) -> int:
-    """Return the tiles that there are when each expert has one row more than whole ones."""
+def _max_tiles(n_pairs: int, n_experts: int, rows: int) -> int:
+    """Return the largest number of tiles: each expert has one row more than full tiles."""
     n_chosen = min(n_pairs, n_experts)
     return (n_pairs - n_chosen) // rows + n_chosen
 
@@ -205,12 +205,12 @@ def _most_tiles(n_pairs: int, n_experts: int, rows: int) -> int:
 def tile_shape(n_pairs: int, n_experts: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
     """Return rows, columns, depth of a step, warps and pipeline stages for a program of `grouped_product`.
 
-    `dtype` is that of the weights.
+    `dtype`: of the weights.
     """
     if dtype == torch.float32:
         return 16, 32, 32, 4, 2
     # The fastest of six to twelve, measured on an H200 with Mixtral 8x7B's shapes (docs/explain/engine.md).
-    rows = n_pairs / n_experts  # of an expert, where all are chosen equally often
+    rows = n_pairs / n_experts  # of an expert, if all are chosen equally often
     deeper = 1 if dtype == torch.bfloat16 else 2  # as many bytes
     if rows <= 8:
         return 16, 64, 128 * deeper, 4, 4
@@ -223,28 +223,28 @@ def grouped_product(
     x: Tensor | RoundedRows,
     weights: Tensor,
     scales: Tensor | None,
-    choice: Choice,
+    choice: ExpertChoice,
     biases: Tensor | None = None,
 ) -> Tensor:
-    """As `linear.GroupedLinear`: weights [experts, out, in]; undefined rows for other ranks' experts.
+    """Multiply as `linear.GroupedLinear`: weights [experts, out, in]; biases [experts, out] are added.
 
-    biases [experts, out] are added.
+    Rows for other ranks' experts are undefined.
 
-    With scales (float32 [experts, out]) weights are float8_e4m3fn, and so are x's rows or will be.
+    With scales (float32 [experts, out]), weights are float8_e4m3fn, and x's rows are rounded to it.
     """
     n_pairs, (n_experts, n_out, n_in) = len(choice.order), weights.shape
     dtype = x.dtype
     if scales is None:
         assert isinstance(x, Tensor)
-        numbers = row_scales = scales_there = x
+        numbers = row_scales = weight_scales = x
     else:
         rounded = x if isinstance(x, RoundedRows) else quantize_rows(x)
-        numbers, row_scales, scales_there = rounded.numbers, rounded.scales, scales
+        numbers, row_scales, weight_scales = rounded.numbers, rounded.scales, scales
     rows, columns, depth, n_warps, n_stages = tile_shape(n_pairs, n_experts, weights.dtype)
-    n_tiles = _most_tiles(n_pairs, n_experts, rows)
+    n_tiles = _max_tiles(n_pairs, n_experts, rows)
     out = torch.empty(n_pairs, n_out, dtype=dtype, device=weights.device)
     _grouped_product[(n_tiles, cdiv(n_out, columns))](
-        out, numbers, row_scales, weights, scales_there, out if biases is None else biases, choice.order,
+        out, numbers, row_scales, weights, weight_scales, out if biases is None else biases, choice.order,
         choice.ends, n_experts, n_out, n_in,
         SCALED=scales is not None, BIASED=biases is not None, SHARE=choice.pairs_per_row(numbers),
         BLOCK=next_power_of_2(n_experts),
@@ -255,18 +255,18 @@ def grouped_product(
 
 # --- weights in MXFP4 ---
 
-_GROUP = 4 * BLOCK  # inputs that a column of words has
-# Where a word has a number's sign, and the lowest of its other bits, for each of the four. The last one's
-# lowest is apart, at 13, and the two others begin there.
+_GROUP = 4 * BLOCK  # inputs of a packed column
+# Bit positions of each of the four numbers: of its sign, and of the lowest other bit. The last number's
+# lowest bit is separate, at 13, and its two other bits begin at the second position.
 _PLACES = ((15, 6), (12, 3), (9, 0), (14, 10))
 _LARGEST_EXPONENT = 128
 
 
 def pack(blocks: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
-    """Return words int16 [groups of 128 inputs, out, 32] and their exponents, int32 [groups, out].
+    """Return packed weights int16 [groups of 128 inputs, out, 32] and exponents int32 [groups, out].
 
-    Blocks [out, in / 2], exponents [out, in / 32] as in `mxfp4`. Raises ConfigError for scales above 2,
-    which a word's numbers cannot be multiplied with at once.
+    Blocks [out, in / 2], exponents [out, in / 32]: see `mxfp4`. Raises ConfigError for scales above 2: their
+    factor is too large for a bfloat16.
     """
     if len(exponents) and int(exponents.max()) > _LARGEST_EXPONENT:
         raise ConfigError(
@@ -275,24 +275,24 @@ def pack(blocks: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
         )
     numbers = torch.nn.functional.pad(numbers_of(blocks), (0, -2 * blocks.shape[1] % _GROUP)).to(torch.int32)
     each = numbers.view(len(blocks), -1, 4, BLOCK).unbind(2)
-    words = torch.zeros_like(each[0])
-    for number, (sign, rest) in zip(each[:3], _PLACES, strict=False):
-        words |= (number >> 3) << sign | (number & 7) << rest
-    sign, rest = _PLACES[3]
-    words |= (each[3] >> 3) << sign | (each[3] >> 1 & 3) << rest | (each[3] & 1) << 13
-    # The factor of a word's numbers, 2^(exponent - 1), has this exponent as a bfloat16.
+    packed = torch.zeros_like(each[0])
+    for number, (sign, lowest) in zip(each[:3], _PLACES, strict=False):
+        packed |= (number >> 3) << sign | (number & 7) << lowest
+    sign, lowest = _PLACES[3]
+    packed |= (each[3] >> 3) << sign | (each[3] >> 1 & 3) << lowest | (each[3] & 1) << 13
+    # The factor of packed numbers, 2^(exponent - 1), has this exponent as a bfloat16.
     factors = torch.nn.functional.pad(exponents, (0, -exponents.shape[1] % 4)).to(torch.int32) + 126
     factors = factors.view(len(blocks), -1, 4)
     shifts = torch.tensor([0, 8, 16, 24], device=blocks.device)
     together = (factors.long() << shifts).sum(-1)
     together = torch.where(together >= 1 << 31, together - (1 << 32), together).to(torch.int32)
-    words = torch.where(words >= 1 << 15, words - (1 << 16), words).to(torch.int16)
-    return words.transpose(0, 1).contiguous(), together.t().contiguous()
+    packed = torch.where(packed >= 1 << 15, packed - (1 << 16), packed).to(torch.int16)
+    return packed.transpose(0, 1).contiguous(), together.t().contiguous()
 
 
 @triton.jit
-def _widened(words, first, second, third, fourth):
-    """Return the four numbers of each word, times a factor each, as bfloat16."""
+def _widened(packed, first, second, third, fourth):
+    """Return the four numbers of each packed int16, each times its factor, as bfloat16."""
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 a, b, c, none;
@@ -313,7 +313,7 @@ def _widened(words, first, second, third, fourth):
         lop3.b32 a, c, 0x00400040, a, 0xEA;
         fma.rn.bf16x2 $3, a, $8, none;
         }""",
-        "=r,=r,=r,=r,r,r,r,r,r", [words, first, second, third, fourth],
+        "=r,=r,=r,=r,r,r,r,r,r", [packed, first, second, third, fourth],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
     )  # fmt: skip
 
@@ -327,7 +327,7 @@ def _factor(exponents, SHIFT: tl.constexpr):
 @Kernel
 @triton.jit
 def _packed_product(
-    out, x, words, exponents, biases, order, ends, n_experts, n_out, n_in,
+    out, x, packed_weights, exponents, biases, order, ends, n_experts, n_out, n_in,
     BIASED: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -335,31 +335,31 @@ def _packed_product(
     if expert >= n_experts:
         return
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    there = column < n_out
+    real_column = column < n_out
     word, depth = tl.arange(0, 32), tl.arange(0, 128)
     first = expert.to(tl.int64) * tl.cdiv(n_in, 128) * n_out + column
-    a, scale = words + first[:, None] * 32 + word[None, :], exponents + first
+    a, scale = packed_weights + first[:, None] * 32 + word[None, :], exponents + first
     b = x + (pair // SHARE)[None, :] * n_in + depth[:, None]
     total = tl.zeros([COLUMNS, ROWS], tl.float32)  # transposed, as above
     for at in range(0, n_in, 128):
-        packed = tl.load(a, mask=there[:, None], other=0)
-        four = tl.load(scale, mask=there, other=0)
+        packed = tl.load(a, mask=real_column[:, None], other=0)
+        four = tl.load(scale, mask=real_column, other=0)
         right = tl.load(b + at, mask=real[None, :] & (at + depth < n_in)[:, None], other=0.0)
         w0, w1, w2, w3 = _widened(
             packed, _factor(four, 0), _factor(four, 8), _factor(four, 16), _factor(four, 24)
         )
-        # One block after the other, without a number changing its register.
+        # The blocks in order; no number changes its register.
         left = tl.permute(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (0, 2, 3, 1))
         total = tl.dot(tl.reshape(left, [COLUMNS, 128]), right, total)
         a += n_out * 32
         scale += n_out
     if BIASED:
-        bias = tl.load(biases + expert.to(tl.int64) * n_out + column, mask=there, other=0.0)
+        bias = tl.load(biases + expert.to(tl.int64) * n_out + column, mask=real_column, other=0.0)
         total += bias.to(tl.float32)[:, None]
     tl.store(
         out + pair[None, :] * n_out + column[:, None],
         total.to(out.dtype.element_ty),
-        mask=real[None, :] & there[:, None],
+        mask=real[None, :] & real_column[:, None],
     )
 
 
@@ -377,14 +377,14 @@ def packed_tile_shape(n_pairs: int, n_experts: int) -> tuple[int, int, int, int]
 
 
 def packed_product(
-    x: Tensor, words: Tensor, exponents: Tensor, choice: Choice, biases: Tensor | None = None
+    x: Tensor, packed_weights: Tensor, exponents: Tensor, choice: ExpertChoice, biases: Tensor | None = None
 ) -> Tensor:
-    """As `grouped_product`, of bfloat16 x with the experts' weights as `pack` returns them, stacked."""
-    n_pairs, (n_experts, _, n_out, _), n_in = len(choice.order), words.shape, x.shape[1]
+    """Multiply as `grouped_product`: bfloat16 x, and the stacked results of `pack` for the experts."""
+    n_pairs, (n_experts, _, n_out, _), n_in = len(choice.order), packed_weights.shape, x.shape[1]
     rows, columns, n_warps, n_stages = packed_tile_shape(n_pairs, n_experts)
     out = x.new_empty(n_pairs, n_out)
-    _packed_product[(_most_tiles(n_pairs, n_experts, rows), cdiv(n_out, columns))](
-        out, x, words, exponents, out if biases is None else biases, choice.order, choice.ends,
+    _packed_product[(_max_tiles(n_pairs, n_experts, rows), cdiv(n_out, columns))](
+        out, x, packed_weights, exponents, out if biases is None else biases, choice.order, choice.ends,
         n_experts, n_out, n_in,
         BIASED=biases is not None, SHARE=choice.pairs_per_row(x), BLOCK=next_power_of_2(n_experts),
         ROWS=rows, COLUMNS=columns, num_warps=n_warps, num_stages=n_stages,
@@ -401,17 +401,17 @@ def _combine(out, y, weights, places, width, PLACED: tl.constexpr, CHOSEN: tl.co
     for place in tl.static_range(CHOSEN):
         pair = row * CHOSEN + place
         weight = tl.load(weights + pair)
-        # Nothing was computed for another rank's expert: the memory may hold NaN.
-        there = tl.where(weight == 0, 0, width)
+        # Rows for other ranks' experts are not computed: the memory may contain NaN.
+        n_real = tl.where(weight == 0, 0, width)
         at = pair
         if PLACED:
             at = tl.load(places + pair, mask=weight != 0, other=0).to(tl.int64)
-        total += weight * tl.load(y + at * width + column, mask=column < there, other=0.0).to(tl.float32)
+        total += weight * tl.load(y + at * width + column, mask=column < n_real, other=0.0).to(tl.float32)
     tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=column < width)
 
 
 def combine(y: Tensor, weights: Tensor, places: Tensor | None = None) -> Tensor:
-    """As `ops.combine`. `places` (int32): the row of y for each pair, if they are in another order."""
+    """Compute `ops.combine`. `places` (int32): the row of y for each pair, if y has another order."""
     (n, n_chosen), width = weights.shape, y.shape[1]
     out = y.new_empty(n, width)
     _combine[(n, cdiv(width, 1024))](

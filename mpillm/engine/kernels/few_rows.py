@@ -1,13 +1,13 @@
-"""Products of few rows on NVIDIA GPUs: as fast as their weights are read, with the operation that follows.
+"""Products of few rows on NVIDIA GPUs, fused with the operation that follows.
 
-A product of few rows takes as long as reading its weights from memory, if enough programs read at once. So a
-program has a narrow tile of outputs; where the tiles are too few, several programs share one, each with a
-part of the sum. The last to finish adds the parts, always in the same order, so that the result does not
-depend on which it is.
+A product of few rows takes as long as reading its weights from memory, if enough programs read
+simultaneously. So a program has a narrow tile of outputs. If there are too few tiles, several programs share
+a tile, each with a part of the sum. The last program to finish adds the parts, always in the same order, so
+that the result does not depend on which program it is.
 
-SiLU and the sum with the residual are taken along, since a small kernel of its own takes 3 to 4 us, 2 to 4 %
-of a layer's time. The norm before a product would save another 1 to 2 % of a step, but needs what the product
-before it has found (docs/explain/engine.md).
+SiLU and the sum with the residual are fused, since a separate small kernel takes 3 to 4 us, 2 to 4 % of a
+layer's time. The norm before a product would save another 1 to 2 % of a step, but needs the result of the
+previous product (docs/explain/engine.md).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
 
 
 class _TileShape(NamedTuple):
-    """How to compute a product."""
+    """Launch parameters of a product."""
 
     columns: int  # outputs of a program
-    depth: int  # inputs that it takes at a time
+    depth: int  # inputs that it reads at a time
     n_stages: int
     n_warps: int
-    n_programs: int  # wanted
+    n_programs: int  # that the launch aims for
 
 
-# Measured on an H200, for weights in fp8, int4 and floats: how to compute up to so many rows; cuBLAS is
-# faster for more. With what follows the product, large weights in bfloat16 are faster here for more.
+# Measured on an H200, for weights in fp8, int4 and floats: launch parameters by the largest number of rows.
+# cuBLAS is faster for more rows. Fused products with large bfloat16 weights stay faster up to more rows.
 _TILE_SHAPES = {
     torch.float8_e4m3fn: {8: _TileShape(32, 128, 4, 2, 512)},
     torch.int16: {
@@ -46,8 +46,8 @@ _TILE_SHAPES = {
 }
 _FLOAT_TILE_SHAPES = {16: _TileShape(32, 128, 3, 2, 512)}
 _LARGE, _LARGE_TILE_SHAPES = 48 << 20, {**_FLOAT_TILE_SHAPES, 32: _TileShape(64, 128, 4, 4, 128)}
-MOST_ROWS = {dtype: max(tile_shapes) for dtype, tile_shapes in _TILE_SHAPES.items()}
-_MOST_SPLITS = 8
+MAX_ROWS = {dtype: max(tile_shapes) for dtype, tile_shapes in _TILE_SHAPES.items()}
+_MAX_SPLITS = 8
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def _product(
     If it is ACTIVATED, the weights have twice as many outputs, and a tile has a gate and a value of each.
     """
     after_previous(EARLY)
-    if not ACTIVATED:  # after that comes a product, too
+    if not ACTIVATED:  # otherwise another product follows
         let_next_start(EARLY)
     tile, split = tl.program_id(0), tl.program_id(1)
     row, depth, place = tl.arange(0, ROWS), tl.arange(0, DEPTH), tl.arange(0, COLUMNS)
@@ -104,15 +104,15 @@ def _product(
     if INT4:
         n_all = 2 * n_out if ACTIVATED else n_out
         word = tl.arange(0, 32)
-        at_words = weight + (first // 128 * n_all + column).to(tl.int64)[:, None] * 32 + word[None, :]
-        at_scales = scales + first // 128 * n_all + column
+        packed_at = weight + (first // 128 * n_all + column).to(tl.int64)[:, None] * 32 + word[None, :]
+        scales_at = scales + first // 128 * n_all + column
         for at in range(first, tl.minimum(first + share, n_in), 128):
-            words = tl.load(at_words, mask=real_place[:, None], other=0)
-            both = tl.load(at_scales, mask=real_place, other=0)
+            packed = tl.load(packed_at, mask=real_place[:, None], other=0)
+            both = tl.load(scales_at, mask=real_place, other=0)
             right = tl.load(b + at, mask=(row < n)[None, :], other=0.0)
-            total += tl.dot(numbers(words, both, COLUMNS), right) * factor(both)[:, None]
-            at_words += n_all * 32
-            at_scales += n_all
+            total += tl.dot(numbers(packed, both, COLUMNS), right) * factor(both)[:, None]
+            packed_at += n_all * 32
+            scales_at += n_all
     else:
         for at in range(first, tl.minimum(first + share, n_in), DEPTH):
             left = tl.load(a + at, mask=real_place[:, None] & (at + depth < n_in)[None, :], other=0.0)
@@ -124,7 +124,7 @@ def _product(
         width = 2 * n_out if ACTIVATED else n_out
         real, cell = real_place[:, None] & (row < n)[None, :], row[None, :] * width + column[:, None]
         tl.store(parts + split * n * width + cell, total, mask=real)
-        tl.debug_barrier()  # every thread has stored its part before one of them counts
+        tl.debug_barrier()  # every thread has stored its part before one thread counts
         if tl.atomic_add(arrived + tile, 1, sem="acq_rel") < SPLITS - 1:
             return
         tl.store(arrived + tile, 0)  # for the next product
@@ -133,7 +133,7 @@ def _product(
             total += tl.load(parts + i * n * width + cell, mask=real, other=0.0)
     if SCALED:
         total *= tl.load(scales + column, mask=real_place, other=0.0)[:, None]
-    # What follows sees the product as it would be stored.
+    # Fused operations use the product as it would be stored.
     result = total.to(out.dtype.element_ty)
     if ACTIVATED:
         gate_up = tl.reshape(result.to(tl.float32), [2, WIDTH, ROWS])
@@ -147,36 +147,36 @@ def _product(
 
 
 class FewRows:
-    """The product of at most `most_rows` rows, or `most_followed` with what follows, with some weights."""
+    """Product with some weights, of at most `max_rows` rows, or `max_fused_rows` if it is fused."""
 
     def __init__(self, weight: Tensor, scales: Tensor | None) -> None:
         """weight [out, in]: float8_e4m3fn with scales (float32, one per output), or floats without.
 
-        Or both as `int4_kernels.pack` returns them.
+        In int4: both as `int4_kernels.pack` returns them.
         """
         self._weight, self._scales = weight, scales
         self._is_int4 = weight.dtype == torch.int16
         self._shape = (weight.shape[1], GROUP * len(weight)) if self._is_int4 else tuple(weight.shape)
         self._tile_shapes = _TILE_SHAPES.get(weight.dtype, _FLOAT_TILE_SHAPES)
-        self.most_rows = max(self._tile_shapes)
+        self.max_rows = max(self._tile_shapes)
         if scales is None and weight.numel() >= _LARGE:
             self._tile_shapes = _LARGE_TILE_SHAPES
-        self.most_followed = max(self._tile_shapes)
-        # How many programs of each tile have stored their part: zeros again after each product.
+        self.max_fused_rows = max(self._tile_shapes)
+        # Programs of each tile that have stored their part: zero again after each product.
         n_tiles = cdiv(self._shape[0], min(tile_shape.columns for tile_shape in self._tile_shapes.values()))
         self._arrived = torch.zeros(n_tiles, dtype=torch.int32, device=weight.device)
 
     def __call__(self, x: Tensor, activated: bool = False, residual: Tensor | None = None) -> Tensor:
-        """Return x @ weight.T [n, out] with the dtype of x [n, in]: that of the weights, if they are floats.
+        """Return x @ weight.T [n, out] with the dtype of x [n, in], which float weights share.
 
         `activated`: return silu(gate) * up [n, out / 2]; the gate's outputs come first. `residual` [n, out]:
         add the product to it, and return it.
         """
         n, (n_all, n_in) = len(x), self._shape
-        tile_shape = next(tile_shape for most, tile_shape in self._tile_shapes.items() if n <= most)
+        tile_shape = next(tile_shape for max_rows, tile_shape in self._tile_shapes.items() if n <= max_rows)
         tiles = cdiv(n_all, tile_shape.columns)
         splits = min(
-            _MOST_SPLITS, next_power_of_2(cdiv(tile_shape.n_programs, tiles)), cdiv(n_in, tile_shape.depth)
+            _MAX_SPLITS, next_power_of_2(cdiv(tile_shape.n_programs, tiles)), cdiv(n_in, tile_shape.depth)
         )
         out = x.new_empty(n, n_all // 2 if activated else n_all) if residual is None else residual
         parts = out if splits == 1 else x.new_empty(splits, n, n_all, dtype=torch.float32)

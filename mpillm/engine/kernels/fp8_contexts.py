@@ -1,8 +1,8 @@
-"""Attention of long contexts multiplied in fp8: queries, keys, the softmax's weights, and values.
+"""Attention of long contexts with products in fp8: queries, keys, the softmax's weights, and values.
 
-Queries are rounded with a scale for each row, weights as they are, times 256. Keys and values are what the
-cache holds; tensor cores want values of consecutive tokens side by side, so they are copied out of the blocks
-transposed.
+Queries are rounded with a scale for each row, the softmax's weights times 256. Keys and values keep the
+cache's numbers. Tensor cores need values of consecutive tokens side by side, so values are copied out of the
+blocks transposed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _copy(
     is_token = token < n
     block = tl.load(table + slot * n_per_slot + token // SIZE, mask=is_token, other=0).to(tl.int64)
     cell = (((block * K + head) * SIZE + token % SIZE) * D)[:, None] + d[None, :]
-    # What pads a sequence is zero, not whatever the memory held: a weight of zero times NaN is NaN.
+    # Padding must be zero: uninitialized memory may contain NaN, and zero times NaN is NaN.
     key = tl.load(keys + cell, mask=is_token[:, None], other=0)
     value = tl.load(values + cell, mask=is_token[:, None], other=0)
     row = first + token
@@ -53,7 +53,7 @@ def _copy(
 
 @triton.jit
 def _take_in(best, total, result, q, factor, keys, values, key_at, value_at, seen, MASKED: tl.constexpr):
-    """As `context_kernels._take_in`, of tensor descriptors and where the tile begins in them."""
+    """Compute `context_kernels._take_in` from tensor descriptors and the tile's place in them."""
     score = tl.dot(q, tl.trans(keys.load(key_at)))
     if MASKED:
         score = tl.where(seen, score, -float("inf"))
@@ -65,7 +65,7 @@ def _take_in(best, total, result, q, factor, keys, values, key_at, value_at, see
     return highest, total, tl.dot(weight.to(tl.float8e4nv), value, result * shrink[:, None])
 
 
-# Not a `Kernel`, which knows no descriptors: the context takes longer than Triton's own search.
+# Not a `Kernel`, which does not support descriptors. A long context hides Triton's slower launch.
 @triton.jit(do_not_specialize_on_alignment=["tiles"])
 def _context(
     qkv, keys, values, scales, tiles, out, n_rows, scale,
@@ -117,7 +117,7 @@ def fp8_context_attention(
     out: Tensor,
     n_heads: int,
 ) -> None:
-    """As `context_attention` behind `copied_rows`, of heads of 64 or 128 values and a cache in fp8.
+    """Compute `context_attention` with `copied_rows`, for heads of 64 or 128 values and an fp8 cache.
 
     Each sequence's rows begin and end at a multiple of `PADDED`.
     """

@@ -1,4 +1,4 @@
-"""Triton kernels around products with fp8 weights, on NVIDIA GPUs: rounding of rows, and scales."""
+"""Triton kernels before and after products with fp8 weights, on NVIDIA GPUs: rounding rows, and scaling."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from torch import Tensor
 from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
 from mpillm.engine.kernels.ops import RoundedRows, UnscaledProduct
 
-SCALED_ROWS = 1024  # from so many on, a product that scales its rows and outputs itself is as fast
+SCALED_ROWS = 1024  # from here on, a product that also scales is as fast
 
 
 @triton.jit
 def nearest_fp8(value):
     """Return the float8_e4m3fn numbers nearest to `value` (float32, at most 448 in size), as float32.
 
-    Where a kernel converted to fp8 and back, ptxas 12.8 took half the numbers from an unrelated register.
+    Integer arithmetic, because ptxas 12.8 miscompiles a conversion to fp8 and back: half the numbers come
+    from an unrelated register.
     """
     bits = value.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
@@ -52,7 +53,7 @@ def _quantize_rows(out, scales, x, width, LARGEST: tl.constexpr, BLOCK: tl.const
 
 
 def new_rounded(n: int, width: int, like: Tensor) -> RoundedRows:
-    """Return room for the rounded rows of `like`."""
+    """Allocate memory for rounded rows on the device of `like`."""
     numbers = torch.empty(n, width, dtype=torch.float8_e4m3fn, device=like.device)
     return RoundedRows(numbers, torch.empty(n, 1, dtype=torch.float32, device=like.device), like.dtype)
 
@@ -78,7 +79,7 @@ def load_scaled(product, row_scales, scales, row, width, column, mask, UNSCALED:
 
 
 def parts_of(product: Tensor | UnscaledProduct) -> tuple[UnscaledProduct, bool]:
-    """Return what kernels take for a product, and whether they have to scale it."""
+    """Return a kernel's arguments for a product, and whether the kernel must scale it."""
     if isinstance(product, UnscaledProduct):
         return product, True
     return UnscaledProduct(product, product, product), False
@@ -95,7 +96,7 @@ def _scale(out, product, row_scales, scales, width, BLOCK: tl.constexpr):
 
 
 def scaled(product: Tensor | UnscaledProduct) -> Tensor:
-    """As `ops.scaled`."""
+    """Compute `ops.scaled`."""
     if isinstance(product, Tensor):
         return product
     out, width = torch.empty_like(product.numbers), product.numbers.shape[1]

@@ -1,8 +1,8 @@
-"""Ask the kernel for pages of 2 MiB where weights lie: a product that reads them from memory gets faster.
+"""Request pages of 2 MiB for weights, which makes products that read them from memory faster.
 
-Decode reads all weights for a few rows. With pages of 4 KiB the processor cannot fetch ahead beyond a page,
-and looks up 512 times as many. The products of SmolLM2-135M's layers measured 1.03 (8 rows) and 1.12 times
-(40 rows) as fast in float32 with huge pages, 1.36 and 1.09 times in bfloat16.
+Decode reads all weights for a few rows. With pages of 4 KiB, the processor cannot prefetch beyond a page, and
+looks up 512 times as many pages. With huge pages, the products of SmolLM2-135M's layers measured 1.03 (8
+rows) and 1.12 times (40 rows) as fast in float32, and 1.36 and 1.09 times in bfloat16.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import ctypes
 _SIZE = 2 << 20
 _SMALL = 256 << 10
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # linux/mman.h; the second one since Linux 6.1
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # linux/mman.h; MADV_COLLAPSE since Linux 6.1
 
 
 def use_huge_pages(address: int, n_bytes: int) -> None:
-    """Move memory to huge pages, unless it is small; what lies beside it on the same 2 MiB comes along.
+    """Move memory to huge pages, unless it is small. Neighbors in the same 2 MiB move with it.
 
     Only a hint: the kernel may have no huge pages, or forbid them.
     """
@@ -25,15 +25,15 @@ def use_huge_pages(address: int, n_bytes: int) -> None:
     start, end = address // _SIZE * _SIZE, -(-(address + n_bytes) // _SIZE) * _SIZE
     madvise = ctypes.CDLL(None).madvise
     for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
-        # Its result is no matter: 2 MiB of which a part is not mapped keep their small pages.
+        # Ignore errors: 2 MiB that are not completely mapped keep their small pages.
         madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
 
 
 def keep_freed_memory() -> None:
-    """Let malloc keep what tensors free, for the next ones.
+    """Make malloc keep memory that tensors free, for later tensors.
 
-    glibc gives it back, and each page is cleared anew. A step's rows come and go in every layer: 77,000 page
-    faults in a step of 1,942 tokens of SmolLM2-135M, 0.2 of its 2.5 s.
+    By default glibc returns it to the kernel, which clears each page again. Every layer allocates a step's
+    rows: 77,000 page faults in a step of 1,942 tokens of SmolLM2-135M, 0.2 of its 2.5 s.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
     if mallopt is not None:

@@ -1,7 +1,7 @@
 """Weights in int4 on NVIDIA GPUs: four bits up to the registers that a tensor core reads (see `few_rows`).
 
-A word of 16 bits has a number from each of four blocks of 32 inputs. A shift and a mask put it behind the
-bits of 128 as bfloat16, and taking 128 and the zero away leaves the number less its zero, exactly. Its scale
+A packed int16 has a number from each of four blocks of 32 inputs. A shift and a mask insert a number into the
+low bits of 128 as bfloat16. Subtracting 128 and the zero leaves the number minus its zero, exactly. The scale
 is applied to the sum of a group's products.
 """
 
@@ -20,21 +20,21 @@ _COLUMNS = 64
 
 
 def pack(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Return words int16 [groups, out, 32], and scales with zeros, int32 [groups, out].
+    """Return packed weights int16 [groups, out, 32], and scales with zeros, int32 [groups, out].
 
-    Blocks [out, in / 2] and float16 [out, groups, 2] as in `int4`. An int32 has a scale as float16 in its
-    lower half, and -(128 + zero) as bfloat16 in its upper one.
+    Blocks [out, in / 2] and scales float16 [out, groups, 2]: see `int4`. An int32 has the scale as float16 in
+    its lower half, and -(128 + zero) as bfloat16 in its upper half.
     """
     each = numbers_of(blocks).to(torch.int32).view(len(blocks), -1, 4, GROUP // 4).unbind(2)
-    words = each[0] | each[1] << 4 | each[2] << 8 | each[3] << 12
-    words = torch.where(words >= 1 << 15, words - (1 << 16), words).to(torch.int16)
+    packed = each[0] | each[1] << 4 | each[2] << 8 | each[3] << 12
+    packed = torch.where(packed >= 1 << 15, packed - (1 << 16), packed).to(torch.int16)
     lower = scales[..., 0].contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
     upper = (-128 - scales[..., 1].float()).to(torch.bfloat16).view(torch.int16).to(torch.int32) << 16
-    return words.transpose(0, 1).contiguous(), (lower | upper).t().contiguous()
+    return packed.transpose(0, 1).contiguous(), (lower | upper).t().contiguous()
 
 
 @triton.jit
-def _four(words, less):
+def _four(packed, less):
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 a, b, one;
@@ -51,48 +51,48 @@ def _four(words, less):
         lop3.b32 b, b, 0x000F000F, 0x43004300, 0xEA;
         fma.rn.bf16x2 $3, b, one, $5;
         }""",
-        "=r,=r,=r,=r,r,r", [words, less],
+        "=r,=r,=r,=r,r,r", [packed, less],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
     )  # fmt: skip
 
 
 @triton.jit
-def numbers(words, both, COLUMNS: tl.constexpr):
-    """Return a group's numbers less their zeros, bfloat16 [COLUMNS, 128], of words [COLUMNS, 32]."""
+def numbers(packed, both, COLUMNS: tl.constexpr):
+    """Return a group's numbers minus their zeros, bfloat16 [COLUMNS, 128]; packed [COLUMNS, 32]."""
     less = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    w0, w1, w2, w3 = _four(words, less[:, None])
-    # One block after the other, without a number changing its register.
+    w0, w1, w2, w3 = _four(packed, less[:, None])
+    # The blocks in order; no number changes its register.
     four = tl.permute(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (0, 2, 3, 1))
     return tl.reshape(four, [COLUMNS, 128])
 
 
 @triton.jit
 def factor(both):
-    """Return the scales in what `pack` makes of them, float32."""
+    """Return the scales in the int32 numbers of `pack`, float32."""
     return (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @Kernel
 @triton.jit
-def _widened(out, words, scales, n_out, n_in, COLUMNS: tl.constexpr):
+def _widened(out, weights, scales, n_out, n_in, COLUMNS: tl.constexpr):
     group = tl.program_id(1)
     column, word, depth = (
         tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS),
         tl.arange(0, 32),
         tl.arange(0, 128),
     )
-    there = column < n_out
+    real_column = column < n_out
     first = (group * n_out + column).to(tl.int64)
-    packed = tl.load(words + first[:, None] * 32 + word[None, :], mask=there[:, None], other=0)
-    both = tl.load(scales + first, mask=there, other=0)
+    packed = tl.load(weights + first[:, None] * 32 + word[None, :], mask=real_column[:, None], other=0)
+    both = tl.load(scales + first, mask=real_column, other=0)
     wide = numbers(packed, both, COLUMNS).to(tl.float32) * factor(both)[:, None]
     to = out + column.to(tl.int64)[:, None] * n_in + group * 128 + depth[None, :]
-    tl.store(to, wide.to(out.dtype.element_ty), mask=there[:, None])
+    tl.store(to, wide.to(out.dtype.element_ty), mask=real_column[:, None])
 
 
-def widened(words: Tensor, scales: Tensor) -> Tensor:
-    """Return the weights of `pack` as bfloat16 [out, in]."""
-    n_groups, n_out, _ = words.shape
-    out = torch.empty(n_out, n_groups * GROUP, dtype=torch.bfloat16, device=words.device)
-    _widened[(cdiv(n_out, _COLUMNS), n_groups)](out, words, scales, n_out, n_groups * GROUP, COLUMNS=_COLUMNS)
+def widened(weights: Tensor, scales: Tensor) -> Tensor:
+    """Return weights that `pack` packed as bfloat16 [out, in]."""
+    n_groups, n_out, _ = weights.shape
+    out = torch.empty(n_out, n_groups * GROUP, dtype=torch.bfloat16, device=weights.device)
+    _widened[(cdiv(n_out, _COLUMNS), n_groups)](out, weights, scales, *out.shape, COLUMNS=_COLUMNS)
     return out

@@ -1,9 +1,9 @@
-"""Launch a Triton kernel again without Triton's own search for its compiled form.
+"""Launch compiled Triton kernels without Triton's own lookup.
 
-At each launch Triton describes all arguments and options in a text and looks that up, which takes longer
-than the launch itself; a step with contexts launches a thousand kernels. Here the key is a tuple.
+At each launch, Triton describes all arguments and options in a string and looks that up, which takes longer
+than the launch itself. A step with contexts launches a thousand kernels. Here the key is a tuple.
 
-A kernel whose constant EARLY is true may start before the one before it has ended (`early_starts`).
+A kernel whose constant EARLY is true may start before the previous kernel has ended (`early_starts`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 
 
 class Kernel:
-    """A function of `triton.jit` for one GPU, launched in the same way: ``kernel[grid](*args, **constants)``.
+    """A `triton.jit` function for one GPU, launched in the same way: ``kernel[grid](*args, **constants)``.
 
-    `compiled`: its compiled forms, each with the constants that follow the arguments.
+    `compiled`: its compiled variants, each with the constants that follow the arguments.
     """
 
     def __init__(self, function: Any) -> None:
@@ -31,24 +31,24 @@ class Kernel:
         return functools.partial(self._launch, (*grid, 1, 1)[:3])
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        # All that a compiled form may depend on, and more: of a number, Triton asks only whether it is 1 or a
-        # multiple of 16.
+        # Everything that a compiled variant may depend on, and more: Triton specializes a number only on
+        # whether it is 1 or a multiple of 16.
         key = [(arg.dtype, arg.data_ptr() & 15) if isinstance(arg, Tensor) else arg for arg in args]
         for i in self._unspecialized:
             key[i] = None
-        whole = (*key, *constants.items())
-        if (known := self.compiled.get(whole)) is not None:
-            compiled, rest = known
-            compiled[grid](*args, *rest)
+        full_key = (*key, *constants.items())
+        if (known := self.compiled.get(full_key)) is not None:
+            compiled, trailing = known
+            compiled[grid](*args, *trailing)
             return
         options = {"launch_pdl": True} if constants.get("EARLY") else {}
         compiled = self.function[grid](*args, **constants, **options)
-        if compiled is not None:  # as it is in Triton's interpreter
-            rest = [constants[name] for name in self.function.arg_names[len(args) :]]
-            self.compiled[whole] = compiled, rest
+        if compiled is not None:  # None in Triton's interpreter
+            trailing = [constants[name] for name in self.function.arg_names[len(args) :]]
+            self.compiled[full_key] = compiled, trailing
 
 
-# Triton's own, which kernels can call too, take microseconds.
+# Triton's versions, which kernels can also call, take microseconds.
 
 
 def cdiv(a: int, b: int) -> int:
@@ -57,5 +57,5 @@ def cdiv(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """Return the least power of two that is at least `n` (positive)."""
+    """Return the smallest power of two that is at least `n` (positive)."""
     return 1 << (n - 1).bit_length()

@@ -1,10 +1,10 @@
-"""The matrix product with weights, floats, 8 bits or 4: the only place in a running model that quantises.
+"""Matrix products with weights in floats, 8 bits or 4 bits: the only place in a running model that quantizes.
 
-Floats on a CPU go to `CpuProducts`, where it can be compiled and is about as fast as what there is without
-it, or faster: on x86 oneDNN with packed weights, elsewhere `F.linear`. Measured on AMD EPYCs, oneDNN is 2 to
-2.5 times as fast as PyTorch's default (MKL) with AVX-512 in float32, and 1.2 times in bfloat16; with AVX2, in
-float32, 1.0 to 3.2 times with 4 to 100 rows, 0.5 to 1.9 times with one, 0.8 to 1.1 times with 250 and more.
-docs/explain/engine_cpu.md has `CpuProducts` beside it.
+On a CPU, `CpuProducts` multiplies floats, if it can be compiled and is not clearly slower than the
+alternative: oneDNN with packed weights on x86, `F.linear` elsewhere. On AMD EPYCs with AVX-512, oneDNN
+measured 2 to 2.5 times as fast as PyTorch's default (MKL) in float32, and 1.2 times in bfloat16. With AVX2 in
+float32, it measured 1.0 to 3.2 times with 4 to 100 rows, 0.5 to 1.9 times with one row, and 0.8 to 1.1 times
+with 250 or more. docs/explain/engine_cpu.md compares `CpuProducts` with it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mpillm.engine.kernels.cpu_products import CpuProducts, ExpertProducts, cpu_products
 from mpillm.engine.kernels.huge_pages import use_huge_pages
-from mpillm.engine.kernels.ops import Choice, RoundedRows, UnscaledProduct
+from mpillm.engine.kernels.ops import ExpertChoice, RoundedRows, UnscaledProduct
 from mpillm.engine.shape import int4, mxfp4
 from mpillm.engine.tensors.rounding import dequantize_rows
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mpillm.engine.kernels.few_rows import FewRows
 
 _log = logging.getLogger(__name__)
-_TYPICAL_ROWS = 64  # for which the packed layout is chosen; it works for any number of rows
+_TYPICAL_ROWS = 64  # to choose the packed layout for; it works for any number of rows
 _FEW_ROWS = 32
 _CLEARLY = 1.2
 _PIECE = 1 << 20  # int8 numbers widened at a time: they fit a core's cache
@@ -37,7 +37,7 @@ _PIECE = 1 << 20  # int8 numbers widened at a time: they fit a core's cache
 class Linear:
     """``x @ weight.T``: x [n, in], weight [out, in]; the result is [n, out], with the dtype of x."""
 
-    _few: FewRows | None = None  # on a GPU, of bfloat16 or fp8
+    _few: FewRows | None = None  # on a GPU: bfloat16, fp8 or int4
     _products: CpuProducts | None = None
 
     def __init__(self, weight: Tensor) -> None:
@@ -58,39 +58,39 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         if self._products is not None:
             return self._products.multiply(x, self._weight, self.out_features)
-        if self._few is not None and len(x) <= self._few.most_rows:
+        if self._few is not None and len(x) <= self._few.max_rows:
             return self._few(x)
         return _product(x, self._weight)
 
     def unscaled(self, x: Tensor) -> Tensor | UnscaledProduct:
-        """Return the product, or leave its scales to the next operation: that saves a pass."""
+        """Return the product, or leave its scales to the next operation, which saves a pass."""
         return self(x)
 
     def rounds(self, n_rows: int) -> bool:
-        """Return whether it takes this many rows as `RoundedRows`, which saves a pass over x."""
+        """Return whether this product accepts `n_rows` rows as `RoundedRows`, which saves a pass over x."""
         return False
 
     def compiled(self) -> tuple[int | None, Tensor, Tensor | None] | None:
-        """Return where `multiply` of cpu_products.c is, weights and scales for it; None if it is not used."""
+        """Return the address of cpu_products.c's `multiply`, weights and scales; None if it is unused."""
         return None if self._products is None else (self._products.function, self._weight, None)
 
     def of_experts(self, linears: list[Linear]) -> ExpertProducts | None:
-        """Return the product with all of these, of its own kind, in one call; None if it is not compiled."""
+        """Return one product with all `linears`, which have this class; None if it is not compiled."""
         if self._products is None:
             return None
         packed = [product[1:] for linear in linears if (product := linear.compiled()) is not None]
         return self._products.experts(packed, self.out_features)
 
     def few(self, n_rows: int) -> FewRows | None:
-        """Return the product that takes along what follows it, if there is one for so many rows."""
-        return self._few if self._few is not None and n_rows <= self._few.most_followed else None
+        """Return the product that can be fused with the next operation, if there is one for `n_rows`."""
+        return self._few if self._few is not None and n_rows <= self._few.max_fused_rows else None
 
 
 class Int8Linear(Linear):
-    """int8 weights with a scale per output, on a CPU: widened as they are read, then outputs are scaled."""
+    """int8 weights with a scale per output, on a CPU: widened when they are read, then outputs are scaled."""
 
     def __init__(self, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
-        """int8 [out, in], float32 [out, 1]; `dtype` is that of x."""
+        """int8 [out, in], float32 [out, 1]; `dtype`: of x."""
         self.out_features, self.in_features = weight.shape
         self._products = _compiled(dtype, torch.int8)
         if self._products is None:
@@ -110,7 +110,7 @@ class Int8Linear(Linear):
 class Fp8Linear(Linear):
     """float8_e4m3fn weights with a scale for each output, on a GPU.
 
-    Rows of x are rounded to fp8, with a scale each, unless they are few.
+    Rows of x are rounded to fp8, with a scale for each row, unless `FewRows` multiplies them.
     """
 
     def __init__(self, weight: Tensor, scales: Tensor) -> None:
@@ -134,8 +134,8 @@ class Fp8Linear(Linear):
         if isinstance(x, Tensor) and (few := self.few(len(x))) is not None:
             return few(x)
         numbers, row_scales, dtype = x if isinstance(x, RoundedRows) else fp8_kernels.quantize_rows(x)
-        # cuBLAS has one kernel for products with scales of rows and outputs. Without them it chooses among
-        # many, which saves 3 to 40 % of the time up to 512 rows (docs/explain/quantization.md).
+        # cuBLAS has one kernel for products with scales of rows and outputs, and many for products without
+        # scales, which saves 3 to 40 % of the time up to 512 rows (docs/explain/quantization.md).
         scales_now = len(numbers) >= fp8_kernels.SCALED_ROWS
         product = torch._scaled_mm(
             numbers,
@@ -152,10 +152,10 @@ class Fp8Linear(Linear):
 
 
 class Mxfp4Linear(Linear):
-    """Weights in MXFP4 (see `mxfp4`): a CPU widens them as it reads them, a GPU in `GroupedLinear` only."""
+    """Weights in MXFP4 (see `mxfp4`): a CPU widens them when it reads them, a GPU in `GroupedLinear` only."""
 
     def __init__(self, blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> None:
-        """uint8 [out, in / 2] and [out, in / 32]; `dtype` is that of x."""
+        """uint8 [out, in / 2] and [out, in / 32]; `dtype`: of x."""
         self.out_features, self.in_features = len(blocks), 2 * blocks.shape[1]
         self._weight, self._exponents = blocks, exponents
         if blocks.device.type != "cpu":
@@ -170,7 +170,7 @@ class Mxfp4Linear(Linear):
         return None if self._products is None else (self._products.function, self._weight, self._exponents)
 
     def packed(self) -> tuple[Tensor, Tensor]:
-        """Return words and exponents for `packed_product`, on a GPU."""
+        """Return packed weights and exponents for `packed_product`, on a GPU."""
         return self._weight, self._exponents
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -184,11 +184,12 @@ class Mxfp4Linear(Linear):
 class Int4Linear(Linear):
     """Weights of four bits, with a scale and a zero for each group of inputs (see `int4`).
 
-    They are widened as they are read; on a GPU, for more rows than `FewRows` takes, to bfloat16 beforehand.
+    They are widened when they are read. On a GPU, for more rows than `FewRows` supports, they are widened to
+    bfloat16 beforehand.
     """
 
     def __init__(self, blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
-        """uint8 [out, in / 2], float16 [out, groups, 2]; `dtype` is that of x."""
+        """uint8 [out, in / 2], float16 [out, groups, 2]; `dtype`: of x."""
         self.out_features, self.in_features = len(blocks), 2 * blocks.shape[1]
         self._weight, self._scales = blocks, scales
         group = self.in_features // scales.shape[1]
@@ -211,7 +212,7 @@ class Int4Linear(Linear):
         if self._few is not None:
             from mpillm.engine.kernels.int4_kernels import widened
 
-            few = len(x) <= self._few.most_rows
+            few = len(x) <= self._few.max_rows
             return self._few(x) if few else F.linear(x, widened(self._weight, self._scales))
         n = max(1, _PIECE // self.in_features)
         pieces = zip(torch.split(self._weight, n), torch.split(self._scales, n), strict=True)
@@ -219,12 +220,12 @@ class Int4Linear(Linear):
 
 
 class GroupedLinear:
-    """The products of a mixture: each pair of row and expert (see `Choice`) with the expert's weights."""
+    """Products of a mixture: each pair of row and expert (see `ExpertChoice`) with the expert's weights."""
 
     def __init__(self, linears: list[Linear], biases: list[Tensor] | None = None) -> None:
-        """Take this rank's experts, all of one shape.
+        """`linears`: this rank's experts, all of one shape.
 
-        On a GPU one kernel computes, and the host never reads the choice.
+        On a GPU, one kernel computes all products, and the host never reads the choice.
         """
         first = linears[0]
         self.in_features, self.out_features = first.in_features, first.out_features
@@ -236,8 +237,8 @@ class GroupedLinear:
         self._compiled = first.of_experts(linears)
         if isinstance(first, Mxfp4Linear) and first._weight.device.type != "cpu":
             each = [linear.packed() for linear in linears if isinstance(linear, Mxfp4Linear)]
-            words, exponents = map(torch.stack, zip(*each, strict=True))
-            self._packed, self._linears = (words, exponents), []  # of which there is no other use
+            packed, exponents = map(torch.stack, zip(*each, strict=True))
+            self._packed, self._linears = (packed, exponents), []  # there is no other use
         elif first._weight.device.type != "cpu":
             self._stacked = torch.stack([linear._weight for linear in linears])
             if isinstance(first, Fp8Linear):
@@ -245,28 +246,28 @@ class GroupedLinear:
                     [linear._scales for linear in linears if isinstance(linear, Fp8Linear)]
                 )
                 scales = self._scales.unsqueeze(-1)
-                self._linears = [Fp8Linear(*held) for held in zip(self._stacked, scales, strict=True)]
+                self._linears = [Fp8Linear(*pair) for pair in zip(self._stacked, scales, strict=True)]
             else:
-                self._linears = [Linear(weight) for weight in self._stacked]  # which share its memory
+                self._linears = [Linear(weight) for weight in self._stacked]  # views of `_stacked`
 
     @property
     def rounds(self) -> bool:
-        """Whether it takes `RoundedRows`, which the operation before can give."""
+        """Whether it accepts `RoundedRows`, which the previous operation can produce."""
         return self._scales is not None
 
     @property
     def is_packed(self) -> bool:
-        """Whether there is no product of one expert alone."""
+        """Whether `of_expert` is unavailable."""
         return self._packed is not None
 
     def of_expert(self, expert: int) -> Linear:
-        """Return the product of one of this rank's experts alone."""
+        """Return the product of one of this rank's experts."""
         return self._linears[expert]
 
-    def __call__(self, x: Tensor | RoundedRows, choice: Choice) -> Tensor:
+    def __call__(self, x: Tensor | RoundedRows, choice: ExpertChoice) -> Tensor:
         """Multiply x [rows, in] or [pairs, in]: [pairs, out].
 
-        For other ranks' experts the result is undefined on a GPU, and zero on a CPU.
+        For other ranks' experts, the result is undefined on a GPU, and zero on a CPU.
         """
         if self._packed is not None:
             from mpillm.engine.kernels.expert_kernels import packed_product
@@ -298,8 +299,8 @@ class GroupedLinear:
 def make_linear(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Linear:
     """Return the product for x of `dtype`; with `scales`, `weight` has 8 bits, or four (`mxfp4`, `int4`).
 
-    On a CPU fp8 becomes floats here, once: there is no instruction for it, and widening it each time measured
-    5 to 25 times the product itself.
+    On a CPU, fp8 becomes floats here: CPUs have no instruction for fp8, and widening it in each product
+    measured 5 to 25 times the product itself.
     """
     if scales is None:
         return Linear(weight)
@@ -318,28 +319,28 @@ def make_linear(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Li
 
 @functools.cache
 def _compiled(dtype: torch.dtype, weight_dtype: torch.dtype) -> CpuProducts | None:
-    """Return compiled products, unless what there is without takes clearly less time on this machine.
+    """Return compiled products, unless `uncompiled` takes clearly less time on this machine.
 
-    Of about as fast ones the compiled need fewer calls, and a busy machine disturbs both.
+    If both are about equally fast, compiled products need fewer calls. A busy machine disturbs both timings.
     """
     products = cpu_products(dtype, weight_dtype)
     if products is None:
         return None
-    mine, others = products.times_beside(uncompiled)
-    about = dtype, weight_dtype, mine * 1e6, others * 1e6
+    own_s, other_s = products.compare_times(uncompiled)
+    about = dtype, weight_dtype, own_s * 1e6, other_s * 1e6
     _log.info("a product of %s with weights of %s takes %.0f us compiled, %.0f otherwise", *about)
-    return products if mine < _CLEARLY * others else None
+    return products if own_s < _CLEARLY * other_s else None
 
 
 def uncompiled(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return the product of rows with a CPU's weights, without scales, as it is without `CpuProducts`."""
+    """Return the product that replaces `CpuProducts`: rows with a CPU's weights, without scales."""
     if weight.dtype == torch.int8:
         return functools.partial(_product_of_int8, weight=weight)
     return functools.partial(_product, weight=_packed(weight))
 
 
 def _packed(weight: Tensor) -> Tensor:
-    """Return a CPU's weights as `_product` takes them."""
+    """Return a CPU's weights in the format of `_product`."""
     if not _packs(weight.dtype):
         return weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_ROWS)
@@ -374,6 +375,6 @@ def _product_of_int8(x: Tensor, weight: Tensor) -> Tensor:
 
 @functools.cache
 def _cpu_has(instructions: str) -> bool:
-    """Return whether these are the best that PyTorch uses on this CPU, with oneDNN."""
+    """Return whether `instructions` are the best that PyTorch uses on this CPU, with oneDNN."""
     has_onednn = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
     return has_onednn and torch.backends.cpu.get_cpu_capability() == instructions

@@ -1,4 +1,4 @@
-"""The operations between matrix products, except attention, in plain PyTorch. `kernels` has them for GPUs."""
+"""Operations between matrix products, except attention, in PyTorch; `step_kernels` has them for GPUs."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class UnscaledProduct(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """This rank's part of a sum over its TP group, which the operation that reads it next adds: on GPUs."""
+    """This rank's part of a sum over its TP group, on GPUs. The operation that reads it adds the parts."""
 
     product: Tensor | UnscaledProduct
     shared: SharedRows
 
 
 def scaled(product: Tensor | UnscaledProduct) -> Tensor:
-    """Return a product with its scales, [n, out]. Only GPUs have products without."""
+    """Apply a product's scales: [n, out]. Only GPUs have unscaled products."""
     assert isinstance(product, Tensor)
     return product
 
@@ -80,25 +80,25 @@ def gated(gate_up: Tensor | UnscaledProduct, rounds: bool = False, activation: A
     return F.silu(gate, inplace=True) * up
 
 
-class Choice(NamedTuple):
-    """The experts that each row of a step has chosen.
+class ExpertChoice(NamedTuple):
+    """The experts that each row of a step chooses.
 
     A pair is a row and one of its experts; row i's pairs begin at i * chosen.
     """
 
     weights: Tensor  # [rows, chosen], of each pair; zero if the expert is another rank's
-    order: Tensor  # [rows * chosen], pairs by this rank's experts; at the end those of other ranks' experts
-    ends: Tensor  # [this rank's experts], where each one's pairs end in `order`
+    order: Tensor  # [rows * chosen], pairs by this rank's experts, then pairs of other ranks' experts
+    ends: Tensor  # [this rank's experts], where each expert's pairs end in `order`
 
     def pairs_per_row(self, x: Tensor) -> int:
-        """Return rows of x, which has a row for each row of the step, or for each pair."""
+        """Return how many pairs share a row of x, which has a row for each row of the step or each pair."""
         return self.weights.shape[1] if len(x) == len(self.weights) else 1
 
 
-def route(scores: Tensor, n_chosen: int, experts: range, normed: bool = True) -> Choice:
+def route(scores: Tensor, n_chosen: int, experts: range, normed: bool = True) -> ExpertChoice:
     """Choose the `n_chosen` best experts of each row of scores [rows, all experts], weighted by softmax.
 
-    `experts`: this rank's. `normed`: a row's weights add up to 1.
+    `experts`: of this rank. `normed`: a row's weights add up to 1.
     """
     weights, chosen = scores.float().softmax(-1).topk(n_chosen, dim=-1)
     if normed:
@@ -114,11 +114,11 @@ def route_grouped(
     normed: bool,
     groups: tuple[int, int],
     factor: float,
-) -> Choice:
-    """As `route`, of float32 scores, by their sigmoids, and by these and a bias [all experts] to choose.
+) -> ExpertChoice:
+    """Choose experts by sigmoids of float32 scores plus a bias [all experts]; weigh them by the sigmoids.
 
-    There are `groups[0]` groups; a row chooses from the `groups[1]` whose two best experts are best together.
-    What it weighs them with is times `factor`.
+    Experts form `groups[0]` groups. A row chooses from the `groups[1]` groups whose two best experts have the
+    highest sums. Weights are multiplied by `factor`. Other arguments: see `route`.
     """
     each, ranked = in_groups(scores, bias, groups)
     chosen = ranked.topk(n_chosen, dim=-1).indices
@@ -129,7 +129,7 @@ def route_grouped(
 
 
 def in_groups(scores: Tensor, bias: Tensor, groups: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return sigmoids, and what experts are ranked by: -inf in groups that a row may not choose from."""
+    """Return sigmoids, and values to rank by: sigmoids plus bias, -inf in groups that are not chosen."""
     each = scores.sigmoid()
     ranked = (each + bias).view(len(scores), groups[0], len(bias) // groups[0])
     best = ranked.topk(min(2, ranked.shape[2]), dim=-1).values.sum(-1).topk(groups[1], dim=-1).indices
@@ -137,17 +137,17 @@ def in_groups(scores: Tensor, bias: Tensor, groups: tuple[int, int]) -> tuple[Te
     return each, ranked.masked_fill(~is_open[:, :, None], -torch.inf).flatten(1)
 
 
-def choice_of(weights: Tensor, chosen: Tensor, experts: range) -> Choice:
-    """Return the choice of experts `chosen` [rows, n] with their weights; `experts`: this rank's."""
-    mine = (chosen >= experts.start) & (chosen < experts.stop)
-    group = torch.where(mine, chosen - experts.start, len(experts)).flatten()
+def choice_of(weights: Tensor, chosen: Tensor, experts: range) -> ExpertChoice:
+    """Return the choice of experts `chosen` [rows, n] with their weights; `experts`: of this rank."""
+    is_own = (chosen >= experts.start) & (chosen < experts.stop)
+    group = torch.where(is_own, chosen - experts.start, len(experts)).flatten()
     ends = torch.bincount(group, minlength=len(experts) + 1).cumsum(0)[:-1]
-    return Choice(weights * mine, group.argsort(stable=True), ends)
+    return ExpertChoice(weights * is_own, group.argsort(stable=True), ends)
 
 
 def combine(y: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sum of each row's experts: y [rows * chosen, width], weights [rows, chosen].
 
-    y is finite, or its weight zero.
+    Each y is finite or has weight zero.
     """
     return (y.view(*weights.shape, y.shape[1]) * weights[:, :, None]).sum(1)

@@ -1,4 +1,4 @@
-"""What goes from one KV cache into the blocks of another, on another GPU: see `handoff.peer_mover`."""
+"""Writes from a KV cache into blocks of a KV cache on another GPU: see `handoff.peer_mover`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 class Put(NamedTuple):
-    """What of a sequence goes from one cache to another: from these blocks, layers and heads to those."""
+    """The blocks, layers and heads of a sequence to copy from one cache to another."""
 
     n_tokens: int
     blocks: list[int]
@@ -18,11 +18,11 @@ class Put(NamedTuple):
     head: int
     target_layer: int
     target_head: int
-    first: int = 0  # a token before which nothing is wanted there
+    first: int = 0  # the target does not need earlier tokens
 
 
 class TargetCache(NamedTuple):
-    """A KV cache on another GPU, as this process reaches it."""
+    """A KV cache on another GPU, by its addresses in this process."""
 
     keys: int  # address
     values: int

@@ -1,13 +1,13 @@
-"""Triton kernels between the matrix products, on NVIDIA GPUs; `ops` has plain forms for the CPU.
+"""Triton kernels between the matrix products, on NVIDIA GPUs; `ops` has them in plain PyTorch.
 
 The cache of a layer is [blocks, kv_heads, tokens_per_block, head_dim] (see `kv_cache`); in fp8 it has
 `scales` [2, kv_heads], None in another dtype. `table` [slots, blocks of a sequence] (int32) names the blocks
-of a sequence; a row of a step is a token, with the slot of its sequence and its position there. All sums are
+of a sequence. A row of a step is a token, with the slot of its sequence and its position in it. All sums are
 float32.
 
-A kernel's compilation may depend on the number of rows only through powers of two, or the warm-up would miss
-variants (see `gpu_steps`). So it must not depend on alignment, which varies with where parts of a buffer
-begin.
+A kernel's compilation may depend on the number of rows only through powers of two; otherwise the warm-up
+misses variants (see `gpu_steps`). It must not depend on alignment, which varies with the start of a buffer's
+part.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ def _embed(out, weight, tokens, slots, last, first_row, n_rows, width, BLOCK: tl
         token = tl.load(last + tl.load(slots + row))
     at = token - first_row
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mine = (column < width) & (at >= 0) & (at < n_rows)
-    x = tl.load(weight + at * width + column, mask=mine, other=0.0)
+    is_own = (column < width) & (at >= 0) & (at < n_rows)
+    x = tl.load(weight + at * width + column, mask=is_own, other=0.0)
     tl.store(out + row.to(tl.int64) * width + column, x, mask=column < width)
 
 
 def embed(weight: Tensor, tokens: Tensor, slots: Tensor, last: Tensor, first: int) -> Tensor:
     """Return rows of `weight` [vocabulary, hidden] for `tokens` [n] (int64).
 
-    Zero for tokens outside [first, first + vocabulary). Token -1 stands for the last one of its sequence,
-    last[slot] (int64).
+    Rows are zero for tokens outside [first, first + vocabulary). Token -1 stands for the last token of its
+    sequence, last[slot] (int64).
     """
     n, width = len(tokens), weight.shape[1]
     out = weight.new_empty(n, width)
@@ -87,7 +87,7 @@ def _add_norm(
     scale = tl.rsqrt(tl.sum(value * value) / width + eps)
     normed = value * scale * tl.load(weight + column, mask=real, other=0.0).to(tl.float32)
     if ROUNDS:
-        # Through the model's type, so that this rounds the same values as a separate kernel would.
+        # Through the model's dtype, to round the same values as a separate kernel.
         store_rounded(
             out,
             scales,
@@ -108,7 +108,7 @@ def add_norm(
     eps: float,
     rounds: bool = False,
 ) -> Tensor | RoundedRows:
-    """As `ops.add_norm`: x, delta [n, hidden]; with `rounds` the result is fp8 (see `Linear.rounds`)."""
+    """Compute `ops.add_norm`: x, delta [n, hidden]; with `rounds` the result is fp8 (see `Linear.rounds`)."""
     if isinstance(delta, Partial):
         return sum_add_norm(delta.shared, x, delta.product, weight, eps, rounds)
     n, width = x.shape
@@ -167,7 +167,7 @@ def _gated_rounded(
 def gated(
     gate_up: Tensor | UnscaledProduct, rounds: bool = False, activation: Activation = "silu"
 ) -> Tensor | RoundedRows:
-    """As `ops.gated`: gate_up [n, 2 * intermediate]; with `rounds` in fp8 (see `Linear.rounds`)."""
+    """Compute `ops.gated`: gate_up [n, 2 * intermediate]; with `rounds` in fp8 (see `Linear.rounds`)."""
     parts, unscaled = parts_of(gate_up)
     n, width = len(parts.numbers), parts.numbers.shape[1] // 2
     if rounds:
@@ -237,13 +237,19 @@ def rotate_store(
     n_heads: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Rotate queries and keys; store keys and values in the cache. In `out` they become what the cache holds.
+    """Rotate queries and keys; store keys and values in the cache.
 
-    So attention gets the same from either, without the cache's scales.
+    Keys and values in `out` equal the cache's numbers, without scales, so attention may read either.
 
-    qkv [n, heads + 2 * kv_heads, head_dim]; keys, values, scales: a layer's cache (see `KVCache`); rotations
-    [positions, head_dim] (float32): cosine and sine of each pair; slots, positions [n] (int64). Returns
-    `out`, of qkv's shape, by default in its place.
+    Args:
+        qkv: [n, heads + 2 * kv_heads, head_dim].
+        keys: With `values` and `scales`, a layer's cache (see `KVCache`).
+        rotations: float32 [positions, head_dim], cosine and sine of each pair.
+        slots: int64 [n], as are `positions`.
+        out: Has qkv's shape; by default qkv is overwritten.
+
+    Returns:
+        `out`.
     """
     parts, unscaled = parts_of(qkv)
     out = parts.numbers if out is None else out

@@ -1,16 +1,17 @@
 """A sum over the GPUs of a TP group, its residual and its norm, in one Triton kernel over NVLink.
 
-Of few rows each rank adds all ranks' parts itself, in the order of the ranks, so that all have the same sum.
-It writes its part into the others' rooms, each number in a word with the turn, and who waits looks at the
-words: they double the bytes and save the way back of a read (NCCL's protocol LL does so, too). A row has two
-places, which take turns: who writes one for the second time knows that all have read it, since they have put
-the next row.
+For few rows, each rank adds all ranks' parts itself, in rank order, so that all ranks have the same sum. It
+writes its part to the buffers of the other ranks. Each 16-bit number shares an int32 with the turn, and a
+reader polls these int32 numbers. They double the bytes and save a round trip (as in NCCL's protocol LL). A
+row has two places, which alternate. A rank writes a place again only after it has received the next row from
+all ranks, so they have read the place.
 
-Of more rows each rank has every `RANKS`th. The others write their parts of it into its room, and it writes
-into theirs what it has made of them: normed and, before a product with fp8 weights, rounded to half the bytes
-(a reduce-scatter and an all-gather). So a rank's residual is right in its own rows only (`SharedRows.own`). A
-program has the same rows on all ranks, and waits only for the same program there: before it reads parts, and
-before it reads what the others have made. So a row needs only one place.
+For more rows, each rank owns every `RANKS`th row. The other ranks write their parts of the row to the owner's
+buffer. The owner adds them, computes the norm and, before a product with fp8 weights, rounds the result to
+half the bytes. Then it writes the result to the buffers of the other ranks (a reduce-scatter and an
+all-gather). So a rank's residual is right in its own rows only (`SharedRows.own`). A program has the same
+rows on all ranks. It waits only for the same program of other ranks: before it reads parts, and before it
+reads results. So a row needs only one place.
 """
 
 from __future__ import annotations
@@ -25,58 +26,58 @@ from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
 from mpillm.engine.kernels.ops import RoundedRows, UnscaledProduct
 from mpillm.engine.parallel.shared_rows import FEW_ROWS, PROGRAMS, SharedRows
 
-_MOST_LOOKS = tl.constexpr(1 << 28)  # for another rank, some minutes
+_MAX_POLLS = tl.constexpr(1 << 28)  # some minutes
 _LARGEST = tl.constexpr(448.0)  # fp8 number
 
 
 @triton.jit
-def _end_if_gone(looks):
-    """End this process's work with an error if another rank has not come after so many looks."""
-    if looks == _MOST_LOOKS:
+def _end_if_lost(polls):
+    """Stop with a CUDA error if another rank has not written after `_MAX_POLLS` polls."""
+    if polls == _MAX_POLLS:
         tl.inline_asm_elementwise(
-            "trap; mov.u32 $0, $1;", "=r,r", [looks], dtype=tl.int32, is_pure=False, pack=1
+            "trap; mov.u32 $0, $1;", "=r,r", [polls], dtype=tl.int32, is_pure=False, pack=1
         )
 
 
 @triton.jit
-def _place(room, turn, row, n_rows, width):
-    """Return where a row of this turn lies in `room`, [2, n_rows, width]."""
-    return tl.multiple_of(room + ((turn & 1) * n_rows + row).to(tl.int64) * width, 16)
+def _place(buffer, turn, row, n_rows, width):
+    """Return the address of a row of this turn in `buffer`, [2, n_rows, width]."""
+    return tl.multiple_of(buffer + ((turn & 1) * n_rows + row).to(tl.int64) * width, 16)
 
 
 @triton.jit
-def _sum_of_words(
+def _sum_flagged(
     put, row, turn, addresses, rank, width, column, real,
     FLAGS: tl.constexpr, FEW_ROWS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Send `put` (a row of 16-bit floats), in the low halves of words; return the sum of all ranks' rows."""
+    """Send `put`, a row of 16-bit floats, each in an int32 with the turn; return all ranks' sum."""
     own = (turn << 16) | (put.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF)
     for other in tl.static_range(RANKS):
         if other != rank:
-            words = tl.load(addresses + other).to(tl.pointer_type(tl.int32)) + FLAGS
+            buffer = tl.load(addresses + other).to(tl.pointer_type(tl.int32)) + FLAGS
             tl.store(
-                _place(words, turn, rank * FEW_ROWS + row, RANKS * FEW_ROWS, width) + column, own, mask=real
+                _place(buffer, turn, rank * FEW_ROWS + row, RANKS * FEW_ROWS, width) + column, own, mask=real
             )
     total = tl.zeros(put.shape, tl.float32)
-    words = tl.load(addresses + rank).to(tl.pointer_type(tl.int32)) + FLAGS
+    buffer = tl.load(addresses + rank).to(tl.pointer_type(tl.int32)) + FLAGS
     for other in tl.static_range(RANKS):
         got = own
         if other != rank:
-            place = _place(words, turn, other * FEW_ROWS + row, RANKS * FEW_ROWS, width) + column
+            place = _place(buffer, turn, other * FEW_ROWS + row, RANKS * FEW_ROWS, width) + column
             got = tl.load(place, mask=real, other=own, volatile=True)
-            looks = 0
-            while (tl.max(((got ^ own) >> 16) & 0xFFFF) != 0) & (looks < _MOST_LOOKS):
+            polls = 0
+            while (tl.max(((got ^ own) >> 16) & 0xFFFF) != 0) & (polls < _MAX_POLLS):
                 got = tl.load(place, mask=real, other=own, volatile=True)
-                looks += 1
-            _end_if_gone(looks)
+                polls += 1
+            _end_if_lost(polls)
         total += got.to(tl.int16).to(put.dtype, bitcast=True).to(tl.float32)
     return total
 
 
 @triton.jit
 def _meet(addresses, turn, program, rank, RANKS: tl.constexpr):
-    """Tell the same program on all ranks that this one has written, and wait for theirs."""
-    tl.debug_barrier()  # every thread has stored before one of them says so
+    """Flag to the same program on all ranks that this program has written, and wait for their flags."""
+    tl.debug_barrier()  # every thread has stored before one sets the flag
     for other in tl.static_range(RANKS):
         if other != rank:
             flags = tl.load(addresses + other).to(tl.pointer_type(tl.int32))
@@ -86,11 +87,11 @@ def _meet(addresses, turn, program, rank, RANKS: tl.constexpr):
         if other != rank:
             flag = flags + program * RANKS + other
             reached = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-            looks = 0
-            while (reached - turn < 0) & (looks < _MOST_LOOKS):  # right also where int32 begins again
+            polls = 0
+            while (reached - turn < 0) & (polls < _MAX_POLLS):  # also right when int32 wraps
                 reached = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-                looks += 1
-            _end_if_gone(looks)
+                polls += 1
+            _end_if_lost(polls)
     tl.debug_barrier()
 
 
@@ -123,9 +124,7 @@ def _sum_add_norm(
             part, row_scales, column_scales, program.to(tl.int64), width, column, real, UNSCALED
         )
         put = value.to(x.dtype.element_ty)
-        total = _sum_of_words(
-            put, program, turn, addresses, rank, width, column, real, flags, FEW_ROWS, RANKS
-        )
+        total = _sum_flagged(put, program, turn, addresses, rank, width, column, real, flags, FEW_ROWS, RANKS)
         normed = _added_norm(x, total, weights, program, width, eps, column, real)
         if ROUNDS:
             store_rounded(out, scales, program.to(tl.int64), width, column, normed.to(tl.float32), _LARGEST)
@@ -133,8 +132,8 @@ def _sum_add_norm(
             tl.store(out + program.to(tl.int64) * width + column, normed, mask=real)
     else:
         parts_at = 4 * (flags + 2 * RANKS * FEW_ROWS * width)  # bytes
-        made_at = parts_at + n_rows * width * (x.dtype.element_ty.primitive_bitwidth // 8)
-        scales_at = made_at + n_rows * width * (x.dtype.element_ty.primitive_bitwidth // 8)
+        results_at = parts_at + n_rows * width * (x.dtype.element_ty.primitive_bitwidth // 8)
+        scales_at = results_at + n_rows * width * (x.dtype.element_ty.primitive_bitwidth // 8)
         own = tl.load(addresses + rank)
         n_rounds = tl.cdiv(tl.cdiv(n, RANKS) - program, PROGRAMS)
         for i in range(n_rounds):
@@ -142,7 +141,7 @@ def _sum_add_norm(
             for other in tl.static_range(RANKS):
                 row = (place * RANKS + other).to(tl.int64)
                 if other != rank:
-                    there = column < tl.where(row < n, width, 0)
+                    in_row = column < tl.where(row < n, width, 0)
                     value = load_scaled(
                         part,
                         row_scales,
@@ -150,12 +149,12 @@ def _sum_add_norm(
                         tl.minimum(row, n - 1),
                         width,
                         column,
-                        there,
+                        in_row,
                         UNSCALED,
                     )
                     parts = (tl.load(addresses + other) + parts_at).to(x.dtype)
                     at = _row_of(parts, rank * (n_rows // RANKS) + place, width)
-                    tl.store(at + column, value.to(x.dtype.element_ty), mask=there)
+                    tl.store(at + column, value.to(x.dtype.element_ty), mask=in_row)
         _meet(addresses, 2 * turn - 1, program, rank, RANKS)
         for i in range(n_rounds):
             place = program + i * PROGRAMS
@@ -174,28 +173,30 @@ def _sum_add_norm(
                 normed = _added_norm(x, total, weights, row, width, eps, column, real)
                 if ROUNDS:
                     scaled, scale = scaled_down(normed.to(tl.float32), _LARGEST)
-                    made = scaled.to(out.dtype.element_ty)
+                    result = scaled.to(out.dtype.element_ty)
                     tl.store(scales + row, scale)
                 else:
-                    made = normed
-                tl.store(_row_of(out, row, width) + column, made, mask=real)
+                    result = normed
+                tl.store(_row_of(out, row, width) + column, result, mask=real)
                 for other in tl.static_range(RANKS):
                     if other != rank:
-                        room = tl.load(addresses + other)
+                        peer = tl.load(addresses + other)
                         tl.store(
-                            _row_of((room + made_at).to(out.dtype), row, width) + column, made, mask=real
+                            _row_of((peer + results_at).to(out.dtype), row, width) + column, result, mask=real
                         )
                         if ROUNDS:
-                            tl.store((room + scales_at).to(scales.dtype) + row, scale)
+                            tl.store((peer + scales_at).to(scales.dtype) + row, scale)
         _meet(addresses, 2 * turn, program, rank, RANKS)
         for i in range(n_rounds):
             place = program + i * PROGRAMS
             for other in tl.static_range(RANKS):
                 row = (place * RANKS + other).to(tl.int64)
                 if other != rank:
-                    there = column < tl.where(row < n, width, 0)
-                    made = tl.load(_row_of((own + made_at).to(out.dtype), row, width) + column, mask=there)
-                    tl.store(_row_of(out, row, width) + column, made, mask=there)
+                    in_row = column < tl.where(row < n, width, 0)
+                    result = tl.load(
+                        _row_of((own + results_at).to(out.dtype), row, width) + column, mask=in_row
+                    )
+                    tl.store(_row_of(out, row, width) + column, result, mask=in_row)
                     if ROUNDS:
                         scale = tl.load((own + scales_at).to(scales.dtype) + row, mask=row < n)
                         tl.store(scales + row, scale, mask=row < n)
@@ -204,16 +205,16 @@ def _sum_add_norm(
 
 @triton.jit
 def _row_of(rows, row, width):
-    """Return where a row begins."""
+    """Return the address of a row."""
     return tl.multiple_of(rows + row.to(tl.int64) * width, 16)
 
 
 def sum_add_norm(
     shared: SharedRows, x: Tensor, part: Tensor | UnscaledProduct, weight: Tensor, eps: float, rounds: bool
 ) -> Tensor | RoundedRows:
-    """As `step_kernels.add_norm` with the sum over the TP group of `part` [n, hidden] as its delta.
+    """Compute `step_kernels.add_norm` with the sum over the TP group of `part` [n, hidden] as delta.
 
-    Every rank has to call it, with the same n. It updates all rows of x, or its own (`SharedRows.splits`).
+    Collective, with the same n. Updates all rows of x, or this rank's (`SharedRows.splits`).
     """
     n, width = x.shape
     block = next_power_of_2(width)

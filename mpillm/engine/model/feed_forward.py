@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpillm.engine.kernels.linear import GroupedLinear, Linear
-from mpillm.engine.kernels.ops import Choice, RoundedRows, UnscaledProduct
+from mpillm.engine.kernels.ops import ExpertChoice, RoundedRows, UnscaledProduct
 from mpillm.engine.model.projections import OutputProduct
 from mpillm.engine.model.step_parts import Ops
 from mpillm.engine.shape.composition import CORRECTION, Activation, Mixture
@@ -111,7 +111,7 @@ class ExpertMixture:
         assert shared is not None
         return combined.to(x.dtype).add_(self._ops.scaled(shared))
 
-    def _chosen(self, x: Tensor) -> Choice:
+    def _chosen(self, x: Tensor) -> ExpertChoice:
         common = self.n_chosen, self._experts, self._parts.weights_add_up
         if self._correction is not None:
             groups = self._parts.groups
@@ -123,7 +123,7 @@ class ExpertMixture:
             scores = scores + self._router_bias
         return self._ops.route(scores, *common)
 
-    def _one_by_one(self, x: Tensor, choice: Choice) -> Tensor:
+    def _one_by_one(self, x: Tensor, choice: ExpertChoice) -> Tensor:
         """Compute on a GPU with dense products, one expert after the other.
 
         Kernels that do not need the choice on the host are launched before the host waits for the choice.

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from mpillm.engine.kernels.ops import Choice, Partial, UnscaledProduct
+from mpillm.engine.kernels.ops import ExpertChoice, Partial, UnscaledProduct
 from mpillm.engine.shape.composition import Activation
 
 
@@ -38,7 +38,7 @@ class Ops(Protocol):
 
     def scaled(self, product: Tensor | UnscaledProduct) -> Tensor: ...
 
-    def route(self, scores: Tensor, n_chosen: int, experts: range, normed: bool = True) -> Choice: ...
+    def route(self, scores: Tensor, n_chosen: int, experts: range, normed: bool = True) -> ExpertChoice: ...
 
     def route_grouped(
         self,
@@ -49,6 +49,6 @@ class Ops(Protocol):
         normed: bool,
         groups: tuple[int, int],
         factor: float,
-    ) -> Choice: ...
+    ) -> ExpertChoice: ...
 
     def combine(self, y: Tensor, weights: Tensor) -> Tensor: ...

@@ -1,1 +1,1 @@
-"""What the ranks of an instance send each other while they compute."""
+"""Messages and collectives between the ranks of an instance during a step."""

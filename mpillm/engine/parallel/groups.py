@@ -1,11 +1,11 @@
-"""What the ranks of an instance send each other: tensors, step plans and sampled tokens.
+"""Messages between the ranks of an instance: tensors, step plans and sampled tokens.
 
 `Groups` is an instance of one rank, which sends nothing. `MpiGroups` sends tensors in host memory over MPI. A
-transport for tensors on devices replaces the methods under "tensors" and keeps the rest: plans and tokens are
-host data anyway.
+transport for tensors on devices replaces the methods under "tensors" only, since plans and tokens are host
+data.
 
-Sends never wait, and receives are polled. Only collectives wait, in a step that every member of the TP group
-is about to run, in the same order.
+Sends never wait, and receives are polled. Only collectives wait: every member of the TP group runs the same
+steps in the same order.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from mpillm.comms.communicators import InstanceComms
     from mpillm.engine.parallel.shared_rows import SharedRows
 
-# A step's rows in the weights' dtype. They are read as uint8 [bytes]: the receiver knows their shape from the
-# step.
+# A step's rows in the weights' dtype, received as uint8 [bytes]: the step determines their shape.
 HIDDEN: Message[Tensor] = Message(
     Tag.HIDDEN, lambda x: x.contiguous().view(torch.uint8).numpy().reshape(-1), torch.from_numpy
 )
@@ -40,21 +39,21 @@ class Groups:
 
     def __init__(self, layout: RankLayout = RankLayout()) -> None:  # noqa: B008 - it is frozen
         self.layout = layout
-        self.shared_rows: SharedRows | None = None  # for sums that the next operation computes: on GPUs
+        self.shared_rows: SharedRows | None = None  # on GPUs, for sums that the next operation computes
 
     def share_rows(self, width: int, dtype: torch.dtype) -> None:
-        """Have `shared_rows` where the TP group's GPUs reach each other's memory. Collective."""
+        """Set `shared_rows` if the TP group's GPUs can access each other's memory. Collective."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over the TP group, the same on each rank; x may be changed."""
         return x
 
     def gather(self, x: Tensor, widths: list[int]) -> Tensor | None:
-        """Return x [n, widths[tp_rank]] of all ranks side by side, at least on TP rank 0; else None."""
+        """Concatenate x [n, widths[tp_rank]] of all ranks. Ranks other than TP rank 0 may get None."""
         return x
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Return TP rank 0's x on all ranks to which `gather` gives the whole."""
+        """Return TP rank 0's x on all ranks where `gather` does not return None."""
         return x
 
 
@@ -104,19 +103,19 @@ class MpiGroups(Groups):
         HIDDEN.send(self._stages, self._stages.rank + 1, x)
 
     def has_hidden(self) -> bool:
-        """Return whether something from the previous stage has arrived."""
+        """Return whether a message from the previous stage has arrived."""
         if self._hidden is None and (received := self._stages.poll()) is not None:
             self._hidden = HIDDEN.read(received.buffer)
         return self._hidden is not None
 
     def receive_hidden(self, n_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return what `has_hidden` has found: [n_rows, width]."""
+        """Return the rows whose arrival `has_hidden` reported: [n_rows, width]."""
         assert self._hidden is not None
         x, self._hidden = self._hidden, None
         return x.view(dtype).view(n_rows, width)
 
     def is_quiet(self) -> bool:
-        """Return whether all that this rank has sent has left."""
+        """Return whether all of this rank's sends are complete."""
         for transport in (self._instance, self._stages):
             transport.reap()
         return min(self._instance.quiet_s(), self._stages.quiet_s()) == math.inf
@@ -124,25 +123,25 @@ class MpiGroups(Groups):
     # --- plans and tokens ---
 
     def send_plan(self, step: Step) -> None:
-        """Send the leader's plan to all others."""
+        """Send the root rank's plan to all other ranks."""
         plan = PLAN.write(step)
         for rank in range(1, self._instance.comm.size):
             self._instance.send(rank, PLAN.tag, plan)
 
     def take_plan(self) -> Step | None:
-        """Return the leader's next plan, if it has arrived."""
+        """Return the root rank's next plan, if it has arrived."""
         return PLAN.take(self._instance, 0, tries=1)
 
     def send_tokens(self, tokens: list[int]) -> None:
-        """Send tokens from the first rank of the last stage to the leader."""
+        """Send tokens from the first rank of the last stage to the root rank."""
         TOKENS.send(self._instance, 0, tokens)
 
     def take_tokens(self) -> list[int] | None:
-        """Return the tokens of the oldest step not taken yet, if they have arrived."""
+        """Return the next step's tokens, if they have arrived."""
         return TOKENS.take(self._instance, self._sampler, tries=1)
 
     def send_moved(self, tickets: list[int]) -> None:
-        """Tell the leader that these transfers are done on this rank."""
+        """Report to the root rank that these transfers are done on this rank."""
         MOVED.send(self._instance, 0, tickets)
 
     def take_moved(self) -> list[int] | None:

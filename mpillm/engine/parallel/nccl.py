@@ -1,8 +1,8 @@
 """NCCL through ctypes: collectives of a TP group and messages between GPUs, on PyTorch's current stream.
 
-CUDA graphs therefore capture them. The library is the one that comes with PyTorch; the communicators are
-ours, made with an id that goes over MPI. The host never waits here: operations complete in stream order.
-Tensors are contiguous and on this rank's GPU.
+So CUDA graphs capture them. The library comes with PyTorch. The communicators are separate from PyTorch's;
+MPI broadcasts their id. The host never waits here: operations complete in stream order. Tensors are
+contiguous and on this rank's GPU.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class NcclComm:
 
     @classmethod
     def of(cls, comm: MPI.Intracomm) -> NcclComm:
-        """Make a communicator of the ranks of an MPI communicator, in its order."""
+        """Create a communicator of the ranks of an MPI communicator, in its order."""
         return cls(comm.rank, comm.size, lambda unique: comm.bcast(unique, 0))
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class NcclComm:
         return x
 
     def send(self, x: Tensor, peer: int) -> None:
-        """Send to a matching `receive` of the same size; put several that belong together inside `group`."""
+        """Send to a matching `receive` of the same size. Put operations of one exchange in `group`."""
         self._call("Send", _address(x), _count(x), _TYPES[x.dtype], peer)
 
     def receive(self, x: Tensor, peer: int) -> None:
@@ -141,7 +141,7 @@ def _count(x: Tensor) -> ctypes.c_size_t:
 class NcclGroups(MpiGroups):
     """Sends tensors over NCCL, from GPU to GPU; plans and tokens over MPI.
 
-    Every rank of the TP group gets what is gathered. The stream, not the host, waits for a stage's input.
+    `gather` returns the result on every rank. The stream, not the host, waits for a stage's input.
     """
 
     def __init__(self, layout: RankLayout, comms: InstanceComms) -> None:
@@ -153,13 +153,13 @@ class NcclGroups(MpiGroups):
 
     @staticmethod
     def _meet_neighbours(stages: NcclComm) -> None:
-        """Exchange first messages, which make both hosts wait for each other, while nobody has other work."""
-        there, back = torch.zeros(2, 1, device="cuda")
+        """Exchange first messages while ranks are idle, since the first message makes both hosts wait."""
+        sent, received = torch.zeros(2, 1, device="cuda")
         with stages.group():
             if stages.rank + 1 < stages.size:
-                stages.send(there, stages.rank + 1)
+                stages.send(sent, stages.rank + 1)
             if stages.rank > 0:
-                stages.receive(back, stages.rank - 1)
+                stages.receive(received, stages.rank - 1)
 
     def share_rows(self, width: int, dtype: torch.dtype) -> None:
         if self.layout.tp_size > 1 and self.layout.pp_size == 1:
@@ -184,7 +184,7 @@ class NcclGroups(MpiGroups):
         return x if self._tp_gpus is None else self._tp_gpus.broadcast(x, 0)
 
     def send_plan(self, step: Step) -> None:
-        """Send the plan and wait until all have it: this host may block on its GPU, which needs theirs."""
+        """Send the plan and wait for its delivery: this host may block on its GPU, which needs the others."""
         super().send_plan(step)
         self._instance.flush(math.inf)
 

@@ -26,16 +26,16 @@ class _Handle(ctypes.Structure):
 
 
 class ExportedMemory(NamedTuple):
-    """Memory that a process lets others of its host reach."""
+    """Memory that other processes of the host can open."""
 
     host: str
     bus_id: bytes  # of the GPU
     handle: bytes
-    offset: int  # in what the handle opens
+    offset: int  # in the memory that the handle opens
 
 
 def export(tensor: torch.Tensor) -> ExportedMemory:
-    """Let other processes reach `tensor`, as long as it lives. Raises RuntimeError if the driver refuses."""
+    """Export `tensor` to other processes, as long as it lives. Raises RuntimeError if the driver refuses."""
     torch.cuda.current_stream().synchronize()  # makes PyTorch's context this thread's
     cuda, base, handle = _driver(), ctypes.c_uint64(), _Handle()
     _check(
@@ -47,7 +47,7 @@ def export(tensor: torch.Tensor) -> ExportedMemory:
 
 
 def reach(exported: list[ExportedMemory]) -> list[int]:
-    """Return where memory of one other process is in this one; raise RuntimeError if it cannot be reached."""
+    """Return the addresses of another process's memory in this process; raise RuntimeError if it fails."""
     torch.cuda.current_stream().synchronize()
     if any(one.host != _host() for one in exported):
         raise RuntimeError("it is on another host")
@@ -56,17 +56,17 @@ def reach(exported: list[ExportedMemory]) -> list[int]:
 
 
 def _host() -> str:
-    """Return what no two hosts that run have in common; containers of one host do."""
+    """Return a name that differs between running hosts, but not between containers of one host."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text(encoding="ascii").strip() if boot.exists() else platform.node()
 
 
 def share_memory(comm: MPI.Intracomm, n_bytes: int) -> list[int] | None:
-    """Return where the `n_bytes` of each rank's GPU are in this process, zero at first. Collective.
+    """Return the addresses of `n_bytes`, initially zero, on each rank's GPU. Collective.
 
-    They are freed with the process. None on all ranks where a GPU cannot reach the memory of each other
-    one with atomics, or the driver refuses: on several nodes, without NVLink, in containers that may not
-    share memory. Who finds that out logs why.
+    The memory is freed with the process. Returns None on all ranks if a GPU cannot access the memory of every
+    other GPU with atomics: on several nodes, without NVLink, or in containers that may not share memory. The
+    rank that fails logs the reason.
     """
     from mpi4py import MPI
 
@@ -118,11 +118,11 @@ def _allocate(cuda: ctypes.CDLL, n_bytes: int) -> tuple[int, _Handle]:
 
 
 def _open(cuda: ctypes.CDLL, handle: bytes, bus_id: bytes) -> int:
-    """Return where another process's memory is in this one; raise RuntimeError if it cannot be reached."""
+    """Return the address of another process's memory in this process; raise RuntimeError if it fails."""
     own, other, has_atomics = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     _check(cuda, cuda.cuDeviceGetByPCIBusId(ctypes.byref(own), _bus_id(cuda)))
     _check(cuda, cuda.cuDeviceGetByPCIBusId(ctypes.byref(other), bus_id))
-    if own.value != other.value:  # ranks that share a GPU reach its memory anyway
+    if own.value != other.value:  # ranks on one GPU need no peer access
         _check(cuda, cuda.cuDeviceGetP2PAttribute(ctypes.byref(has_atomics), _NATIVE_ATOMICS, own, other))
         if not has_atomics.value:
             raise RuntimeError("no atomics between two GPUs")

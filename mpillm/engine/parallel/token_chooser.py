@@ -15,7 +15,7 @@ from mpillm.engine.tensors.sampler import likeliest, sample
 from mpillm.engine.tensors.staging import to_device
 
 AdjustLogits = Callable[[Tensor, int], None]
-"""Changes logits [rows, vocab] (float32) in place. The number is the index of their first row in the step."""
+"""Changes logits [rows, vocab] (float32) in place. The int is the index of their first row in the step."""
 
 
 class TokenChooser:
@@ -45,11 +45,11 @@ class TokenChooser:
 
         Args:
             logits: This rank's columns, which may be changed: [rows, columns].
-            step: Says how to choose.
-            adjust: Changes the logits of all columns first.
+            step: Has the sampling parameters.
+            adjust: Changes the logits of all columns before the choice.
 
         Returns:
-            The tokens, and the numbers that `Worker.run` describes: int64. None on ranks that lack the
+            The tokens, and the numbers that `Worker.run` describes: int64. None on ranks without the
             columns of other ranks (see `Groups.gather`).
         """
         n = len(step.logits_rows)
@@ -131,7 +131,7 @@ def _parts(step: Step, max_rows: int) -> Iterator[tuple[int, Step]]:
 
 
 def with_logprobs(tokens: Tensor, logits: Tensor, k: int) -> Tensor:
-    """Return the rows that `Worker.run` describes, one after another: int64. `logits`: float32 [n, vocab]."""
+    """Return the rows that `Worker.run` describes, concatenated: int64. `logits`: float32 [n, vocab]."""
     logprobs = logits.log_softmax(-1)
     best = logprobs.topk(min(k, logprobs.shape[-1]), dim=-1)
     numbers = torch.cat([logprobs.gather(1, tokens[:, None]), best.values], dim=1).view(torch.int32).long()

@@ -1,1 +1,1 @@
-"""Small parts that work on any tensor: staging, sampling, rounding, CUDA graphs."""
+"""Utilities for tensors: staging, sampling, rounding, CUDA graphs."""

@@ -1,4 +1,4 @@
-"""CUDA graphs: for how many rows (fewer are padded to the next size), how they are captured and timed."""
+"""CUDA graphs: sizes in rows (fewer rows are padded to the next size), capture and timing."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
-_SLOWER = 1.02  # less than that is noise
+_SLOWER = 1.02  # a smaller ratio is noise
 
 
-def ladder(most: int) -> list[int]:
-    """Return sizes up to `most`: doubling while reading weights dominates, then four per doubling."""
+def ladder(max_size: int) -> list[int]:
+    """Return sizes up to `max_size`: doubling while reading weights dominates, then four per doubling."""
     sizes, size = [], 1
-    while size < most:
+    while size < max_size:
         sizes.append(size)
         size += size if size < 64 else (1 << size.bit_length() - 1) // 4
-    return [*sizes, most]
+    return [*sizes, max_size]
 
 
 def too_slow(times: Mapping[int, float]) -> list[int]:
-    """Return the sizes that take longer than a larger one, which then serves their rows.
+    """Return the sizes that take longer than a larger size, which replaces them.
 
-    For some numbers of rows cuBLAS chooses kernels half as fast as those for more rows.
+    For some numbers of rows, cuBLAS chooses kernels half as fast as its kernels for more rows.
     """
     slow_sizes, fastest = [], math.inf
     for size in sorted(times, reverse=True):
@@ -36,17 +36,17 @@ def too_slow(times: Mapping[int, float]) -> list[int]:
 
 
 def capture(work: Callable[[], T], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Return a graph of what `work` launches on the current device, and what `work` returned.
+    """Return a graph of the kernels that `work` launches on the current device, and the result of `work`.
 
-    `pool`: the memory pool of another graph, which never runs at the same time. Run `work` once before, so
-    that kernels are compiled and libraries have their workspaces.
+    `pool`: the memory pool of another graph, which never runs simultaneously. Run `work` once before, so that
+    kernels are compiled and libraries have their workspaces.
     """
     graph = torch.cuda.CUDAGraph()
-    # An older graph that the garbage collector frees meanwhile would spoil this one.
+    # If the garbage collector frees an older graph during the capture, the capture fails.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        # Capture only this thread's calls, not those of NCCL's and the heartbeat's threads.
+        # Capture only this thread's calls, not calls of NCCL's and the heartbeat's threads.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = work()
     finally:

@@ -1,21 +1,21 @@
-"""Imports PyTorch for the engine."""
+"""Import PyTorch with settings for the engine."""
 
 from __future__ import annotations
 
 import os
 
-# Ranks, clients and servers share a node's cores: by default a thread that waits for one that has no core
-# would spin for as long as the scheduler lets it. But a step has hundreds of short parallel sections, and to
-# wake a sleeper for each takes longer than many of them: half of a small model's speed on idle cores. So a
-# thread spins for some ten microseconds, then it sleeps. Only libgomp, PyTorch's own on Linux, counts turns.
+# Ranks, clients and servers share a node's CPU cores. By default a thread spins until the thread that it
+# waits for gets a core. But a step has hundreds of short parallel sections, and waking a thread takes longer
+# than many of them, which halves a small model's speed on idle cores. So a thread spins for about ten
+# microseconds, then sleeps. Only libgomp, PyTorch's OpenMP on Linux, reads GOMP_SPINCOUNT.
 _WAITING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
 
 
 def load_torch() -> None:
-    """Import PyTorch; its threads soon sleep while they wait for each other, unless the user says otherwise.
+    """Import PyTorch; its threads soon sleep when they wait, unless the user sets one of the variables.
 
-    OpenMP reads the variables as it is loaded, and programs that this process starts (another engine, to
-    compare with) find them as they were.
+    OpenMP reads the variables when it is loaded. Afterwards they are removed, so that child processes
+    (another engine to compare with) have the user's environment.
     """
     added = {} if any(name in os.environ for name in _WAITING) else _WAITING
     os.environ.update(added)

@@ -1,4 +1,4 @@
-"""Round to 8 bits and back in plain PyTorch; fp8 (float8_e4m3fn) is fast on CPUs that have no instruction."""
+"""Round to 8 bits and back in plain PyTorch; fp8 (float8_e4m3fn) is fast on CPUs without fp8 instructions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpillm.engine.shape.quantization import BLOCK_SIZE
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
-_LARGEST = {"int8": 127.0, "fp8": LARGEST}  # of the type; int8's -128 stays unused
+_LARGEST = {"int8": 127.0, "fp8": LARGEST}  # of the dtype; int8's -128 is unused
 
 
 def to_fp8(x: Tensor, scales: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def quantize_rows(matrix: Tensor, algorithm: str) -> tuple[Tensor, Tensor]:
     """Return 8-bit numbers [n, m] and float32 scales [n, 1] of `matrix` [n, m]; a zero row has scale 1."""
     matrix = matrix.float()
     largest = matrix.abs().amax(1, keepdim=True)
-    scales = torch.where(largest == 0, 1.0, largest / _LARGEST[algorithm])  # what is not finite stays so
+    scales = torch.where(largest == 0, 1.0, largest / _LARGEST[algorithm])  # keeps values that are not finite
     scaled = (matrix / scales).clamp_(-_LARGEST[algorithm], _LARGEST[algorithm])
     if algorithm == "int8":
         scaled.round_()
@@ -45,7 +45,7 @@ def dequantize_rows(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
 
 
 def dequantize_blocks(numbers: Tensor, scales: Tensor, rows: slice, columns: slice) -> Tensor:
-    """Return float32 values of fp8 `numbers`, rows and columns of a matrix whose blocks have `scales`."""
+    """Return float32 values of fp8 `numbers`, the `rows` and `columns` of a matrix with block `scales`."""
     blocks = [
         torch.arange(n * BLOCK_SIZE)[part][:size] // BLOCK_SIZE
         for n, part, size in zip(scales.shape, (rows, columns), numbers.shape, strict=True)

@@ -19,19 +19,19 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """Return each row's likeliest token, the first one of several: int64 [n] for logits [n, vocab].
+    """Return each row's likeliest token, the first of equally likely tokens: int64 [n] for logits [n, vocab].
 
-    On a CPU PyTorch's argmax over a whole vocabulary takes 3.5 times as long as this (in bfloat16 more): the
-    best number of each group, then the place in the first group that has the best.
+    On a CPU, this finds the maximum of each group, then the place in the first group with the maximum.
+    PyTorch's argmax over the vocabulary takes 3.5 times as long, and more in bfloat16.
     """
-    n_groups, rest = divmod(logits.shape[-1], _GROUP)
+    n_groups, left = divmod(logits.shape[-1], _GROUP)
     if logits.device.type != "cpu" or not n_groups:
         return logits.argmax(-1)
-    whole = n_groups * _GROUP
-    best = logits[:, :whole].view(len(logits), n_groups, _GROUP).amax(-1)
-    if rest:
-        best = torch.cat([best, logits[:, whole:].amax(-1, keepdim=True)], dim=1)
-    ids = (best.argmax(-1, keepdim=True) * _GROUP + torch.arange(_GROUP)).clamp_(max=whole + rest - 1)
+    n_grouped = n_groups * _GROUP
+    best = logits[:, :n_grouped].view(len(logits), n_groups, _GROUP).amax(-1)
+    if left:
+        best = torch.cat([best, logits[:, n_grouped:].amax(-1, keepdim=True)], dim=1)
+    ids = (best.argmax(-1, keepdim=True) * _GROUP + torch.arange(_GROUP)).clamp_(max=n_grouped + left - 1)
     tokens: Tensor = ids.gather(1, logits.gather(1, ids).argmax(-1, keepdim=True))[:, 0]
     return tokens
 
@@ -39,7 +39,7 @@ def likeliest(logits: Tensor) -> Tensor:
 def sample(logits: Tensor, params: list[SamplingParams], places: list[int]) -> Tensor:
     """Return a token for each row of `logits` [n, vocab] (float32): int64, on their device.
 
-    `places`: how many tokens each answer has so far.
+    `places`: number of tokens that each answer has so far.
     """
     tokens = likeliest(logits)
     for restricted in (False, True):
@@ -63,7 +63,7 @@ def _sample_restricted(scaled: Tensor, params: list[SamplingParams], uniform: Te
     vocab, device = scaled.shape[-1], scaled.device
     top_k = np.array([[min(p.top_k, vocab) or vocab] for p in params])
     top_p = to_device(np.array([[p.top_p] for p in params], np.float32), device)
-    # topk sorts its result; only top-p without top-k sorts the whole vocabulary.
+    # topk sorts its result. Only top-p without top-k sorts the whole vocabulary.
     values, ids = scaled.topk(int(top_k.max()), dim=-1)
     places = torch.arange(values.shape[-1], device=device)
     probabilities = values.masked_fill_(places >= to_device(top_k, device), -torch.inf).softmax(-1)
@@ -75,8 +75,8 @@ def _sample_restricted(scaled: Tensor, params: list[SamplingParams], uniform: Te
 def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """Return the first index at which the running sum passes uniform * total.
 
-    int64 [n] for probabilities [n, m], uniform [n] (float64). First the group is found where it does, then
-    the place there: a running sum of a whole vocabulary takes a GPU longer than a step of a small model.
+    int64 [n] for probabilities [n, m], uniform [n] (float64). Search the group first, then the place in the
+    group: a running sum of a whole vocabulary takes a GPU longer than a step of a small model.
     """
     n, m = probabilities.shape
     groups = F.pad(probabilities, (0, -m % _GROUP)).view(n, -1, _GROUP)
@@ -85,10 +85,10 @@ def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
     threshold = uniform[:, None] * running[:, -1:]
     group = torch.searchsorted(running, threshold, right=True).clamp_(max=groups.shape[1] - 1)
     inside = groups.gather(1, group[:, :, None].expand(-1, -1, _GROUP))[:, 0].cumsum(-1, dtype=torch.float64)
-    # Rounded differences may reach the group's sum, behind its last possible token.
+    # Rounding may make the difference reach the group's sum, behind its last possible token.
     last = inside[:, -1:]
-    rest = (threshold - (running - sums).gather(1, group)).minimum(last.nextafter(torch.zeros_like(last)))
-    place = torch.searchsorted(inside, rest, right=True)
+    left = (threshold - (running - sums).gather(1, group)).minimum(last.nextafter(torch.zeros_like(last)))
+    place = torch.searchsorted(inside, left, right=True)
     return (group * _GROUP + place)[:, 0].clamp_(max=m - 1)
 
 

@@ -1,7 +1,7 @@
-"""How PyTorch takes a GPU's memory: in segments that grow, so that loading leaves no fragments.
+"""Segments of PyTorch's GPU memory: they grow, so that loading leaves no fragments.
 
-A segment of a fixed size stays taken while a part of it is in use: those of matrices that loading packs and
-frees left 5 GiB beside 70B's weights that no step could use. CUDA IPC exports only segments of a fixed size.
+A segment of a fixed size stays allocated while a part of it is in use. Loading packs and frees matrices, and
+with fixed segments 5 GiB beside 70B's weights were unusable. CUDA IPC exports only segments of a fixed size.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def grow_segments() -> None:
-    """Let segments grow from now on, unless the environment says how PyTorch takes memory."""
+    """Make later segments growable, unless the environment configures PyTorch's allocator."""
     _set(grow=True)
 
 
 @contextmanager
 def fixed_segments() -> Iterator[None]:
-    """Take memory in segments of a fixed size within this, for what other processes reach."""
+    """Allocate segments of a fixed size inside, for memory that other processes access."""
     _set(grow=False)
     try:
         yield
@@ -32,6 +32,6 @@ def fixed_segments() -> Iterator[None]:
 
 def _set(*, grow: bool) -> None:
     if not any(name in os.environ for name in _VARIABLES):
-        # The older name warns where there is the newer one.
+        # The older name warns in versions that have the newer name.
         of_torch = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
         (of_torch or torch.cuda.memory._set_allocator_settings)(f"expandable_segments:{grow}")

@@ -10,59 +10,59 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_LEAST_STAGED = 1024  # numbers
+_MIN_SIZE = 1024  # numbers
 
 
-class Event(Protocol):
-    """A place in a stream."""
+class StreamEvent(Protocol):
+    """A position in a CUDA stream."""
 
     def query(self) -> bool:
-        """Return whether everything before it is done."""
+        """Return whether all earlier work in the stream is done."""
         ...
 
 
 def to_device(array: NDArray[Any] | list[int], device: torch.device) -> Tensor:
-    """Return a copy on `device` (lists become int64), complete for all work that starts there later."""
+    """Return a copy on `device` (lists become int64), complete for all work that starts on it later."""
     tensor = torch.from_numpy(np.asarray(array))
     # From pinned memory the host need not wait; PyTorch keeps that memory until the copy is done.
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def last_of_each(places: NDArray[np.int64], nowhere: int) -> NDArray[np.int64]:
-    """Return `places` with `nowhere` for each that the next one repeats: a device may write in any order."""
+    """Replace each place that the next repeats by `nowhere`, since a device writes in any order."""
     return np.where(np.append(places[:-1] == places[1:], False), nowhere, places)
 
 
 class Staging:
-    """Memory for small arrays (int64) on their way to a GPU, used again once the GPU has read them.
+    """Buffers for copying small arrays (int64) to a GPU, reused once the GPU has read them.
 
-    To allocate it anew, as `to_device` does, takes longer than to copy.
+    Allocating memory for each array, like `to_device`, takes longer than the copy.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._filled: list[_Buffer] = []  # since the last `read_until`
-        self._in_use: deque[tuple[Event, list[_Buffer]]] = deque()
+        self._in_use: deque[tuple[StreamEvent, list[_Buffer]]] = deque()
         self._free: list[_Buffer] = []
 
     def to_device(self, array: NDArray[np.int64]) -> Tensor:
-        """Return a copy that the current stream makes: for what it is given before the next `read_until`."""
+        """Return a copy that the current stream makes, for work launched before the next `read_until`."""
         while self._in_use and self._in_use[0][0].query():
             self._free += self._in_use.popleft()[1]
         n = len(array)
-        at = next((i for i, one in enumerate(self._free) if len(one.numbers) >= n), None)
+        at = next((i for i, buffer in enumerate(self._free) if len(buffer.numbers) >= n), None)
         buffer = self._new(n) if at is None else self._free.pop(at)
         buffer.numbers[:n] = array
         self._filled.append(buffer)
         return buffer.on_device[:n].copy_(buffer.host[:n], non_blocking=True)
 
-    def read_until(self, event: Event) -> None:
-        """Note that once `event` has come, nothing reads what was copied so far."""
+    def read_until(self, event: StreamEvent) -> None:
+        """Allow reuse of the buffers filled so far once `event` has completed."""
         self._in_use.append((event, self._filled))
         self._filled = []
 
     def _new(self, n: int) -> _Buffer:
-        size = max(_LEAST_STAGED, 1 << (n - 1).bit_length())
+        size = max(_MIN_SIZE, 1 << (n - 1).bit_length())
         host = torch.empty(size, dtype=torch.int64, pin_memory=self._device.type != "cpu")
         return _Buffer(host, host.numpy(), torch.empty(size, dtype=torch.int64, device=self._device))
 

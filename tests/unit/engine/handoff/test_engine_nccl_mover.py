@@ -19,7 +19,7 @@ from mpillm.engine.schedule.engine_messages import Notice
 from mpillm.engine.schedule.transfer import Kind, Transfer
 from mpillm.engine.shape.layout import RankLayout
 from mpillm.engine.shape.read_config import load_model_config
-from mpillm.engine.tensors.staging import Event
+from mpillm.engine.tensors.staging import StreamEvent
 from tests.helpers.loopback import Mark
 
 
@@ -51,7 +51,7 @@ class Wire:
         return self.sent[-1][1]
 
     @torch.inference_mode()
-    def receive(self, buffers: list[torch.Tensor], ready: list[Event]) -> Mark:
+    def receive(self, buffers: list[torch.Tensor], ready: list[StreamEvent]) -> Mark:
         sent, event = self.sent.popleft()
         assert len(ready) == len(buffers) == len(sent), "both ends group alike"
         for mine, theirs in zip(buffers, sent, strict=True):

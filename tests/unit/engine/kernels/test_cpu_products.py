@@ -205,7 +205,7 @@ def _measured_anew() -> Iterator[None]:
 @pytest.mark.usefixtures("_measured_anew")
 @pytest.mark.parametrize(("mine", "is_used"), [(1.0, True), (3.0, False)])
 def test_the_faster_ones_are_used(monkeypatch: pytest.MonkeyPatch, mine: float, is_used: bool) -> None:
-    monkeypatch.setattr(CpuProducts, "times_beside", lambda self, other: (mine, 2.0))
+    monkeypatch.setattr(CpuProducts, "compare_times", lambda self, other: (mine, 2.0))
     weight, x = torch.randn(20, 30), torch.randn(4, 30)
     assert isinstance(Linear(weight)._products, CpuProducts) == is_used
     torch.testing.assert_close(Linear(weight)(x), x @ weight.T)
@@ -215,5 +215,5 @@ def test_times_are_those_of_the_same_product() -> None:
     def other(weight: torch.Tensor) -> functools.partial[torch.Tensor]:
         return functools.partial(torch.nn.functional.linear, weight=weight)
 
-    mine, others = products_of(torch.float32).times_beside(other)
+    mine, others = products_of(torch.float32).compare_times(other)
     assert 0 < mine < 1 and 0 < others < 1

@@ -56,7 +56,7 @@ def test_fp8_on_a_cpu_becomes_floats() -> None:
 class PlainFewRows:
     """As `kernels.few_rows.FewRows`, which is for GPUs."""
 
-    most_rows = most_followed = 4
+    max_rows = max_fused_rows = 4
 
     def __init__(self, weight: torch.Tensor, seen: list[int]) -> None:
         """`seen` gets the rows of each product."""
@@ -85,4 +85,4 @@ def test_few_rows_take_along_what_follows(
     monkeypatch.setattr(Linear, "__init__", make_with_few)
     core = make_core(folder, max_batch_size=3)
     assert answer(core, make_batch(prompts)) == expected
-    assert len(seen) > 3 * core.info.config.n_layers * N_OUTPUT and max(seen) <= PlainFewRows.most_rows
+    assert len(seen) > 3 * core.info.config.n_layers * N_OUTPUT and max(seen) <= PlainFewRows.max_rows
