@@ -123,10 +123,10 @@ def _source(config: RunConfig, run_directory: Callable[[], Path]) -> Path | Synt
         return _loader_class(config.dataset).of(config)
     workload = config.workload
     if workload is not None and workload.scaled and not config.is_user_set("dataset_path"):
-        made = run_directory() / DATASET
-        write_dataset(workload, made)
-        stated = config.option_value("dataset_path")
-        config.option_values["dataset_path"] = stated._replace(value=str(made))
+        dataset = run_directory() / DATASET
+        write_dataset(workload, dataset)
+        option = config.option_value("dataset_path")
+        config.option_values["dataset_path"] = option._replace(value=str(dataset))
     if not config.dataset_path:
         return None
     path = Path(config.dataset_path)

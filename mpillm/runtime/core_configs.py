@@ -40,7 +40,7 @@ def with_settings(config: RunConfig, plan: WorldPlan, cores: Sequence[CoreConfig
 
 
 def check_flags(config: RunConfig, plan: WorldPlan) -> None:
-    """Raise ConfigError if flags ask for more than the engine was built for."""
+    """Raise ConfigError if runtime flags exceed the limits of the build flags."""
     for section in dict.fromkeys(instance.section for instance in plan.instances):
         of = config.in_section(section)
         with of.explained():
@@ -94,8 +94,8 @@ def what_runs(
 def _core_config(
     config: RunConfig, plan: WorldPlan, rank: int, gpus: Mapping[int, OwnGpu], node_ranks: int
 ) -> CoreConfig:
-    """`node_ranks`: how many ranks of its node belong to instances."""
-    me, gpu = plan.ranks[rank], gpus.get(rank)
+    """Return the configuration of a rank's core. `node_ranks`: ranks of its node with an instance."""
+    own, gpu = plan.ranks[rank], gpus.get(rank)
     instance = next(instance for instance in plan.instances if rank in instance.ranks)
     node_ranks = config.instance_run.node_ranks if config.instance_run else node_ranks
     config = config.in_section(instance.section)
@@ -106,8 +106,8 @@ def _core_config(
         tp_size=instance.tp_size,
         pp_size=instance.pp_size,
         ep_size=instance.ep_size,
-        tp_rank=me.tp_rank or 0,
-        pp_rank=me.pp_rank or 0,
+        tp_rank=own.tp_rank or 0,
+        pp_rank=own.pp_rank or 0,
         gpu=gpu.device if gpu else None,
         gpu_bytes=gpu.free if gpu else None,
         n_threads=config.num_threads or _thread_share(node_ranks),
@@ -118,7 +118,7 @@ def _core_config(
         engine=engine,
         rank=rank,
         n_instances=sum(other.role == instance.role for other in plan.instances),
-        client=_client_config(config, plan, instance.index, me.server),
+        client=_client_config(config, plan, instance.index, own.server),
     )
 
 

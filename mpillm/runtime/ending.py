@@ -1,10 +1,10 @@
-"""How a run ends on one rank: one state machine, shared by the main thread and the watch's.
+"""End of a run on one rank: a state machine, shared by the main thread and the watch's thread.
 
     RUNNING ──► TELLING ──► STOPPING ──► LEAVING
 
-A run that ends well goes from RUNNING to LEAVING, one that rank 0 stops from RUNNING to STOPPING. Only the
-thread that leaves RUNNING continues: the main thread as a rule, the watch's if the main thread is stuck in a
-backend or in MPI. What a lost rank means for the exit code is decided in `comms.rank0_control`.
+A successful run goes from RUNNING to LEAVING. A run that rank 0 stops goes from RUNNING to STOPPING. Only the
+thread that leaves RUNNING continues: usually the main thread, or the watch's if the main thread hangs in a
+backend or in MPI. `comms.rank0_control` decides the exit code after the loss of a rank.
 """
 
 from __future__ import annotations
@@ -52,12 +52,10 @@ _BEATS_A_LOOK = 4  # rank 0 sends one or two in the time between two
 
 
 class State(enum.Enum):
-    """How far a rank has come in ending."""
+    """State of a rank's end."""
 
-    RUNNING = "the phases go on"
-    TELLING = (
-        "rank 0 gathers failures and prints the message; another rank has told rank 0 and waits for STOP"
-    )
+    RUNNING = "the phases proceed"
+    TELLING = "rank 0 collects failures and prints the message; another rank has reported and waits for STOP"
     STOPPING = "rank 0 has sent STOP and waits for all ranks; another rank stops its roles"
     LEAVING = "finalizes MPI, if no rank is lost, and exits"
 
@@ -65,35 +63,38 @@ class State(enum.Enum):
 def failures_of(
     error: BaseException, rank: int, phase: Phase, config: RunConfig | None
 ) -> tuple[Failure, ...]:
-    """Return the failures that `error`, raised in the main thread of `rank`, means for the run.
+    """Return the failures of the run for an `error` in the main thread of `rank`.
 
-    On rank 0 a wrong option is the failure of the whole run.
+    On rank 0, a wrong option is a failure of the run, not of a rank.
     """
-    whole = rank or None
+    rank_or_run = rank or None
     if isinstance(error, InterruptError):
-        return (error.failure(whole),)
+        return (error.failure(rank_or_run),)
     if isinstance(error, ConfigError):
-        return (Failure(config.explain(error) if config else str(error), whole, code=ExitCode.USAGE),)
+        return (Failure(config.explain(error) if config else str(error), rank_or_run, code=ExitCode.USAGE),)
     if isinstance(error, RunError):
         return error.failures
     text = "".join(traceback.format_exception(error))
     _log.error("%s", text)
     if isinstance(error, MPI.Exception):
         return (Failure(f"MPI: {error}", rank, code=ExitCode.INSTANCE_LOST),)
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):  # whichever file is next
+    if isinstance(error, OSError) and error.errno in (
+        errno.EMFILE,
+        errno.ENFILE,
+    ):  # any file may be the next one
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return (Failure(f"{error.strerror}: this process may open {limit}; raise ulimit -n", rank),)
     if isinstance(error, OSError) and error.filename:
         if isinstance(error, PermissionError) and phase == "join":  # on a file that an option names
-            return (Failure(f"{error.filename}: {error.strerror}", whole, code=ExitCode.USAGE),)
+            return (Failure(f"{error.filename}: {error.strerror}", rank_or_run, code=ExitCode.USAGE),)
         return (Failure(f"{error.filename}: {error.strerror}", rank),)
-    if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:  # no mistake of ours
+    if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:  # not a programming error
         return (Failure(f"a file cannot be written: {error.strerror}", rank),)
     return (Failure(f"{type(error).__name__}: {error}", rank, text),)
 
 
 def _explained(failure: Failure) -> Failure:
-    """Return a failure of this host with what `mpillm doctor` finds here of what it speaks of."""
+    """Attach the findings of `mpillm doctor` on this host to a failure."""
     if failure.interrupted:
         return failure
     try:
@@ -101,17 +102,17 @@ def _explained(failure: Failure) -> Failure:
 
         return replace(failure, doctor=explain(failure.cause))
     except Exception:  # noqa: BLE001 - looking may fail for the same reason: no file or memory is left
-        _log.exception("what mpillm doctor finds here")
+        _log.exception("in the checks of mpillm doctor")
         return failure
 
 
 class Ending(ABC):
-    """Ends one rank: the main thread by `finish`, `stop` or `fail`, the watch by `end_stuck` or `abort`."""
+    """End of a rank: by the main thread (`finish`, `stop`, `fail`), or the watch (`end_stuck`, `abort`)."""
 
     def __init__(self, control: RankControl, beats: Transport, roles: Sequence[Role]) -> None:
         """`beats`: the watch's own transport; `roles`: this rank's, including those added later."""
         self.state = State.RUNNING
-        self._lock = threading.Lock()  # held to leave RUNNING
+        self._lock = threading.Lock()  # to leave RUNNING
         self._control = control
         self._watch = control.watch
         self._timeouts = control.timeouts
@@ -125,8 +126,8 @@ class Ending(ABC):
     def finish(self, code: int, comms: Communicators | None) -> int:
         """Leave the run after the last phase; return the exit code.
 
-        `comms`: None if a rank is lost by now, as those that the run went on without: freeing communicators
-        and MPI_Finalize would wait for them.
+        `comms`: None if a rank is lost. As after the loss of an instance, communicators are then not freed,
+        because that and MPI_Finalize would wait for the lost ranks.
         """
         self._begin(State.LEAVING)
         if self._control.transport.rank == 0:
@@ -136,7 +137,7 @@ class Ending(ABC):
             self._leave(RunStopped(code, finalize=False))
         try:
             comms.free()
-        except MPI.Exception:  # a rank has been lost in this moment
+        except MPI.Exception:  # a rank is lost in this moment
             self._leave(RunStopped(code, finalize=False))
         self._watch.quiet()
         self._finalize()
@@ -145,7 +146,7 @@ class Ending(ABC):
     def stop(self, stopped: RunStopped) -> NoReturn:
         """End this rank, because rank 0 has sent STOP."""
         self._begin(State.STOPPING)
-        self._let_go()
+        self._stop_roles()
         self._leave(stopped)
 
     def fail(self, failures: tuple[Failure, ...]) -> NoReturn:
@@ -158,9 +159,9 @@ class Ending(ABC):
             self._watch.phase in ("join", "load") and not connection_holder.step_ends_with_a_rank()
         ):  # looking takes a moment
             failures = tuple(_explained(failure) for failure in failures)
-        stopped = self._tell(failures)
+        stopped = self._report(failures)
         self.state = State.STOPPING
-        self._let_go()
+        self._stop_roles()
         self._leave(stopped)
 
     def _begin(self, state: State) -> None:
@@ -178,24 +179,24 @@ class Ending(ABC):
         os._exit(ExitCode.INSTANCE_LOST)
 
     def _end_lost(self) -> None:  # noqa: B027 - rank 0 alone does it
-        """End what is left of the instances that the run went on without."""
+        """Kill the remaining ranks of lost instances."""
 
     @abstractmethod
-    def _tell(self, failures: tuple[Failure, ...]) -> RunStopped:
-        """End the run on the other ranks; return how this one is to end."""
+    def _report(self, failures: tuple[Failure, ...]) -> RunStopped:
+        """End the run on the other ranks; return how this rank must end."""
 
-    def _did(self, failures: tuple[Failure, ...]) -> DrainReport | None:
-        """Return what this rank has done, if a signal ends the test: a server may end so each time."""
+    def _interrupted_report(self, failures: tuple[Failure, ...]) -> DrainReport | None:
+        """Return this rank's report if a signal ends the test, as it usually does for a server."""
         interrupted = all(failure.interrupted for failure in failures)
         if self.last_report is None or self._watch.phase != "test" or not interrupted:
             return None
         try:
             return self.last_report()
         except Exception:  # noqa: BLE001 - the signal has come at any moment; the run ends without it
-            _log.exception("what this rank did")
+            _log.exception("in the report of this rank")
             return None
 
-    def _let_go(self) -> None:
+    def _stop_roles(self) -> None:
         """Stop this rank's roles."""
         for role in reversed(self._roles):
             try:
@@ -223,7 +224,7 @@ class Ending(ABC):
         signal.setitimer(signal.ITIMER_REAL, self._timeouts.grace)
         try:
             MPI.Finalize()
-        except MPI.Exception as error:  # a rank that was faster is a lost one for ULFM: all is said by now
+        except MPI.Exception as error:  # for ULFM, a faster rank is lost; all is reported by now
             _log.warning("MPI_Finalize: %s", error)
         segments.forget()
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -246,62 +247,61 @@ class Ending(ABC):
 
     @abstractmethod
     def _look(self) -> int | None:
-        """Do what `end_stuck` does; before a code is returned, everything that must precede the exit is
-        done."""
+        """Implement `end_stuck`. Before it returns a code, do everything that must precede the exit."""
 
     def abort(self, message: str) -> NoReturn:
         """Abort MPI: a limit of the main thread has passed, and rank 0 has not ended the run."""
         with self._lock:
             self.state = State.LEAVING
-        code = self._last_words(message)
+        code = self._report_stuck(message)
         MPI.COMM_WORLD.Abort(code)
         os._exit(code)
 
     @abstractmethod
-    def _last_words(self, message: str) -> int:
+    def _report_stuck(self, message: str) -> int:
         """Report `message`; return the exit code."""
 
 
 class RankEnding(Ending):
     """Ends every rank but 0."""
 
-    def _tell(self, failures: tuple[Failure, ...]) -> RunStopped:
+    def _report(self, failures: tuple[Failure, ...]) -> RunStopped:
         if cause := self._control.rank0_lost():
-            self._say_rank0_lost(cause)
+            self._report_rank0_lost(cause)
             self._leave(RunStopped(ExitCode.INSTANCE_LOST, False))
-        return self._control.fail(replace(failures[0], report=self._did(failures)))
+        return self._control.fail(replace(failures[0], report=self._interrupted_report(failures)))
 
-    def _let_go(self) -> None:
-        super()._let_go()
+    def _stop_roles(self) -> None:
+        super()._stop_roles()
         self._control.send_bye()
 
     def _look(self) -> int | None:
         try:
-            # Not all there are: where others take the cores, the next one has come when the looks are over,
-            # and this thread has its own to send.
+            # Limited: on busy CPU cores, the next heartbeat may always arrive before the reads end, and this
+            # thread must send its own.
             for _ in range(_BEATS_A_LOOK):
                 if BEAT.take(self._beats, 0) is None:
                     break
                 self._control.rank0_beat()
             if (stop := STOP.take(self._beats, 0)) is not None:
-                BYE.send(self._beats, 0, None)  # at once: the rank is about to end
+                BYE.send(self._beats, 0, None)  # immediately: the rank is about to exit
                 return stop.code
         except MPI.Exception:
             self._beats.acknowledge_losses()
         if cause := self._control.rank0_lost():
-            self._say_rank0_lost(cause)
+            self._report_rank0_lost(cause)
             return ExitCode.INSTANCE_LOST
         return None
 
-    def _last_words(self, message: str) -> int:
+    def _report_stuck(self, message: str) -> int:
         self._watch.note(f"{message}\nand rank 0 has not ended the run")
         return ExitCode.INSTANCE_LOST
 
-    def _say_rank0_lost(self, cause: str) -> None:
-        """Report that rank 0 is lost.
+    def _report_rank0_lost(self, cause: str) -> None:
+        """Report the loss of rank 0.
 
-        If it has ended, its launcher does so, or one rank if that is srun, which only knows of tasks. If it
-        is silent, rank 1 does, and kills it.
+        If rank 0 has exited, its launcher reports it. Under srun, which only reports tasks, one rank does. If
+        rank 0 is silent, rank 1 reports it, and kills it.
         """
         rank0 = self._control.rank0
         if rank0 is None:
@@ -312,8 +312,8 @@ class RankEnding(Ending):
                 from mpillm.report import postmortem  # few runs need it
 
                 where, rank = (self.directory, rank0.host, rank0.pid), self._control.transport.rank
-                if said := postmortem.amend_for_rank0(*where, rank, ExitCode.INSTANCE_LOST):
-                    self._watch.note(said)
+                if text := postmortem.amend_for_rank0(*where, rank, ExitCode.INSTANCE_LOST):
+                    self._watch.note(text)
             return
         if self._control.transport.rank != 1:
             return
@@ -332,10 +332,10 @@ class Rank0Ending(Ending):
         self._rank0 = rank0
         self._code: int | None = None  # once the failure is reported
 
-    def _tell(self, failures: tuple[Failure, ...]) -> RunStopped:
-        if (report := self._did(failures)) is not None:
+    def _report(self, failures: tuple[Failure, ...]) -> RunStopped:
+        if (report := self._interrupted_report(failures)) is not None:
             self._rank0.control.last_reports[0] = report
-        code = self._tell_person(self._rank0.control.settle(failures))
+        code = self._report_to_user(self._rank0.control.settle(failures))
         self.state = State.STOPPING
         stopped = self._rank0.control.stop_all(code)
         if stopped is None:
@@ -347,22 +347,23 @@ class Rank0Ending(Ending):
 
     def _look(self) -> int | None:
         lost = self._rank0.control.exited()
-        if not lost or self._rank0.control.may_continue:  # then the main thread waits for none of them
+        # If the run continues, the main thread waits for none of them.
+        if not lost or self._rank0.control.may_continue:
             return None
         # The main thread may be waiting for them in MPI.
-        code = self._tell_person(self._rank0.control.losses(lost))
+        code = self._report_to_user(self._rank0.control.losses(lost))
         for rank in set(range(1, len(self._rank0.control.ranks))) - set(lost):
             with suppress(MPI.Exception):
                 STOP.send(self._beats, rank, Stop(code, False))
         return code
 
-    def _last_words(self, message: str) -> int:
+    def _report_stuck(self, message: str) -> int:
         if self._code is not None:  # the failure is reported; stopping the other ranks took too long
             self._watch.note(message)
             return self._code
-        return self._tell_person((Failure(message, 0),))
+        return self._report_to_user((Failure(message, 0),))
 
-    def _tell_person(self, failures: tuple[Failure, ...]) -> int:
+    def _report_to_user(self, failures: tuple[Failure, ...]) -> int:
         self._code = exit_code(failures, self._rank0.control.phase)
         write_exit_code(self._code)  # first: a launcher may kill this process in a moment
         self._rank0.failed(failures, self._code)

@@ -1,6 +1,6 @@
 """Runs and servers from a Python program or a notebook: `run`, `load`, `serve`.
 
-Each run is a child process, `mpirun … run`, as a user would type it: a program may start as many as it likes.
+Each run is a child process, `mpirun … run`, so a program can start any number of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SIGINT = 128 + 2
 
 
 class RunFailed(RuntimeError):
-    """A run that ended without a verdict of LoadGen: its message has the cause and the end of the output.
+    """Error of a run without a verdict of LoadGen. The message has the cause and the end of the output.
 
     `path`: the run directory; `code`: the exit code (docs/reference/exit_codes.md).
     """
@@ -48,7 +48,7 @@ class RunFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory: figures, requests and page. In a notebook it shows its page."""
+    """Run directory: figures, requests and HTML report. A notebook displays the report."""
 
     path: Path
     files: RunFiles
@@ -60,7 +60,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """As in result.json: VALID, INVALID, MEASURED, SERVED, FAILED; "" of a run that was killed before."""
+        """The status in result.json: VALID, INVALID, MEASURED, SERVED, FAILED; "" after an early kill."""
         return str(self.result.get("status", ""))
 
     @property
@@ -79,7 +79,7 @@ class Run:
 
     @property
     def per_instance(self) -> list[dict[str, Any]]:
-        """Each instance's share, and what it computed."""
+        """Each instance's share and metrics."""
         return list(self.result.get("per_instance", ()))
 
     def option(self, name: str) -> Any:
@@ -107,7 +107,7 @@ class Run:
 
     @property
     def page(self) -> Path:
-        """The page of the run, one file; written now if it is not there."""
+        """The HTML report; created if it does not exist."""
         page = self.path / _PAGE
         return page if page.exists() else write_page(self.path)
 
@@ -122,14 +122,14 @@ class Run:
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server that runs: its URL, which ends with /v1 as OpenAI's clients want it, and its run directory."""
+    """A running server: its URL, which ends with /v1 for OpenAI's clients, and its run directory."""
 
     url: str
     path: Path
 
 
 def load(path: str | Path) -> Run:
-    """Return the run in a run directory, whole or damaged. Raises ConfigError if it is none."""
+    """Return the run in a run directory, which may be damaged. Raises ConfigError for other folders."""
     return Run(Path(path), RunFiles.read(Path(path)))
 
 
@@ -145,19 +145,25 @@ def run(
 ) -> Run:
     """Run a test on `ranks` ranks, as ``mpirun -n ranks python -m mpillm run``, and return it.
 
-    `options` are those of `run --help`, by name (``mode="disaggregated"``): text, numbers, bools, or a dict
-    for options of flags. `log_dir`: a new one in mpillm-runs unless given. `mpirun_options`: as one text.
-    `echo`: print what it prints. `deadline_s`: for all of it; each phase has a deadline of its own.
+    A verdict INVALID is a result. Raises ConfigError for wrong options, RunFailed without a verdict, and
+    KeyboardInterrupt after Ctrl-C. In all cases, the run has ended.
 
-    A verdict INVALID is a result. Raises ConfigError for wrong options, RunFailed if there is no verdict,
-    KeyboardInterrupt after Ctrl-C; the run has ended then, too.
+    Args:
+        model_path: as the option of this name.
+        ranks: number of ranks.
+        log_dir: the run directory; by default a new one in mpillm-runs.
+        mpirun_options: options of mpirun, as one text.
+        echo: print the run's output.
+        deadline_s: of the whole run, in addition to the deadline of each phase.
+        options: options of `run --help` by name (``mode="disaggregated"``): text, numbers, bools, or a dict
+            for options of flags.
     """
     folder = _folder(log_dir, "run")
     with _interruptible():
         ended = run_in(
             folder,
             ("-n", str(ranks), *shlex.split(mpirun_options)),
-            _words(model_path, options),
+            _args(model_path, options),
             _echo(folder / CONSOLE) if echo else None,
             deadline_s,
             adopts=False,
@@ -180,10 +186,10 @@ def serve(
     deadline_s: float = 600.0,
     **options: Any,
 ) -> Iterator[RunningServer]:
-    """Serve a model on `ranks` ranks inside a ``with`` block, on a free port unless ``port=`` says otherwise.
+    """Serve a model on `ranks` ranks inside a ``with`` block, on a free port unless `port` is set.
 
-    Arguments as of `run`, but `echo` and `deadline_s` go until it is ready. Raises ConfigError if it does not
-    become ready.
+    Arguments as for `run`, but `echo` and `deadline_s` apply until it is ready. Raises ConfigError if it does
+    not become ready.
     """
     folder = _folder(log_dir, "serve")
     with (
@@ -191,7 +197,7 @@ def serve(
         served_in(
             folder,
             ("-n", str(ranks), *shlex.split(mpirun_options)),
-            _words(model_path, options),
+            _args(model_path, options),
             _echo(folder / CONSOLE) if echo else None,
             deadline_s,
             adopts=False,
@@ -206,19 +212,19 @@ def _folder(log_dir: str | Path | None, name: str) -> Path:
     return new_folder(name)
 
 
-def _words(model_path: str | Path | None, options: Mapping[str, Any]) -> list[str]:
-    """Return options as words of a command line. Raises ConfigError for a name that no option has."""
-    given = {} if model_path is None else {"model_path": str(model_path)}
-    words = []
-    for name, value in {**given, **options}.items():
+def _args(model_path: str | Path | None, options: Mapping[str, Any]) -> list[str]:
+    """Return options as arguments of a command line. Raises ConfigError for an unknown name."""
+    model = {} if model_path is None else {"model_path": str(model_path)}
+    args = []
+    for name, value in {**model, **options}.items():
         if name not in BY_NAME:
             raise ConfigError(f"{name}: no such option of run or serve{nearest(name, BY_NAME)}")
-        words += [f"--{name}", value if isinstance(value, str) else BY_NAME[name].text(value)]
-    return words
+        args += [f"--{name}", value if isinstance(value, str) else BY_NAME[name].text(value)]
+    return args
 
 
 def _echo(log: Path) -> Callable[[], str]:
-    """Return a `watch` that prints what a log has gained, whole lines."""
+    """Return a `watch` that prints the new complete lines of a log."""
     printed = 0
 
     def follow() -> str:
@@ -237,7 +243,7 @@ def _echo(log: Path) -> Callable[[], str]:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Make Ctrl-C what Python programs and notebooks expect."""
+    """Raise KeyboardInterrupt after Ctrl-C, as Python programs and notebooks expect."""
     try:
         yield
     except StopSignal as stopped:

@@ -55,8 +55,8 @@ from mpillm.runtime.run_session import announced, opened
 from mpillm.runtime.serve_session import ServeSession
 from mpillm.workloads.rounds import allows_speculation
 
-_ASK_S = 30.0
-# What the run's own endpoint has counted, beside the client's figures.
+_MODEL_S = 30.0
+# Counts of the run's own endpoint, in addition to the client's.
 _OF_ENDPOINT = (
     *("samples", "errors", "tokens", "aborted"),
     *LATENCIES,
@@ -64,7 +64,7 @@ _OF_ENDPOINT = (
 
 
 class HarnessSession(ServeSession):
-    """As of `serve`, until the client has ended."""
+    """Session of a run with a load client: serves until the client has exited."""
 
     KEEPS_TIMELINE = True
 
@@ -98,15 +98,15 @@ class HarnessSession(ServeSession):
     def __init__(
         self, prepared: RunSetup, record: Callable[[], RunRecord], console: Console, control: Rank0Control
     ) -> None:
-        """Raises ConfigError if the client can't do what it is asked, or is not there."""
+        """Raises ConfigError if the client is missing, or cannot make this load."""
         planned = prepared.planned
         self._prepared = prepared
-        self._asked = planned.config
+        self._client_config = planned.config
         self.kind = kind_of(planned.config.harness or "")
         self._order = _order(prepared)
         self.n_servers = _servers_of(planned)
         self.direct = bool(self.n_servers) and (self.n_servers == 1 or self.kind.many_urls)
-        self.takes_text = not self.direct  # otherwise the client's texts do not come here
+        self.takes_text = not self.direct  # otherwise the client sends its texts elsewhere
         self.sends_text = prepared.dataset.sends_text
         for name in ("stop_words", "end_ids"):
             if self.direct and planned.config.is_user_set(name):
@@ -117,21 +117,21 @@ class HarnessSession(ServeSession):
                 )
         super().__init__(replace(planned, config=_of_endpoint(planned.config)), record, console, control)
         self._own_url = self.url.removesuffix("/v1")
-        shown = ("SERVER",) * self.n_servers if self.direct else (self._own_url,)
-        self.command = command_of(self.kind, self._load_of(shown, self.served.names[0]))
+        urls = ("SERVER",) * self.n_servers if self.direct else (self._own_url,)
+        self.command = command_of(self.kind, self._load_of(urls, self.served.names[0]))
         self._client: ClientProgram | None = None
 
     # --- the load ---
 
     def how(self) -> str:
-        """Return how many requests are sent, and when, in words."""
-        n, config = f"{len(self._order):,} requests", self._asked
+        """Describe the number of requests and their times."""
+        n, config = f"{len(self._order):,} requests", self._client_config
         if config.scenario == "Server":
             return f"{n} at {self._prepared.settings.test.server_target_qps:g} per second"
         return f"{n}, {config.concurrency:,} at once" if config.concurrency else f"{n}, all at once"
 
     def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> list[Role]:
-        config = self._asked
+        config = self._client_config
         roles = super().make_harness(route, leader, loop)
         assert self._frontend is not None
         limits = ClientLimits(config.stall_timeout, (config.harness_memory_limit or math.inf) * (1 << 30))
@@ -143,24 +143,26 @@ class HarnessSession(ServeSession):
     def _load(self, urls: Mapping[int, str]) -> LoadSpec:
         if not self.direct:
             return self._load_of((self._own_url,), self.served.names[0])
-        found = [urls[index] for index in sorted(urls)] or [*(self._asked.trtllm_server_urls or ())]
-        servers = [RemoteServer(url) for url in found]
+        addresses = [urls[index] for index in sorted(urls)] or [
+            *(self._client_config.trtllm_server_urls or ())
+        ]
+        servers = [RemoteServer(url) for url in addresses]
         return self._load_of([server.url for server in servers], self._model_at(servers[0]))
 
     def _model_at(self, server: RemoteServer) -> str:
-        """Return what a server calls its model."""
-        config = self._asked
+        """Return a server's name of its model."""
+        config = self._client_config
         thread = ClientThread("mpillm-ask")
         try:
-            wanted = config.core_options.get("model")
-            return thread.run(find_model(server, wanted, config.model_path, _ASK_S), 2 * _ASK_S)
+            name = config.core_options.get("model")
+            return thread.run(find_model(server, name, config.model_path, _MODEL_S), 2 * _MODEL_S)
         except (EndpointError, TimeoutError) as error:
             raise RunError(Failure(str(error), 0, code=ExitCode.NOT_READY)) from error
         finally:
             thread.stop()
 
     def _load_of(self, urls: Sequence[str], model: str) -> LoadSpec:
-        config, test = self._asked, self._prepared.settings.test
+        config, test = self._client_config, self._prepared.settings.test
         samples = _PromptSamples(self._prepared.dataset, self._prepared.tokenizer, config.max_output_len)
         folder = Path(config.model_path).absolute() if config.model_path else None
         has_tokenizer = folder is not None and (folder / "tokenizer.json").exists()
@@ -182,15 +184,15 @@ class HarnessSession(ServeSession):
             Seeds(test.sample_index_rng_seed, test.schedule_rng_seed, config.seed),
             lambda text: len(self._prepared.tokenizer.encode_plain(text)) if has_tokenizer else 0,
             config.harness_args,
-            self._least_ms,
+            self._min_duration_ms,
             sends_text=self.sends_text,
         )
 
     @property
-    def _least_ms(self) -> int:
-        """The shortest duration of the test, which an accuracy run doesn't have."""
+    def _min_duration_ms(self) -> int:
+        """Minimum duration of the test; 0 in an accuracy run."""
         test = self._prepared.settings.test
-        return 0 if self._asked.test_mode == "AccuracyOnly" else int(test.min_duration_ms)
+        return 0 if self._client_config.test_mode == "AccuracyOnly" else int(test.min_duration_ms)
 
     # --- the test ---
 
@@ -208,7 +210,7 @@ class HarnessSession(ServeSession):
 
     def drained(self, reports: dict[int, DrainReport]) -> str:
         super().drained(reports)
-        result, config = self._record.result, self._asked
+        result, config = self._record.result, self._client_config
         report = self._client.report_of_client if self._client else None
         if report is None:  # a signal ends the run
             return ""
@@ -230,7 +232,7 @@ class HarnessSession(ServeSession):
             result["server_checks"] = checks
         others_serve = BackendRegistry.get(config.core_type).is_client and not config.server
         result["doubts"] = [
-            *load_client_doubts(result["harness"], self._least_ms / 1e3),
+            *load_client_doubts(result["harness"], self._min_duration_ms / 1e3),
             *report.problems,
             *doubts(result, others_serve=others_serve, **rules),
         ]
@@ -238,15 +240,15 @@ class HarnessSession(ServeSession):
         return f"{self.kind.title}: {report.completed:,} of {len(self._order):,} requests answered"
 
     def _figures(self, report: LoadReport) -> dict[str, Any]:
-        """Return for result.json what a test of LoadGen's leaves there, of the client's records or sums."""
-        said = report.to_json()
+        """Return the result.json figures of a LoadGen test, from the client's records or sums."""
+        sums = report.to_json()
         figures: dict[str, Any] = {
             "samples": report.completed + report.failed,
             "errors": report.failed,
             "tokens": round(report.tokens or 0),
-            "test_s": said["duration_s"],
-            "samples_per_second": said["requests_per_second"],
-            "tokens_per_second": said["tokens_per_second"] or 0.0,
+            "test_s": sums["duration_s"],
+            "samples_per_second": sums["requests_per_second"],
+            "tokens_per_second": sums["tokens_per_second"] or 0.0,
             "streamed": "ttft_ms" in report.latencies,
             **dict.fromkeys(LATENCIES),
             **{name: enough(latency, report.completed) for name, latency in report.latencies.items()},
@@ -273,17 +275,17 @@ class HarnessSession(ServeSession):
         for one in rows:
             log.add_one(one.issued, one.first, one.ended, one.sample, one.tokens, bool(one.error))
         log.close()
-        if self._asked.scenario == "Server":
-            found = read_requests(self._record.path)
-            figures |= arrival_figures(found)
-            if limits := self._asked.goodput:
-                figures["goodput"] = goodput(found, limits, lasted)
+        if self._client_config.scenario == "Server":
+            records = read_requests(self._record.path)
+            figures |= arrival_figures(records)
+            if limits := self._client_config.goodput:
+                figures["goodput"] = goodput(records, limits, lasted)
         return figures
 
     def _in_test(self, requests: Sequence[RequestRecord]) -> list[RequestRecord]:
         """Return the client's records by time of issue, in seconds of the test.
 
-        Clients read one of two clocks; of another one, the first request is the test's start.
+        Clients read one of two clocks. With another clock, the first request is the test's start.
         """
         assert self._client is not None
         rows = sorted(requests)
@@ -307,7 +309,7 @@ class HarnessSession(ServeSession):
 
 
 def _order(prepared: RunSetup) -> NDArray[np.int64]:
-    """Return the samples as LoadGen would issue them; of an accuracy run each once."""
+    """Return the samples in LoadGen's order of issue; in an accuracy run, each one once."""
     n = len(prepared.dataset)
     if prepared.planned.config.test_mode == "AccuracyOnly":
         return np.arange(n)
@@ -315,13 +317,13 @@ def _order(prepared: RunSetup) -> NDArray[np.int64]:
 
 
 class _PromptSamples(Sequence[PromptSample]):
-    """The samples of a data set, each made when it is asked for: texts of thousands take seconds."""
+    """Samples of a data set, each created on access: thousands of texts would take seconds."""
 
-    def __init__(self, dataset: Dataset, tokenizer: Tokenizer, longest: int) -> None:
+    def __init__(self, dataset: Dataset, tokenizer: Tokenizer, max_output_len: int) -> None:
         self._dataset, self._tokenizer = dataset, tokenizer
-        lengths = np.full(len(dataset), longest)
+        lengths = np.full(len(dataset), max_output_len)
         if dataset.output_lengths is not None:
-            lengths = np.minimum(dataset.output_lengths, longest)
+            lengths = np.minimum(dataset.output_lengths, max_output_len)
         self.lengths: list[int] = lengths.tolist()
         ignoring = dataset.ignores_stop
         self.ignoring: list[bool] = [False] * len(dataset) if ignoring is None else ignoring.tolist()
@@ -347,26 +349,26 @@ class _PromptSamples(Sequence[PromptSample]):
 
 
 def _servers_of(planned: RunPlan) -> int:
-    """Return how many servers the client could ask itself; 0: only the run's own endpoint."""
+    """Return the number of servers that the client can use directly; 0: only the run's own endpoint."""
     config = planned.config
-    # A request of a disaggregated run goes to two servers, which the run's own clients know.
+    # A request of a disaggregated run goes to two servers, which only the run's own clients support.
     if config.core_type not in TRTLLM_ENDPOINT or planned.plan.n_context_servers:
         return 0
     return len(planned.plan.servers) or len(config.trtllm_server_urls or ())
 
 
 def _of_endpoint(config: RunConfig) -> RunConfig:
-    """Return the configuration of an endpoint for the client alone: on this host, at any port."""
-    made = copy.copy(config)
+    """Return the configuration of an endpoint for the client only: on this host, at any port."""
+    endpoint = copy.copy(config)
     values = {"host": "127.0.0.1", "port": 0, "api_key": None, "max_queue_size": 1 << 30}
-    made.option_values = config.option_values | {
+    endpoint.option_values = config.option_values | {
         name: config.option_value(name)._replace(value=value) for name, value in values.items()
     }
-    return made
+    return endpoint
 
 
 def _where(session: HarnessSession) -> str:
     if not session.direct:
-        one = f", for it takes one server, not {session.n_servers}" if session.n_servers else ""
-        return f"through the run's own endpoint{one}"
+        reason = f", because it supports one server, not {session.n_servers}" if session.n_servers else ""
+        return f"through the run's own endpoint{reason}"
     return "straight to the server" if session.n_servers == 1 else f"straight to {session.n_servers} servers"

@@ -1,6 +1,6 @@
-"""From the ranks' join reports to a run that is ready to load: everything that can be checked before.
+"""Checks between the join of all ranks and the load phase.
 
-Nothing here needs MPI, and nothing is written except the data set of a scaled-down workload.
+This module does not use MPI. It writes only the data set of a scaled-down workload.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from mpillm.workloads.rounds import why_not
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What runs where."""
+    """Plan of a run: configuration, ranks, GPUs, cores."""
 
     config: RunConfig
     reports: dict[int, JoinReport]  # by rank
     plan: WorldPlan
     yaml: DisaggConfig  # with the values in force
     gpus: dict[int, OwnGpu]  # by rank; empty: CPUs
-    cores: list[CoreConfig]  # of the instances' leaders
-    models: list[Any]  # for each of `cores` what its check returned: `ModelInfo`, or None
-    notes: list[str]  # which parts of the configuration have no effect
-    outlives_losses: bool  # it goes on without an instance that is lost
+    cores: list[CoreConfig]  # of the instances' root ranks
+    models: list[Any]  # result of the check of each core: `ModelInfo`, or None
+    notes: list[str]  # on parts of the configuration without effect
+    outlives_losses: bool  # it continues without a lost instance
     server_gpus: dict[int, tuple[int, ...]]  # of servers that ranks own, by rank
 
 
 @dataclass(frozen=True)
 class RunSetup:
-    """A run that can be loaded."""
+    """Run that can be loaded."""
 
     planned: RunPlan
     dataset: Dataset
@@ -67,7 +67,7 @@ class RunSetup:
 
     @property
     def shows_text(self) -> bool:
-        """Whether the console shows answers: their tokens are a model's."""
+        """Whether the console displays responses: their tokens are a model's."""
         return isinstance(self.tokenizer, FileTokenizer)
 
     def dataset_lines(self) -> list[str]:
@@ -80,7 +80,7 @@ class RunSetup:
         return [line, dataset.note] if dataset.note else [line]
 
     def announcement(self) -> list[str]:
-        """Return lines to print before the run loads, behind the one that names its directory."""
+        """Return the lines before the load phase, after the line with the run directory."""
         planned, config = self.planned, self.planned.config
         lines = list(planned.notes)
         if any(core.engine.scheduler.enable_kv_cache_reuse for core in planned.cores):
@@ -93,7 +93,7 @@ class RunSetup:
                 lines.append(f"scaled down: {config.workload.scaled}")
             if config.goodput:
                 lines.append("limits of --goodput, not the workload's: the result can't be submitted")
-        if not (config.audit_conf or config.compliance_test):  # which change the test themselves
+        if not (config.audit_conf or config.compliance_test):  # these change the test
             lines += self.settings.forecast.lines()
         if planned.gpus:
             names = Counter(planned.reports[rank].gpus[gpu.device].name for rank, gpu in planned.gpus.items())
@@ -103,30 +103,30 @@ class RunSetup:
 
 
 def _of_round(config: RunConfig, settings: LoadGenSettings) -> list[str]:
-    """Return a line that says in which rounds a run's workload counts."""
+    """Return lines on the rounds of MLPerf in which the run's workload is valid."""
     assert config.workload is not None
     if settings.round is None:
         return ["LoadGen has the seeds of no round known here: the result can't be submitted"]
     name = settings.round.name
     if config.scenario not in config.workload.scenarios:
-        said = f"no round has {config.scenario} of {config.workload.name}: the result can't be submitted"
+        line = f"no round has {config.scenario} of {config.workload.name}: the result can't be submitted"
         plain = config.workload.interactive_of
-        return [f"{said}; the test is {plain}'s, whose limits alone Interactive changes" if plain else said]
+        return [f"{line}; the test is {plain}'s, whose limits alone Interactive changes" if plain else line]
     if why := why_not(config.workload, config.accuracy_target, name):
         return [f"LoadGen has the seeds of round {name}, where this result does not count: {why}"]
     return [f"round {name} (LoadGen's seeds), which has {config.workload.benchmark(config.accuracy_target)}"]
 
 
 def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves: bool = False) -> RunPlan:
-    """Plan the run. Raises ConfigError if the ranks differ, or can't run the configuration.
+    """Plan the run. Raises ConfigError if the ranks differ, or cannot run the configuration.
 
     `config`: rank 0's; None if its command line is wrong.
     """
     config = _agreed(config, reports)
     ranks = range(len(reports))
     if config.instance_run is None and config.world_size not in (None, len(ranks)):
-        said = f"{config.named('world_size')}: the launcher has started {len(ranks)} ranks"
-        raise ConfigError(said, about=["world_size"])
+        message = f"{config.named('world_size')}: the launcher has started {len(ranks)} ranks"
+        raise ConfigError(message, about=["world_size"])
     core_class = BackendRegistry.get(config.core_type)
     yaml = disagg_config(config, len(ranks), core_class.is_client)
     notes = [*filter(None, [config.passed_over()]), *check_unused(config, SERVE if serves else RUN)]
@@ -137,21 +137,21 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
     n_contexts = context_servers(config, len(ranks))
     sizes = (config.clients_of_a_server, n_contexts, config.server_nodes)
     plan = disagg.plan(yaml, len(ranks), nodes, *sizes)
-    seen = [reports[rank].gpus for rank in ranks]
-    gpus = assign(config.device, plan, seen) if core_class.uses_gpus else {}
+    visible = [reports[rank].gpus for rank in ranks]
+    gpus = assign(config.device, plan, visible) if core_class.uses_gpus else {}
     server_gpus: dict[int, tuple[int, ...]] = {}
     if config.server:
         from mpillm.runtime import own_servers  # few runs have any
 
-        server_gpus = own_servers.gpus_of_servers(config, plan, seen)
+        server_gpus = own_servers.gpus_of_servers(config, plan, visible)
         notes += own_servers.server_lines(plan, own_servers.server_specs(config, plan, server_gpus))
-    notes += idle_gpus(plan, seen, {**{rank: (gpu.device,) for rank, gpu in gpus.items()}, **server_gpus})
+    notes += idle_gpus(plan, visible, {**{rank: (gpu.device,) for rank, gpu in gpus.items()}, **server_gpus})
     check_flags(config, plan)
     cores = core_configs(config, plan, [instance.root_rank for instance in plan.instances], gpus)
     with config.explained():
         cores = with_settings(config, plan, cores)
         models = [core_class.check(core) for core in cores]
-    _check_hands_over(config, core_class, plan)
+    _check_transfers(config, core_class, plan)
     check_handoff(cores, models)
     _check_speculation(config, core_class)
     _check_tuning(config, core_class, cores)
@@ -168,8 +168,8 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
     return RunPlan(config, reports, plan, yaml, gpus, cores, models, notes, outlives_losses, server_gpus)
 
 
-def _check_hands_over(config: RunConfig, core_class: type[LLMCore], plan: WorldPlan) -> None:
-    """Raise ConfigError if instances hand KV caches over, and the core can't."""
+def _check_transfers(config: RunConfig, core_class: type[LLMCore], plan: WorldPlan) -> None:
+    """Raise ConfigError if the run needs KV cache transfers that the core does not support."""
     if plan.instances[0].role != "executor" and not issubclass(core_class, TransfersKv):
         raise ConfigError(
             f"--core_type {config.core_type}: it has no KV cache to hand over, so its instances can't be"
@@ -179,21 +179,21 @@ def _check_hands_over(config: RunConfig, core_class: type[LLMCore], plan: WorldP
 
 
 def _check_speculation(config: RunConfig, core_class: type[LLMCore]) -> None:
-    """Raise ConfigError if the user wants guesses of a core that has none."""
+    """Raise ConfigError if the user sets speculative decoding for a core without it."""
     if not core_class.speculates and config.is_user_set("speculative_config"):
         why = f"--speculative_config: the {config.core_type} core has no speculative decoding"
         raise ConfigError(why, about=["speculative_config"])
 
 
 def _check_tuning(config: RunConfig, core_class: type[LLMCore], cores: list[CoreConfig]) -> None:
-    """Raise ConfigError if the core can't choose the tokens of a step, and an instance should."""
+    """Raise ConfigError if an instance requires tuning of tokens per step that the core lacks."""
     name = "enable_max_num_tokens_tuning"
     if not core_class.tunes_steps and any(core.engine.enable_max_num_tokens_tuning for core in cores):
         raise ConfigError(f"--{name} has no effect on the {config.core_type} core", about=[name])
 
 
 def _why_a_loss_ends_it(plan: WorldPlan, mpi: str, on_gpus: bool, serves: bool) -> str:
-    """Return why the run can't go on without an instance that is lost; "" if it can."""
+    """Return why the run cannot continue without a lost instance; "" if it can."""
     disaggregated = plan.instances[0].role != "executor"
     if not mpi.startswith("Open MPI v5"):
         return f"{mpi} does not outlive a lost rank; Open MPI 5 does (ULFM)"
@@ -207,9 +207,8 @@ def _why_a_loss_ends_it(plan: WorldPlan, mpi: str, on_gpus: bool, serves: bool) 
 def prepare(planned: RunPlan, run_directory: Callable[[], Path]) -> RunSetup:
     """Read the data set and LoadGen's settings.
 
-    Raises ConfigError if they don't fit the model, or each other.
-
-    `run_directory()` is called only to write the data set of a scaled-down workload there.
+    Raises ConfigError if they do not fit the model, or each other. `run_directory()` is called only to write
+    the data set of a scaled-down workload.
     """
     dataset, tokenizer = load_samples(planned.config, planned.models, run_directory)
     return RunSetup(
@@ -220,7 +219,7 @@ def prepare(planned: RunPlan, run_directory: Callable[[], Path]) -> RunSetup:
 def _agreed(config: RunConfig | None, reports: dict[int, JoinReport]) -> RunConfig:
     """Return the configuration of all ranks.
 
-    Raises ConfigError naming the rank with another one, another version of a package, or a wrong command
+    Raises ConfigError with the rank that has another one, another version of a package, or a wrong command
     line.
     """
     hosts = {rank: report.host for rank, report in reports.items()}
@@ -236,24 +235,24 @@ def _agreed(config: RunConfig | None, reports: dict[int, JoinReport]) -> RunConf
                 for error, ranks in errors.items()
             )
         )
-    mine = reports[0]
-    for name, version in mine.versions.items():
+    own = reports[0]
+    for name, version in own.versions.items():
         others: dict[str, list[int]] = {}
         for rank, report in reports.items():
             if report.versions[name] != version:
                 others.setdefault(report.versions[name], []).append(rank)
         if others:
-            told = "; ".join(
+            differing = "; ".join(
                 f"{disagg.rank_list(ranks, hosts)} run{'s' if len(ranks) == 1 else ''} {name} {another}"
                 for another, ranks in others.items()
             )
-            raise ConfigError(f"{told}, {disagg.rank_list([0], hosts)} {version}")
-    if older := [rank for rank, report in reports.items() if report.code and report.code != mine.code]:
+            raise ConfigError(f"{differing}, {disagg.rank_list([0], hosts)} {version}")
+    if older := [rank for rank, report in reports.items() if report.code and report.code != own.code]:
         raise ConfigError(
             f"{disagg.rank_list(older, hosts)} {'has' if len(older) == 1 else 'have'} other code of mpillm"
-            f" {mine.versions['mpillm']} than rank 0: install the same files on all nodes"
+            f" {own.versions['mpillm']} than rank 0: install the same files on all nodes"
         )
-    other = {rank: report for rank, report in reports.items() if report.digest != mine.digest}
+    other = {rank: report for rank, report in reports.items() if report.digest != own.digest}
     if other:
         first = min(other)
         difference = config.difference(other[first].values)

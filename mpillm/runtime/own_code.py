@@ -1,4 +1,4 @@
-"""Whether all nodes run the same code: a version may be edited, or half copied."""
+"""Check that all nodes run the same code: the files of a version may be edited, or partly copied."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FOLDER = Path(__file__).parents[2]
 _PACKAGES = ("disagg", "launch", "mpillm")
 
 
-def tells_code(env: Mapping[str, str] = os.environ) -> bool:
+def reports_code(env: Mapping[str, str] = os.environ) -> bool:
     """Return whether this rank reports its code: the first of each node, where there are several nodes.
 
     Reading it takes 20 ms, which a run on one node need not wait for.
@@ -30,9 +30,9 @@ def code_digest(folder: Path = _FOLDER) -> str:
     """Return a digest of all Python files of mpillm in `folder`, by their paths in it."""
     import hashlib  # OpenSSL: milliseconds at the start of every rank
 
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for package in _PACKAGES:
         for path in sorted((folder / package).rglob("*.py")):
-            found.update(f"{path.relative_to(folder)}\0".encode())
-            found.update(hashlib.blake2b(path.read_bytes()).digest())
-    return found.hexdigest()
+            digest.update(f"{path.relative_to(folder)}\0".encode())
+            digest.update(hashlib.blake2b(path.read_bytes()).digest())
+    return digest.hexdigest()

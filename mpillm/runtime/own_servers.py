@@ -1,4 +1,4 @@
-"""The servers that ranks of a run own: what each is to be, and which GPUs it gets."""
+"""Servers that ranks of a run own: their specifications and GPUs."""
 
 from __future__ import annotations
 
@@ -23,47 +23,49 @@ from mpillm.programs.servers.kind import ServerKind, ServerNode, ServerSpec
 from mpillm.programs.servers.kinds import kind_of
 from mpillm.roles.server import MAX_RESTARTS
 
-_MOST_SHOWN = 4  # servers of a role
+_MAX_LISTED = 4  # servers of a role
 
 
 def gpus_of_servers(
     config: RunConfig, plan: WorldPlan, gpus: Sequence[tuple[Gpu, ...]]
 ) -> dict[int, tuple[int, ...]]:
-    """Return the GPUs of each owner's server, or of its part, as its process numbers them; none: CPUs.
+    """Return the GPUs of each owner's server, or its part, by number in its process; none: CPUs.
 
-    `gpus`: what each rank sees. Raises ConfigError if a node has some and too few.
+    `gpus`: visible GPUs of each rank. Raises ConfigError if a node with GPUs has too few.
     """
-    taken: dict[str, set[str]] = {}  # UUIDs, by node
-    mine: dict[int, tuple[int, ...]] = {}
+    used_on: dict[str, set[str]] = {}  # UUIDs, by node
+    by_owner: dict[int, tuple[int, ...]] = {}
     if not config.server or not kind_of(config.server).takes_gpus:
-        return mine
+        return by_owner
     owners = [(rank, server.role) for server in plan.servers for rank in server.parts]
     for rank, role in owners:
-        seen, node = gpus[rank], plan.ranks[rank].node
-        if not seen:
+        visible, node = gpus[rank], plan.ranks[rank].node
+        if not visible:
             continue
-        used = taken.setdefault(node, set())
+        used = used_on.setdefault(node, set())
         size = _gpus_of_a_node(config, role)
-        free = [index for index, gpu in enumerate(seen) if gpu.uuid not in used][:size]
+        free = [index for index, gpu in enumerate(visible) if gpu.uuid not in used][:size]
         if len(free) < size:
-            there = [other for owner, other in owners if plan.ranks[owner].node == node]
-            needed = sum(_gpus_of_a_node(config, other) for other in there)
+            roles = [other for owner, other in owners if plan.ranks[owner].node == node]
+            needed = sum(_gpus_of_a_node(config, other) for other in roles)
             lower = f"--{SERVER_SIZES[role][0]}"
             more = (
-                "" if role or size <= len(seen) else f", or raise --server_nodes to {-(-size // len(seen))}"
+                ""
+                if role or size <= len(visible)
+                else f", or raise --server_nodes to {-(-size // len(visible))}"
             )
             raise ConfigError(
-                f"node {node} has {len(seen)} GPUs, and its {len(there)} servers need {needed}:"
+                f"node {node} has {len(visible)} GPUs, and its {len(roles)} servers need {needed}:"
                 f" start fewer ranks, or lower {lower}{more}",
                 about=["server", SERVER_SIZES[role][0]],
             )
-        used |= {seen[index].uuid for index in free}
-        mine[rank] = tuple(free)
-    return mine
+        used |= {visible[index].uuid for index in free}
+        by_owner[rank] = tuple(free)
+    return by_owner
 
 
 def _gpus_of_a_node(config: RunConfig, role: str) -> int:
-    """Return how many GPUs a server of a role has on each of its nodes."""
+    """Return the number of GPUs of a role's server on each of its nodes."""
     return math.prod(_layout(config, role).values()) // config.server_nodes
 
 
@@ -114,7 +116,7 @@ def server_specs(
 
 
 def _values(config: RunConfig, kind: ServerKind, role: str) -> dict[str, Any]:
-    """Return the values that are stated for the servers of a role, and that the kind takes."""
+    """Return the explicit values for the servers of a role that the kind accepts."""
     of = config.in_section(ROLE_SECTIONS[role]) if role else config
     values = {
         field.name: value
@@ -126,13 +128,13 @@ def _values(config: RunConfig, kind: ServerKind, role: str) -> dict[str, Any]:
 
 
 def _layout(config: RunConfig, role: str) -> dict[str, int]:
-    """Return the sizes of a server, by the option of one that is no half."""
-    mine = zip(SERVER_SIZES[""], SERVER_SIZES[role], strict=True)
-    return {name: config[BY_NAME[other]] or 1 for name, other in mine}
+    """Return the sizes of a server, by the options of an aggregated server."""
+    names = zip(SERVER_SIZES[""], SERVER_SIZES[role], strict=True)
+    return {name: config[BY_NAME[other]] or 1 for name, other in names}
 
 
 def _llm_args(config: RunConfig, role: str) -> dict[str, Any]:
-    """Return TensorRT-LLM's arguments in the section of a role, which no option of ours has."""
+    """Return TensorRT-LLM's arguments in the section of a role that correspond to no option."""
     sections = dict(config.yaml.sections) if config.yaml else {}
     if role not in ROLE_SECTIONS or (section := sections.get(ROLE_SECTIONS[role])) is None:
         return {}
@@ -143,31 +145,31 @@ def _llm_args(config: RunConfig, role: str) -> dict[str, Any]:
 
 
 def server_lines(plan: WorldPlan, specs: Sequence[ServerSpec]) -> list[str]:
-    """Return lines that say where the servers run, and their command lines, which may go over several.
+    """Return lines with the ranks of the servers, and their command lines.
 
-    Raises ConfigError for a value that the kind can't take.
+    Raises ConfigError for a value that the kind does not support.
     """
     try:
         commands = [tuple(one.command().shell_args()) for one in specs]
     except ValueError as error:
         raise ConfigError(f"--server: {error}", about=["server"]) from None
     of_roles = Counter[str]()
-    shown = []
+    listed = []
     for one, command in zip(specs, commands, strict=True):
         of_roles[one.role] += 1
-        shown += [(plan.servers[one.index], one, command)] if of_roles[one.role] <= _MOST_SHOWN else []
-    whose = {command: f"{one.role} servers{one.of_nodes}".strip() for _, one, command in reversed(shown)}
+        listed += [(plan.servers[one.index], one, command)] if of_roles[one.role] <= _MAX_LISTED else []
+    owners = {command: f"{one.role} servers{one.of_nodes}".strip() for _, one, command in reversed(listed)}
     lines = [
-        wrapped([f"{whose[command]}:", *command], WIDTH - len(INDENT))
-        for command in dict.fromkeys(command for *_, command in shown)
+        wrapped([f"{owners[command]}:", *command], WIDTH - len(INDENT))
+        for command in dict.fromkeys(command for *_, command in listed)
     ]
-    for server, one, _ in shown:
+    for server, one, _ in listed:
         where = f"rank {one.rank} on {plan.ranks[one.rank].node}"
         devices = f", GPU{'s' * (len(one.devices) > 1)} {ranges(one.devices)}" if one.devices else ""
         shared = not one.node.number and (len(server.clients) > 1 or server.owner not in server.clients)
         many = "s" * (len(server.clients) > 1)
         clients = f", client{many}: rank{many} {ranges(server.clients)}" if shared else ""
         lines.append(f"{one.title}: {where}{devices}{clients}")
-    if len(specs) > len(shown):
-        lines.append(f"and {len(specs) - len(shown)} more servers like these")
+    if len(specs) > len(listed):
+        lines.append(f"and {len(specs) - len(listed)} more servers like these")
     return lines

@@ -1,4 +1,4 @@
-"""What a plan says of memory and GPUs before anything starts: what is needed, what fits, what stays idle."""
+"""Memory and GPUs of a plan, before a start: required memory, whether it fits, and idle GPUs."""
 
 from __future__ import annotations
 
@@ -24,41 +24,41 @@ if TYPE_CHECKING:
 def idle_gpus(
     plan: WorldPlan, seen: Sequence[tuple[Gpu, ...]], gpus: Mapping[int, Sequence[int]]
 ) -> list[str]:
-    """Return a line for each node with GPUs that no rank takes, where ranks take some.
+    """Return a line for each node with unused GPUs, if ranks use GPUs.
 
-    `seen`: what each rank sees; `gpus`: those of each rank that has some, or whose server has.
+    `seen`: visible GPUs of each rank; `gpus`: used GPUs of ranks, or of their servers.
     """
-    taken = {seen[rank][device].uuid for rank, devices in gpus.items() for device in devices}
-    there: dict[str, list[str]] = {}  # UUIDs by node, in the order of the node's first rank
+    used = {seen[rank][device].uuid for rank, devices in gpus.items() for device in devices}
+    on_node: dict[str, list[str]] = {}  # UUIDs by node, in the order of the node's first rank
     for rank in plan.ranks:
-        uuids = there.setdefault(rank.node, [])
+        uuids = on_node.setdefault(rank.node, [])
         uuids += [gpu.uuid for gpu in seen[rank.rank] if gpu.uuid not in uuids]
     lines = []
-    for node, uuids in there.items():
-        if gpus and (idle := [i for i, uuid in enumerate(uuids) if uuid not in taken]):
+    for node, uuids in on_node.items():
+        if gpus and (idle := [i for i, uuid in enumerate(uuids) if uuid not in used]):
             which = f"GPUs {ranges(idle, ', ')}" if len(idle) > 1 else f"GPU {idle[0]}"
             lines.append(f"no rank takes {which} of {node}: idle in this run")
     return lines
 
 
 def memory_lines(config: RunConfig, plan: WorldPlan) -> list[str]:
-    """Return lines that say what each rank of the instances holds, and whether it fits this machine.
+    """Return lines on the memory of each instance's ranks, and whether it fits this machine.
 
-    That is looked at if the ranks would be here; only the embedded engine's needs are known. Of the model of
-    other cores a line names the folder that a run would miss.
+    The fit is checked if the ranks would run on this host. Only the embedded engine's memory is known. For
+    other cores, a line names a missing model folder.
     """
     if not config.model_path:
         return []
     if config.core_type != DEFAULT:
         return _missing_folder(config, config.model_path)
-    from mpillm.engine.shape.model_info import model_info  # takes time to import, and few plans name a model
+    from mpillm.engine.shape.model_info import model_info  # slow to import, and few plans name a model
 
     core_class = BackendRegistry.get(DEFAULT)
     here = {rank.node for rank in plan.ranks} <= {"localhost", socket.gethostname()}
     seen = [core_class.gpus() if here and core_class.uses_gpus else () for _ in plan.ranks]
-    leaders = [instance.root_rank for instance in plan.instances]
-    said: dict[str, list[int]] = {}
-    refused = ""  # as by a run: what else is wrong is known when that is right
+    root_ranks = [instance.root_rank for instance in plan.instances]
+    by_need: dict[str, list[int]] = {}
+    refused = ""  # the first error, as in a run
     idle: list[str] = []
     try:
         gpus = assign(config.device if here else "cpu", plan, seen)
@@ -66,16 +66,16 @@ def memory_lines(config: RunConfig, plan: WorldPlan) -> list[str]:
     except ConfigError as error:
         gpus = {}
         refused = str(error)
-    for instance, core in zip(plan.instances, core_configs(config, plan, leaders, gpus), strict=True):
+    for instance, core in zip(plan.instances, core_configs(config, plan, root_ranks, gpus), strict=True):
         try:
             with config.explained():
                 info = model_info(core.engine)
-                said.setdefault(_needs(info, core.engine), []).append(instance.index)
+                by_need.setdefault(_needs(info, core.engine), []).append(instance.index)
                 if here and not refused:
                     core_class.check(core)
         except ConfigError as error:
             refused = refused or str(error)
-    lines = [f"memory: {_instances(some)} {what}" for what, some in said.items()]
+    lines = [f"memory: {_instances(some)} {need}" for need, some in by_need.items()]
     return [*lines, *idle, *([_REFUSED.format(refused)] if refused else [])]
 
 
@@ -94,9 +94,9 @@ def _missing_folder(config: RunConfig, model_path: str) -> list[str]:
 
 
 def share_lines(cores: Sequence[CoreConfig]) -> list[str]:
-    """Return a line for each role whose instances take different numbers of requests at once.
+    """Return a line for each role whose instances differ in their number of simultaneous requests.
 
-    It says what share of the requests under way each gets; `cores`: one of each instance.
+    It contains each instance's share of the open requests. `cores`: one of each instance.
     """
     lines = []
     for role in dict.fromkeys(core.role for core in cores):
@@ -112,7 +112,7 @@ def share_lines(cores: Sequence[CoreConfig]) -> list[str]:
         ]
         if len(sizes) > 1:
             lines.append(
-                f"shares of the requests under way: {', '.join(shares)}; who answers sooner gets more in all"
+                f"shares of the open requests: {', '.join(shares)}; faster instances get more in total"
             )
     return lines
 
@@ -123,23 +123,25 @@ def _instances(some: Sequence[int]) -> str:
 
 def _needs(info: ModelInfo, engine: EngineConfig) -> str:
     per_token = info.config.kv_bytes_per_token(info.kv_dtype, engine.tp_size, engine.pp_size)
-    text = f"holds {_shown(info.n_bytes)} of weights, and {_shown(per_token)} of KV cache for each token"
-    # Without a number the cache takes what is left.
+    text = (
+        f"holds {_size_text(info.n_bytes)} of weights, and {_size_text(per_token)} of KV cache for each token"
+    )
+    # Without a number, the cache uses the free memory.
     tokens = info.kv_cache_tokens if engine.gpu_bytes or engine.kv_cache_tokens else None
     if tokens is None:
         return text
     n_bytes = per_token * tokens
-    if info.window_cache_tokens:  # of some layers the cache is smaller
+    if info.window_cache_tokens:  # some layers have a smaller cache
         of_layer = info.config.kv_bytes_per_token(info.kv_dtype, engine.tp_size, info.config.n_layers)
         n_bytes -= (
             info.config.kv_layers(engine.pp_size, windowed=True)
             * of_layer
             * (tokens - info.window_cache_tokens)
         )
-    return f"{text}, {_shown(n_bytes)} for {tokens:,}"
+    return f"{text}, {_size_text(n_bytes)} for {tokens:,}"
 
 
-def _shown(n_bytes: float) -> str:
+def _size_text(n_bytes: float) -> str:
     for unit in ("bytes", "KiB", "MiB"):
         if n_bytes < 1024:
             return f"{n_bytes:.4g} {unit}"

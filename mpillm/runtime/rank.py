@@ -38,7 +38,7 @@ from mpillm.options.run_config import RunConfig
 from mpillm.phases import PHASES, Phase
 from mpillm.roles.role import Role
 from mpillm.runtime.ending import Ending, Rank0Ending, RankEnding, failures_of
-from mpillm.runtime.own_code import code_digest, tells_code
+from mpillm.runtime.own_code import code_digest, reports_code
 from mpillm.runtime.rank_roles import make_roles
 from mpillm.telemetry.cpu_use import CpuMeter
 from mpillm.telemetry.gpu_meter import GpuMeter, GpuWatch
@@ -56,8 +56,8 @@ logging.getLogger("mpillm").addHandler(logging.NullHandler())
 _log = logging.getLogger(__name__)
 
 
-class _Part(NamedTuple):
-    """What this rank has, besides its roles, once all ranks have joined."""
+class _RankResources(NamedTuple):
+    """Resources of a rank besides its roles, after all ranks have joined."""
 
     comms: Communicators
     route: Transport | None
@@ -76,10 +76,10 @@ class Rank:
         *,
         serves: bool,
     ) -> None:
-        """`config`: None if the command line is wrong, as `usage_error` says.
+        """`config`: None if the command line is wrong; `usage_error` is then its error.
 
-        `purpose`: imports what rank 0 needs; called there alone. `serves`: the test has no deadline, and the
-        first signal ends it in an orderly way.
+        `purpose`: imports and returns the session's class; only rank 0 calls it. `serves`: the test has no
+        deadline, and the first signal drains it.
         """
         comm = comms.control
         self.rank, self.size = comm.rank, comm.size
@@ -96,7 +96,7 @@ class Rank:
         if serves:
             timeouts.phases["test"] = math.inf
         self._serves = serves
-        self._drain_asked = False
+        self._drain_requested = False
         self._watch = Watch(comm.rank)
         self._control = RankControl(Transport(comm), self._watch, timeouts)
         self._beats = Transport(comm)  # the watch's: a transport belongs to one thread
@@ -107,15 +107,15 @@ class Rank:
         self._roles: list[Role] = []
         self._inline_tasks: list[Callable[[], object]] = []  # of the test
         self._senders: set[int] = set()  # ranks that send this rank messages, once the plan exists
-        self._first_of_node = False  # once the plan is here
-        self.log_dir = ""  # the run directory, once rank 0 has made it
+        self._first_of_node = False  # until the plan exists
+        self.log_dir = ""  # the run directory, after rank 0 has created it
         self._test_started = 0.0
         self._cpu: CpuMeter | None = None  # from the start of the test
         self._gpu_uuid = ""  # of its GPU, if it has one
         self._gpu_watch: GpuWatch | None = None  # from the start of the test
         self._recorder = Recorder()
         self._sampler = RankSampler(self._recorder)
-        # Held to the end, and not listened on: whoever is the first part of a server listens there.
+        # Reserved to the end, without a listener: the first part of a server listens on this port.
         self._meeting = ReservedPort("0.0.0.0") if config is not None and config.server_nodes > 1 else None
         self._rank0: Rank0 | None = None
         self._ending: Ending = RankEnding(self._control, self._beats, self._roles)
@@ -132,12 +132,12 @@ class Rank:
                 purpose(config),
             )
             self._ending = Rank0Ending(self._control, self._beats, self._roles, self._rank0)
-            # First: what it knows of a lost rank, it shall tell before MPI's error does.
+            # First: it must report a lost rank before MPI's error does.
             self._loop.pollers.insert(0, self._rank0.control.poll)
         self._watch.connect(self._beat, self._ending.end_stuck, self._ending.abort, self.size)
 
     def live(self) -> int:
-        """Do all phases; return the exit code. After a failure the process ends here."""
+        """Do all phases; return the exit code. After a failure, the process exits here."""
         try:
             code, comms = self._phases()
         except RunStopped as stopped:
@@ -150,42 +150,41 @@ class Rank:
         return self._ending.finish(code, comms)
 
     def drain(self) -> bool:
-        """Return whether this run ends in an orderly way because of the signal.
+        """Start to drain the run, if it can; return whether. Signal handlers call this.
 
-        Called by signal handlers. A server does so at the first signal, which rank 0 acts on; a second one
-        ends it at once.
+        At the first signal, rank 0 of a run that serves drains it. A second signal ends it immediately.
         """
-        if not self._serves or self._watch.phase != "test" or self._drain_asked:
+        if not self._serves or self._watch.phase != "test" or self._drain_requested:
             return False
-        self._drain_asked = True
+        self._drain_requested = True
         self._wakeup.wake_own()
         return self._rank0 is None or self._rank0.session is None or self._rank0.session.drain()
 
     def _phases(self) -> tuple[int, Communicators]:
         """Do all phases; return the exit code, and the communicators to free."""
         join, *others, stop = PHASES
-        part = self._set_up(self._phase(join, self._join_report))
-        self._ending.last_report = lambda: self._drain_report(part)
+        resources = self._set_up(self._phase(join, self._join_report))
+        self._ending.last_report = lambda: self._drain_report(resources)
         for phase in others:
             report = {"load": self._servers, "drain": self._ending.last_report}.get(phase)
             urls = self._phase(phase, report)
             if phase == "load":
                 for role in self._roles:
                     role.find_servers(urls)
-        return int(self._phase(stop)), part.comms
+        return int(self._phase(stop)), resources.comms
 
     def _servers(self) -> dict[int, str] | None:
-        """Return the URLs of the servers that this rank owns; None: it owns none."""
+        """Return the URLs of the servers that this rank owns; None if it owns none."""
         return {index: url for role in self._roles for index, url in role.serves().items()} or None
 
     def _phase(self, phase: Phase, report: Callable[[], Any] | None = None) -> Any:
         def work() -> None:
-            # In other phases rank 0 says where a rank is stuck, a moment after its heartbeat has told.
+            # In other phases, rank 0 reports a stuck rank soon after its heartbeat.
             self._wakeup.may_sleep_long = phase == "test"
-            # In other phases the main thread waits for what they would do.
+            # In other phases, the main thread waits for their results.
             self._loop.inline_tasks[:] = self._inline_tasks if phase == "test" else ()
             if phase == "test":
-                # Objects made at start-up live to the end: no collection during the test need visit them.
+                # Objects from the start-up live to the end. Collections in the test need not visit them.
                 gc.freeze()
                 gc.enable()
                 self._test_started = time.perf_counter()
@@ -194,7 +193,7 @@ class Rank:
                     self._gpu_watch = GpuWatch(self._gpu_uuid, self._sampler.meter)
                 for role in self._roles:
                     role.record(self._recorder)
-            if phase == "health":  # by now all bells hang
+            if phase == "health":  # by now, all wake-up sockets are open
                 self._wakeup.probe_peers(self._senders)
                 how = "sleeps until a wake-up" if self._wakeup.is_reliable else "polls"
                 _log.info("when idle, this rank %s", how)
@@ -203,7 +202,7 @@ class Rank:
                 getattr(role, phase)()
 
         is_done = methodcaller("done", phase)
-        done = lambda: all(map(is_done, self._roles))  # noqa: E731 - asked for each message
+        done = lambda: all(map(is_done, self._roles))  # noqa: E731 - called for each message
         started = time.perf_counter() - (_process_age_s() if phase == PHASES[0] else 0)
         value = self._control.run_phase(self._loop, phase, work, done, report or (lambda: None))
         self._recorder.phases.append((phase, started, time.perf_counter()))
@@ -232,17 +231,17 @@ class Rank:
             values=self._config.values if self._config else {},
             gpus=self._gpus,
             pids=visible_pids(),
-            code=code_digest() if tells_code() else "",
+            code=code_digest() if reports_code() else "",
             port=self._meeting.number if self._meeting else 0,
         )
 
-    def _set_up(self, setup: Setup) -> _Part:
-        if self._config is None:  # rank 0 knows, and releases nobody
+    def _set_up(self, setup: Setup) -> _RankResources:
+        if self._config is None:  # rank 0 has the error, and releases no rank
             raise ConfigError(self._usage_error)
         self._control.joined(setup.rank0)
         rank_registry.report_joined()
         if (gpu := setup.gpus.get(self.rank)) is not None:
-            with contextlib.suppress(OSError):  # then there are no samples of it
+            with contextlib.suppress(OSError):  # without samples of the GPU
                 self._sampler.meter = GpuMeter(gpu.device)
                 self._gpu_uuid = self._gpus[gpu.device].uuid
         self.log_dir, ranks = setup.log_dir, setup.plan.ranks
@@ -289,17 +288,21 @@ class Rank:
             self._loop,
             serves=serves,
         )
-        # What asks comes first: the leader has its requests in the same turn.
-        asks, rest = ([one.poll for one in self._roles if one.sends_requests is it] for it in (True, False))
-        self._loop.pollers += [*asks, *([route.dispatch] if route else []), *rest]
+        # Senders of requests come first: the leader gets their requests in the same turn.
+        senders, others = (
+            [one.poll for one in self._roles if one.sends_requests is it] for it in (True, False)
+        )
+        self._loop.pollers += [*senders, *([route.dispatch] if route else []), *others]
         self._loop.quiet_s += [*([route.quiet_s] if route else []), *(role.quiet_s for role in self._roles)]
         in_any = serves and issubclass(BackendRegistry.get(self._config.core_type), WorksInAnyThread)
-        if route and (in_any or (session and ranks[self.rank].instance is None)):  # other cores: the main one
-            rest = [one.poll for one in self._roles if not (one.sends_requests or one.owns_processes)]
-            self._inline_tasks = [*asks, route.dispatch_own, *rest, route.dispatch_own]
+        if route and (
+            in_any or (session and ranks[self.rank].instance is None)
+        ):  # other cores need the main thread
+            others = [one.poll for one in self._roles if not (one.sends_requests or one.owns_processes)]
+            self._inline_tasks = [*senders, route.dispatch_own, *others, route.dispatch_own]
         if session:
             self._loop.pollers.append(session.poll)
-        return _Part(comms, route, machine)
+        return _RankResources(comms, route, machine)
 
     def _lost(self, route: Transport | None, lost: InstanceLoss) -> None:
         _log.warning("instance %d is lost; the run goes on without it", lost.instance)
@@ -308,28 +311,27 @@ class Rank:
         for role in self._roles:
             role.lost(lost.instance)
 
-    def _drain_report(self, part: _Part) -> DrainReport:
+    def _drain_report(self, resources: _RankResources) -> DrainReport:
         assert self._cpu is not None
         return DrainReport(
             roles=[role.report() for role in self._roles],
             cpu=self._cpu.read(),
             gpu=self._gpu_watch.read() if self._gpu_watch else None,
-            messages=part.route.sent_messages if part.route else 0,
-            message_bytes=part.route.sent_bytes if part.route else 0,
-            machine=part.machine,
+            messages=resources.route.sent_messages if resources.route else 0,
+            message_bytes=resources.route.sent_bytes if resources.route else 0,
+            machine=resources.machine,
             telemetry=self.telemetry(),
         )
 
     def telemetry(self) -> dict[str, Any]:
-        """Return what this rank has noted so far, in seconds after the start of its test."""
+        """Return this rank's telemetry so far, in seconds after the start of its test."""
         since = self._test_started
         return self._recorder.to_json(since, self.size) | {"samples": self._sampler.to_json(since, self.size)}
 
     def _beat(self, beat: Beat) -> None:
-        """Send a heartbeat: rank 0 to everybody, the others to rank 0. The watch's thread calls this.
+        """Send a heartbeat: rank 0 to all ranks, the others to rank 0. The watch's thread calls this.
 
-        None goes to a process that has ended: MPICH's UCX crashes then, and this rank may be saying who is
-        lost.
+        None is sent to an exited process: MPICH's UCX would crash, while this rank may report the lost rank.
         """
         self._sampler.sample()
         beat = beat._replace(
@@ -345,7 +347,7 @@ class Rank:
             dests = [] if self._control.rank0_has_exited() else [0]
         written = BEAT.write(beat)
         for dest in dests:
-            with contextlib.suppress(MPI.Exception):  # it is lost; its missing heartbeat will show that
+            with contextlib.suppress(MPI.Exception):  # it is lost, as its missing heartbeat will show
                 self._beats.send(dest, BEAT.tag, written)
         with contextlib.suppress(MPI.Exception):
             self._beats.reap()
@@ -353,7 +355,7 @@ class Rank:
 
 
 def _process_age_s() -> float:
-    """Return the seconds since this process started, Python included; 0 if the system does not say."""
+    """Return the seconds since this process started, including Python's start; 0 if unknown."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""What rank 0 does for all ranks: prepares the run once they have joined, reports, writes the result."""
+"""Rank 0's work for all ranks: prepare the run after the join, report, and write the result."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Rank0:
         self.control = Rank0Control(control, size, started, self._phase_done, self._event)
 
     def _phase_done(self, phase: Phase, seconds: float, reports: dict[int, Any]) -> Any:
-        """Return the value to release to all ranks, all of which have done `phase`."""
+        """Return the release value of `phase`, after all ranks have done their part."""
         note = ""
         value: Any = None
         if self.session is None:
@@ -69,7 +69,7 @@ class Rank0:
         return self.session.finished() if self.session and phase == "stop" else value
 
     def show_waiting(self) -> None:
-        """Show what ranks do, if a phase before the test takes long. The watch's thread calls this."""
+        """Display the ranks' activities in a long phase before the test. The watch's thread calls this."""
         control = self.control
         if PHASES.index(control.phase) < PHASES.index("test"):
             elapsed = time.monotonic() - control.phase_started
@@ -78,7 +78,7 @@ class Rank0:
     def _joined(self, reports: dict[int, JoinReport]) -> Setup:
         planned = plan_run(self._config, reports, serves=self._purpose.serves)
         self.control.label(planned.plan)
-        record = partial(self._made_record, planned)  # created at the first call: not if an option is wrong
+        record = partial(self._create_record, planned)  # created at the first call: not if an option is wrong
         self.session, lines = self._purpose.open(planned, record, self._console, self.control)
         for line in lines:
             if "\n" in line:  # the table of the plan
@@ -86,13 +86,13 @@ class Rank0:
             else:
                 text = line.lstrip()
                 self._console.note(text, line[: len(line) - len(text)])
-        where = self._where(reports)
+        rank0 = self._where(reports)
         if planned.outlives_losses:
             self.control.loss_policy = InstanceLossPolicy(planned.plan, self._lost)
         return Setup(
             planned.plan,
             str(record().path),
-            where,
+            rank0,
             planned.gpus,
             secrets.token_hex(8),
             planned.outlives_losses,
@@ -103,11 +103,11 @@ class Rank0:
         )
 
     def _lost(self, instance: InstancePlan, failure: Failure) -> None:
-        """Note that the run goes on without an instance."""
+        """Note the loss of an instance without which the run continues."""
         if self._record is None or self.session is None:
             raise RunError(failure)
         failure = self._with_its_end(failure)
-        who = self.control.ranks[failure.rank or 0].describe()
+        rank = self.control.ranks[failure.rank or 0].describe()
         self._record.result["lost"].append(
             {
                 "instance": instance.index,
@@ -120,10 +120,10 @@ class Rank0:
             }
         )
         cause = failure.cause.splitlines()[0]
-        self._console.note(f"instance {instance.index}: {who}: {cause}", "  lost    ")
+        self._console.note(f"instance {instance.index}: {rank}: {cause}", "  lost    ")
 
     def _event(self, rank: int, event: Event) -> None:
-        """Print what has happened on a rank."""
+        """Print an event of a rank."""
         self._console.note(f"{self.control.ranks[rank].describe()}: {event.text}", f"  {event.kind:<7} ")
 
     def _where(self, reports: dict[int, JoinReport]) -> Rank0At:
@@ -135,7 +135,7 @@ class Rank0:
         connections = self.control.connections
         return Rank0At(own.host, own.pid, own.pids, connections.address if connections else None)
 
-    def _made_record(self, planned: RunPlan) -> RunRecord:
+    def _create_record(self, planned: RunPlan) -> RunRecord:
         """Return the run directory, created at the first call."""
         if self._record is None:
             config, purpose = planned.config, self._purpose
@@ -145,8 +145,8 @@ class Rank0:
             self.control.last_read = lambda rank: last_read(path / log_name(rank))
         return self._record
 
-    def _that_came_first(self, failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
-        """Return the failures without those of ranks that Open MPI ended because of another's."""
+    def _without_consequences(self, failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
+        """Return the failures without ranks that Open MPI has ended because of another failure."""
         record = self._record
         if record is None or len(failures) == 1:
             return failures
@@ -155,21 +155,21 @@ class Rank0:
         return tuple(f for f in failures if f.rank not in followed) or failures
 
     def _with_its_end(self, failure: Failure) -> Failure:
-        """Return the failure of a rank whose process has ended with which signal did it, if that is known."""
+        """Add the signal that ended a rank's process to its failure, if it is known."""
         if not failure.ended or self._record is None or failure.rank is None:
             return failure
         how = how_it_ended(self._record.path / log_name(failure.rank))
         return replace(failure, cause=f"{failure.cause}\n{how}".rstrip())
 
     def _serves_until(self, failures: tuple[Failure, ...]) -> bool:
-        """Return whether this is how a server ends: by a signal, once it has served."""
+        """Return whether this is the normal end of a server: a signal, after it has served."""
         is_served = self._purpose.serves and self.control.phase in ("test", "drain", "stop")
         return is_served and all(failure.interrupted for failure in failures)
 
     def failed(self, failures: tuple[Failure, ...], code: int) -> None:
         """Write the result and print the message of a run that ends with exit code `code`."""
         phase, record = self.control.phase, self._record
-        failures = tuple(map(self._with_its_end, self._that_came_first(failures)))
+        failures = tuple(map(self._with_its_end, self._without_consequences(failures)))
         more: list[str] = []
         if self.session is not None and (known := self.session.failed(self.control.last_reports)):
             more.append(known)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def prefix_routing(config: RunConfig) -> PrefixRouting:
-    """Return what the YAML says of it; otherwise the blocks of the instances where requests start."""
+    """Return the YAML's router arguments; by default, the block size of the first instances."""
     from mpillm.roles.prefix_pool import PrefixRouting
 
     tokens_per_block = config.entry_section.tokens_per_block
@@ -56,17 +56,24 @@ def make_roles(
 ) -> list[Role]:
     """Return this rank's roles, in the order in which their phases run.
 
-    `session`: rank 0's. `report`: see `Leader`; `announce`: see `RankControl`; `loop`: this rank's, whose
-    pollers so far raise what ends the run, if something does; `serves`: requests come from HTTP clients, not
-    from LoadGen.
+    Args:
+        config: the run's configuration.
+        setup: values from rank 0.
+        comms: this rank's communicators.
+        route: transport of the route, if this rank uses it.
+        session: rank 0's session.
+        report: see `Leader`.
+        announce: see `RankControl`.
+        loop: this rank's. Its pollers so far raise errors that end the run.
+        serves: requests come from HTTP clients, not from LoadGen.
     """
     plan = setup.plan
     rank = comms.control.rank
-    me = plan.ranks[rank]
+    own = plan.ranks[rank]
     core_class = BackendRegistry.get(config.core_type)
     roles: list[Role] = [Importer(core_class.world_import)] if core_class.world_import else []
     server = None
-    if "server" in me.roles:
+    if "server" in own.roles:
         from mpillm.roles.server import ServerRole  # few runs have one
         from mpillm.runtime.own_servers import server_specs
 
@@ -75,8 +82,8 @@ def make_roles(
         folder, deadline_s = Path(setup.log_dir), EARLIER * config.load_deadline
         server = ServerRole(spec, folder, deadline_s, loop.wake, announce, setup.server_secret)
         roles.append(server)
-    if me.instance is not None:
-        with config.in_section(plan.instances[me.instance].section).explained():
+    if own.instance is not None:
+        with config.in_section(plan.instances[own.instance].section).explained():
             (core_config,) = with_settings(config, plan, core_configs(config, plan, [rank], setup.gpus))
             client = replace(core_config.client, sends_text=setup.sends_text)
             core = core_class(replace(core_config, serves=serves, client=client), comms.instance)
@@ -91,7 +98,7 @@ def make_roles(
         if server is not None and config.on_instance_loss == "restart" and isinstance(core, OutlivesServer):
             server.dependent = core
         roles.append(_instance_role(core, plan, rank, route, comms, session, setup.outlives_losses))
-    if route is not None and "leader" in me.roles:
+    if route is not None and "leader" in own.roles:
         from mpillm.roles.leader import Leader  # only one rank needs it
 
         entry, generation = (
@@ -137,7 +144,7 @@ def _instance_role(
         others = generations if instance.role == "ctx" else contexts
         peers = {i.index: Peer(members.index(i.root_rank), i.tp_size, i.pp_size) for i in others}
         mover = MpiMover(comms.handoff, outlives_others=outlives_others)
-        assert isinstance(core, TransfersKv)  # `join` has asked its class
+        assert isinstance(core, TransfersKv)  # `join` has checked its class
         core.connect(mover, peers)
     if route is None or rank != instance.root_rank:
         return FollowerRole(core)
@@ -145,16 +152,15 @@ def _instance_role(
         return role
     if instance.role == "executor":
         return InstanceRole(core, route, leader, instance.index)
-    # Pairs for the warm-up: every context instance hands something over, every generation instance receives
-    # something.
+    # Pairs for the warm-up: every context instance sends a KV cache, every generation instance receives one.
     n = max(len(contexts), len(generations))
     pairs = {(contexts[k % len(contexts)].index, generations[k % len(generations)].index) for k in range(n)}
     if instance.role == "ctx":
-        from mpillm.roles.context import ContextRole  # as generation: for ranks of disaggregated runs alone
+        from mpillm.roles.context import ContextRole  # like generation, only for disaggregated runs
 
         receivers = {i.index: i.root_rank for i in generations}
-        mine = sorted(generation for context, generation in pairs if context == instance.index)
-        return ContextRole(core, route, leader, instance.index, receivers, mine)
+        own_targets = sorted(generation for context, generation in pairs if context == instance.index)
+        return ContextRole(core, route, leader, instance.index, receivers, own_targets)
     from mpillm.roles.generation import GenerationRole
 
     senders = {i.root_rank: i.index for i in contexts}

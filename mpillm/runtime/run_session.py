@@ -1,4 +1,4 @@
-"""What every kind of run has on rank 0, once all ranks have joined."""
+"""Session: rank 0's part of every kind of run, after all ranks have joined."""
 
 from __future__ import annotations
 
@@ -40,27 +40,27 @@ S = TypeVar("S")
 
 
 class RunSession(ABC):
-    """The objects of a run on rank 0: what it counts, and what it leaves in the run directory."""
+    """Rank 0's objects of a run: its statistics, and the files of the run directory."""
 
-    serves: ClassVar[bool] = False  # until somebody ends it
-    sends_text = False  # prompts are texts, of which the servers make tokens
+    serves: ClassVar[bool] = False  # until a signal ends it
+    sends_text = False  # prompts are texts, which the servers tokenize
 
     @classmethod
     @abstractmethod
     def open(
         cls, planned: RunPlan, record: Callable[[], RunRecord], console: Console, control: Rank0Control
     ) -> tuple[RunSession, list[str]]:
-        """Make the session, and lines for the console; `record` makes the run directory at the first call."""
+        """Create the session, and lines for the console. The first `record()` creates the run directory."""
 
     @classmethod
     def directory_name(cls, config: RunConfig) -> str:
-        """Return what its directory is called, after the time."""
+        """Return the part of the directory's name after the time."""
         return run_name(config)
 
     @classmethod
     @abstractmethod
     def about(cls, config: RunConfig) -> dict[str, object]:
-        """Return what `RunRecord` is told at the start."""
+        """Return the initial values of the result."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class RunSession(ABC):
     ) -> None:
         """Write the plan to the run directory. Raises OSError if it can't be written; see `open`.
 
-        `timeline`: the file for what the instances compute, if one is to be written.
+        `timeline`: file for the instances' metrics; None: no file.
         """
         self._planned, self._config, self._plan = planned, planned.config, planned.plan
         self._record, self._console, self._control = record, console, control
@@ -84,7 +84,7 @@ class RunSession(ABC):
     @property
     @abstractmethod
     def totals(self) -> Totals:
-        """What was asked and answered."""
+        """Counts of requests and responses."""
 
     @property
     def http(self) -> ClientThread | None:
@@ -93,14 +93,14 @@ class RunSession(ABC):
 
     @property
     def started(self) -> float:
-        """When the test began, time.perf_counter(); 0.0: it has not."""
+        """Time of the test's start, time.perf_counter(); 0.0 before it."""
         return self.totals.started
 
     @abstractmethod
     def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> list[Role]:
-        """Return the role that asks, and what stands beside it; `leader`: the leader's rank.
+        """Return the role that sends requests, and other roles. `leader`: the leader's rank.
 
-        `loop`: for other threads, when the role has something to do.
+        `loop`: to wake the rank from other threads.
         """
 
     def make_disagg_role(
@@ -111,21 +111,21 @@ class RunSession(ABC):
 
     @abstractmethod
     def poll(self) -> bool:
-        """Do what is due during the test; called often."""
+        """Do the periodic work of the test. Called often."""
 
     def note_measured(self) -> None:
-        """Add to the timeline what the instances have computed since."""
+        """Add the instances' metrics to the timeline."""
         for instance in self._plan.instances:
             if (measured := self._control.ranks[instance.root_rank].measured) is not None:
                 self._timeline.add(instance.index, *measured)
 
     def lose(self, instance: int) -> float:
-        """Note that an instance is lost, and the run goes on; return the seconds since the test started."""
+        """Note the loss of an instance in a run that continues; return the seconds since the test's start."""
         self._timeline.lose(instance)
         return time.perf_counter() - self.started if self.started else 0.0
 
     def drain(self) -> bool:
-        """Begin to end the test in an orderly way, if it can; return whether. Called by signal handlers."""
+        """Start to drain the test, if possible; return whether. Signal handlers call this."""
         return False
 
     def ready(self) -> str:
@@ -134,15 +134,15 @@ class RunSession(ABC):
         self._record.result["startup_s"] = round(startup, 4)
         return f"{startup:.2f} s after the last rank was started"
 
-    def tested(self) -> None:  # noqa: B027 - nobody judges what was served
-        """Note the test's outcome; the ranks report after this."""
+    def tested(self) -> None:  # noqa: B027 - a run that serves has no verdict
+        """Note the test's outcome. The ranks report afterwards."""
 
     @abstractmethod
     def drained(self, reports: dict[int, DrainReport]) -> str:
-        """Note what the ranks report of the test; return a note for the console."""
+        """Process the ranks' reports on the test; return a note for the console."""
 
     def keep_reports(self, reports: Mapping[int, DrainReport]) -> None:
-        """Keep the ranks' telemetry; write software and machines, and by name servers and client of a test.
+        """Store the ranks' telemetry; write the machines, and the software including servers and load client.
 
         Raises OSError.
         """
@@ -156,25 +156,25 @@ class RunSession(ABC):
         write_json(self._record.path / "machines.json", machines)
         result = self._record.result
         names = {name for one in result["per_instance"] for name in one.get("frameworks", ())}
-        had = {"servers": ", ".join(sorted(names))}
+        programs = {"servers": ", ".join(sorted(names))}
         if other := result.get("harness"):
-            had["harness"] = f"{other['name']} {other['version']}".rstrip()
+            programs["harness"] = f"{other['name']} {other['version']}".rstrip()
         environment = describe_environment(self._planned.reports[0].versions["MPI"])
-        write_json(self._record.path / ENVIRONMENT, environment | had)
+        write_json(self._record.path / ENVIRONMENT, environment | programs)
 
     @abstractmethod
     def finished(self) -> int:
-        """Print the last lines, as everything has ended well; return the exit code."""
+        """Print the summary of a successful run; return the exit code."""
 
     def leave_result(self) -> tuple[str, str]:
-        """Write result and page; return the row of the summary for the page."""
-        # Now: an instance may be lost after the test.
+        """Write the result and the HTML report; return the summary's row for the report."""
+        # Not earlier: an instance may be lost after the test.
         add_costs(self._record.result, self.totals, self._timeline)
         self._record.write_result()
         return self.page()
 
     def page(self) -> tuple[str, str]:
-        """Write the run's page; return its row of the summary. Never raises."""
+        """Write the HTML report; return its row of the summary. Never raises."""
         return leave_page(
             self._record.path,
             partial(self._telemetry.write, totals=self.totals),
@@ -182,13 +182,13 @@ class RunSession(ABC):
         )
 
     def figures(self, reports: dict[int, DrainReport]) -> dict[str, Any]:
-        """Return what was counted, for the result; `reports`: of the ranks, if they have ended."""
+        """Return the figures for the result. `reports`: of the ranks, if they have ended."""
         return test_result(self.totals, reports, self._timeline, len(self._plan.ranks))
 
     def failed(self, reports: dict[int, DrainReport]) -> str:
-        """Note in the result what is known; return what else to tell on the console, or "".
+        """Complete the result of a failed run; return a further line for the console, or "".
 
-        `reports`: what ranks told as a signal ended them.
+        `reports`: of ranks that a signal has ended.
         """
         self._record.result |= {"samples": self.totals.samples, "errors": self.totals.errors}
         add_costs(self._record.result, self.totals, self._timeline)
@@ -196,7 +196,7 @@ class RunSession(ABC):
 
 
 def opened(make: Callable[[], S], planned: RunPlan, record: Callable[[], RunRecord]) -> S:
-    """Return what `make` makes: a session. Raises RunError if the run directory can't be written."""
+    """Create a session with `make`. Raises RunError if the run directory cannot be written."""
     try:
         return make()
     except OSError as error:
@@ -204,15 +204,15 @@ def opened(make: Callable[[], S], planned: RunPlan, record: Callable[[], RunReco
 
 
 def announced(planned: RunPlan, lines: Sequence[str], model: str = "") -> list[str]:
-    """Return what the console says before a run loads: what it is, its plan, and more lines."""
+    """Return the console's text before the load phase: versions, plan, and further lines."""
     plan, config = planned.plan, planned.config
     nodes = len({rank.node for rank in plan.ranks})
-    what = (
+    summary = (
         f"ranks: {len(plan.ranks)}, nodes: {nodes}, {plan.mode}, core {config.core_type}{model},"
         f" {planned.reports[0].versions['MPI']}"
     )
     return [
-        indented(f"mpillm {__version__}: ", what),
+        indented(f"mpillm {__version__}: ", summary),
         "",
         disagg.table(plan),
         *(textwrap.indent(line, INDENT) for line in lines),

@@ -1,4 +1,4 @@
-"""Rank 0's view of a run that serves: the endpoint, and what came to it."""
+"""Rank 0's session of a run that serves: the endpoint and its statistics."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_KEPT_S = 10.0  # what was served is written so often
+_SAVE_S = 10.0  # between writes of the statistics
 _TIMELINE_S = 0.5
 
 
 class ServeSession(RunSession):
-    """Of a run that serves."""
+    """Session of a run that serves."""
 
-    KEEPS_TIMELINE = False  # a server's would grow for as long as it serves
+    KEEPS_TIMELINE = False  # a server's would grow without limit
 
     serves = True
-    takes_text = True  # its endpoint makes tokens of texts
+    takes_text = True  # its endpoint tokenizes texts
 
     @classmethod
     def open(
@@ -82,9 +82,9 @@ class ServeSession(RunSession):
     def __init__(
         self, planned: RunPlan, record: Callable[[], RunRecord], console: Console, control: Rank0Control
     ) -> None:
-        """Take the port.
+        """Open the port.
 
-        Raises ConfigError if that is impossible, or an option is wrong; OSError as `write_plan`.
+        Raises ConfigError if that is impossible, or an option is wrong; OSError like `write_plan`.
         """
         try:
             from mpillm.endpoint.admission import guard_of
@@ -93,8 +93,8 @@ class ServeSession(RunSession):
         except ImportError as error:
             raise ConfigError(f"serve needs the extra http ({error}): pip install 'mpillm[http]'") from error
         config, plan = planned.config, planned.plan
-        self._measured_at = self._kept_at = 0.0
-        self._kept_samples = 0
+        self._measured_at = self._saved_at = 0.0
+        self._saved_samples = 0
         self.served = _served(planned, self.takes_text)
         self._disagg: DisaggServer | None = None
         bound = bind(config.host, config.port)
@@ -130,7 +130,7 @@ class ServeSession(RunSession):
 
     @property
     def totals(self) -> Totals:
-        """What was asked and answered, since the frontend has started."""
+        """Counts of requests and responses since the start of the frontend."""
         self._metrics.totals.started = self._frontend.started if self._frontend else 0.0
         return self._metrics.totals
 
@@ -149,30 +149,30 @@ class ServeSession(RunSession):
         return self._disagg.role(core, route, leader, instance) if self._disagg else None
 
     def poll(self) -> bool:
-        """Take down what the instances have computed."""
+        """Record the instances' metrics, and save the statistics."""
         now = time.monotonic()
         if now - self._measured_at > _TIMELINE_S:
             self._measured_at = now
             self.note_measured()
             self._telemetry.look(self.totals)
-        if now - self._kept_at > _KEPT_S:
-            self._kept_at = now
-            self._keep()
+        if now - self._saved_at > _SAVE_S:
+            self._saved_at = now
+            self._save()
         return False
 
-    def _keep(self) -> None:
-        """Write what has been served so far: a killed rank 0 writes nothing more."""
+    def _save(self) -> None:
+        """Write the statistics so far, in case rank 0 is killed."""
         totals = self.totals
-        if totals.samples == self._kept_samples or self._frontend is None:
+        if totals.samples == self._saved_samples or self._frontend is None:
             return
-        self._kept_samples = totals.samples
+        self._saved_samples = totals.samples
         so_far = self.figures({})
         so_far |= {"per_instance": self._timeline.per_instance(), "aborted": self._metrics.aborted}
-        so_far["compiled"] = None  # only the ranks know, when they end
+        so_far["compiled"] = None  # the ranks report it at their end
         try:
             self._telemetry.write(self._record.path / TELEMETRY, totals, ends=False)
-        except OSError as error:  # a full disk ends no server
-            _log.warning("what was served so far is not kept: %s", error)
+        except OSError as error:  # a full disk does not end the server
+            _log.warning("the statistics so far are not written: %s", error)
         self._record.keep(so_far)
 
     def drain(self) -> bool:
@@ -186,7 +186,7 @@ class ServeSession(RunSession):
         ]
         return max(usages, default=None)
 
-    # --- what all ranks have done; a note for the console ---
+    # --- after a phase of all ranks ---
 
     def ready(self) -> str:
         return f"{super().ready()}; serving {', '.join(self.served.names)} at {self.url}"
@@ -217,9 +217,9 @@ class ServeSession(RunSession):
 
 
 def _served(planned: RunPlan, takes_text: bool) -> ServedModel:
-    """Return what the options and the cores' models say of what is behind the endpoint.
+    """Describe the served model, from the options and the cores' models.
 
-    Raises ConfigError if it `takes_text`, and there is no tokenizer.
+    Raises ConfigError if the endpoint `takes_text` without a tokenizer.
     """
     config, models = planned.config, [model for model in planned.models if model is not None]
     tokenizer = tokenizer_of(config)
@@ -234,7 +234,7 @@ def _served(planned: RunPlan, takes_text: bool) -> ServedModel:
     )
     if not names:
         raise ConfigError(f"{config.named('served_model_name')}: names no model")
-    given = {
+    defaults = {
         name: getattr(config, name) if config.is_user_set(name) else None
         for name in ("temperature", "top_k", "top_p", "seed")
     }
@@ -247,17 +247,17 @@ def _served(planned: RunPlan, takes_text: bool) -> ServedModel:
         min_output_len=config.min_output_len,
         gives_logprobs=BackendRegistry.get(config.core_type).gives_logprobs,
         is_disagg=bool(config.disagg_role),
-        **given,
+        **defaults,
     )
 
 
 def _block_tokens(planned: RunPlan) -> int | None:
-    """Return the tokens of a KV cache block, as `PendingResponse.cached_tokens` needs them."""
+    """Return the tokens of a KV cache block, for the counts of cached tokens."""
     config, cores = planned.config, planned.cores
     core_class = BackendRegistry.get(config.core_type)
     if core_class.is_client:
         return None  # the servers' own
     if not any(core.engine.scheduler.enable_kv_cache_reuse for core in cores):
         return 0
-    whole = all(core.role == "executor" for core in cores) and not config.disagg_role
-    return cores[0].engine.scheduler.tokens_per_block if whole and core_class.reports_reuse else None
+    is_aggregated = all(core.role == "executor" for core in cores) and not config.disagg_role
+    return cores[0].engine.scheduler.tokens_per_block if is_aggregated and core_class.reports_reuse else None

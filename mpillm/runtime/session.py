@@ -93,13 +93,24 @@ class Session(RunSession):
         test = LoadGenTest(settings.test, len(dataset), self._record.path, self._audit, loop)
         on_answer = self._outputs.add if self._outputs else None
         has_handoff = self._plan.instances[0].role == "ctx"
-        told = (on_answer, has_handoff, self._totals, self._requests)
-        return [Harness(route, leader, dataset, sampling, test, *told)]
+        return [
+            Harness(
+                route,
+                leader,
+                dataset,
+                sampling,
+                test,
+                on_answer,
+                has_handoff,
+                self._totals,
+                self._requests,
+            )
+        ]
 
     def poll(self) -> bool:
-        """During the test: record what the instances have computed, and draw the progress.
+        """In the test, record the instances' metrics, and draw the progress.
 
-        Also while no request is open: with few and quick ones that is so nearly always.
+        This also happens without open requests: with few short requests, none is open most of the time.
         """
         now, totals = time.monotonic(), self._totals
         if not totals.started or now - self._progress_at <= _PROGRESS_S:
@@ -136,8 +147,7 @@ class Session(RunSession):
     # --- after a phase of all ranks: its note for the console ---
 
     def tested(self) -> None:
-        """Read LoadGen's verdict: it is known, and told, if a rank is lost before the others have
-        reported."""
+        """Read LoadGen's verdict now, so that it is reported even if a rank is lost before the reports."""
         directory = self._record.path
         judged = verdict(directory, self._config.test_mode)
         if judged is None:
@@ -147,7 +157,7 @@ class Session(RunSession):
         self._record.result["loadgen_result"] = judged
 
     def drained(self, reports: dict[int, DrainReport]) -> str:
-        """Take over LoadGen's verdict, and what the ranks report."""
+        """Store LoadGen's verdict and the ranks' reports in the result."""
         if self._outputs:
             self._outputs.close()
         self._requests.close()
@@ -177,23 +187,23 @@ class Session(RunSession):
         return f"{self._totals.samples} of {self._totals.issued} samples answered"
 
     def _of_server(self) -> dict[str, Any]:
-        """Return for result.json whether the system kept up with LoadGen's queries, and met the limits."""
+        """Return the result.json figures on whether the system kept up, and met the limits."""
         if not self._totals.samples:
             return {}
-        asked, limits = self._record.result["loadgen"], self._config.goodput
+        settings, limits = self._record.result["loadgen"], self._config.goodput
         rows = read_requests(self._record.path)
-        found = arrival_figures(rows)
-        found["latency_limits"] = bool(limits) or any(
-            asked[f"{name}_latency_ms"] is not None for name in ("ttft", "tpot")
+        figures = arrival_figures(rows)
+        figures["latency_limits"] = bool(limits) or any(
+            settings[f"{name}_latency_ms"] is not None for name in ("ttft", "tpot")
         )
         if BackendRegistry.get(self._config.core_type).is_client:
-            found["repeated_prompts"] = repeated_prompts(rows)
-        return found | ({"goodput": goodput(rows, limits, self._totals.lasted_s)} if limits else {})
+            figures["repeated_prompts"] = repeated_prompts(rows)
+        return figures | ({"goodput": goodput(rows, limits, self._totals.lasted_s)} if limits else {})
 
     # --- the end ---
 
     def finished(self) -> int:
-        """After the last phase: print the summary, return the exit code."""
+        """Print the summary after the last phase; return the exit code."""
         record, config = self._record, self._config
         page = self.leave_result()
         if self._outputs and self._prepared.shows_text:

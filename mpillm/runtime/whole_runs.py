@@ -1,4 +1,4 @@
-"""Whole runs and servers of ours as a program's child processes: what a user would type."""
+"""Runs and servers of mpillm as child processes of a program, with the command lines of a user."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from mpillm.report.run_directory import HAS_FIGURES, keep_results
 
 _DEADLINE_S = 600.0  # of a run, and of a server until it is ready
 _LOOK_S = 0.1
-_LINES = 8  # of a run's output, in which its last phase or progress is
+_LINES = 8  # from the end of a run's output, with its last phase or progress
 _SHOW_S = 1.0
 _WAITS = re.compile(r"\w+ after \d+ s ")
 _BAR = re.compile(r"\[#*\.*\] ")
 _URL = re.compile(r"serving (?:(?!serving ).)* at (http://\S+)")
-CONSOLE = "console.txt"  # in the run directory: what the run printed
+CONSOLE = "console.txt"  # in the run directory: the run's output
 
 
 @dataclass(frozen=True)
 class EndedRun:
-    """How a run ended."""
+    """Outcome of a run."""
 
     folder: Path
     code: int
-    result: dict[str, Any]  # its result.json; {}: it wrote none
-    stopped: str = ""  # why the caller's `watch` ended it; "": it ended by itself
+    result: dict[str, Any]  # its result.json; {} if missing
+    stopped: str = ""  # text of the caller's `watch` that ended it
     tail: str = ""  # the end of its output
-    message: str = ""  # the cause that its output names
+    message: str = ""  # the cause in its output
 
     @property
     def cause(self) -> str:
-        """Why there are no figures; "" if the test has ended well."""
+        """Cause of missing figures; "" after a successful test."""
         if self.result.get("status") in HAS_FIGURES:
             return ""
         causes = dict.fromkeys(str(one.get("cause")) for one in self.result.get("failures", ()))
@@ -56,7 +56,7 @@ class EndedRun:
 
     @property
     def failure(self) -> str:
-        """The cause with the run directory, and the end of the output; "" if the test has ended well."""
+        """The cause with the run directory, and the end of the output; "" after a successful test."""
         if not self.cause:
             return ""
         tail = "" if self.cause == self.message else self.tail
@@ -71,11 +71,17 @@ def run_in(
     deadline_s: float | None = None,
     adopts: bool = True,
 ) -> EndedRun:
-    """``mpirun … run`` with `options`, in the run directory `folder`; its output goes to a file there.
+    """Run ``mpirun … run``; its output goes to a file in the run directory.
 
-    `mpirun`: its options (``-n 4 --hostfile hosts``). `watch`: called often; a text ends the run. The run has
-    deadlines of its own, for each phase; `deadline_s` is one more. `adopts`: see `Children`. Raises
-    ConfigError when that has passed, and if a test has left its results in `folder`.
+    Raises ConfigError after the deadline, and if `folder` contains the results of a test.
+
+    Args:
+        folder: the run directory.
+        mpirun: options of mpirun (``-n 4 --hostfile hosts``).
+        options: options of ``run``.
+        watch: called often; a text ends the run.
+        deadline_s: of the whole run, in addition to the run's deadlines for each phase.
+        adopts: see `Children`.
     """
     if "--force" not in options:
         keep_results(folder)
@@ -83,8 +89,7 @@ def run_in(
     log = folder / CONSOLE
     log.unlink(missing_ok=True)
     (folder / "result.json").unlink(missing_ok=True)
-    words = [*_mpirun(mpirun), "run", *options, "--log_dir", str(folder)]
-    command = Command(tuple(words))
+    command = Command((*_mpirun(mpirun), "run", *options, "--log_dir", str(folder)))
     stopped = ""
     end = None if deadline_s is None else time.monotonic() + deadline_s
     try:
@@ -109,24 +114,24 @@ def run_in(
 
 @contextlib.contextmanager
 def _progress_of(folder: Path, log: Path) -> Iterator[Callable[[], None]]:
-    """Yield what shows how far a run is, as its log says, until it is over.
+    """Yield a function that displays the progress of a run from its log.
 
-    Elsewhere than on a terminal it only says what the run waits for before its test.
+    Without a terminal, it only prints what the run waits for before its test.
     """
-    lines, began, due, told = LiveLines(sys.stdout, sys.stderr), time.monotonic(), 0.0, ""
+    lines, began, due, printed = LiveLines(sys.stdout, sys.stderr), time.monotonic(), 0.0, ""
     draws = sys.stdout.isatty()
 
     def show() -> None:
-        nonlocal due, told
+        nonlocal due, printed
         now = time.monotonic()
         if now < due:
             return
-        due, said = now + _SHOW_S, _last_said(log)
-        line = f"  {folder.name}, {duration(now - began)}: {said}"
+        due, progress = now + _SHOW_S, _last_line(log)
+        line = f"  {folder.name}, {duration(now - began)}: {progress}"
         if draws:
             lines.draw([line])
-        elif said != told and _WAITS.match(said):
-            told = said
+        elif progress != printed and _WAITS.match(progress):
+            printed = progress
             lines.write(f"{line}\n")
 
     try:
@@ -135,18 +140,18 @@ def _progress_of(folder: Path, log: Path) -> Iterator[Callable[[], None]]:
         lines.end()
 
 
-def _last_said(log: Path) -> str:
-    """Return the last line of a run's output that doesn't go on from the one before, without its bar."""
-    said = [line.removeprefix("  | ") for line in tail(log, _LINES).splitlines()]
-    # The mpirun line has several lines, each but the last with a backslash at its end.
-    whole = (line for line in reversed(said) if not line.startswith("    ") and not line.endswith("\\"))
-    return " ".join(_BAR.sub("", next(whole, "starts")).split())
+def _last_line(log: Path) -> str:
+    """Return the last line of a run's output that is not a continuation line, without its bar."""
+    lines = [line.removeprefix("  | ") for line in tail(log, _LINES).splitlines()]
+    # The mpirun command has several lines, which all but the last end with a backslash.
+    firsts = (line for line in reversed(lines) if not line.startswith("    ") and not line.endswith("\\"))
+    return " ".join(_BAR.sub("", next(firsts, "starts")).split())
 
 
 def run_once(ranks: int, *options: str) -> dict[str, Any]:
-    """``run`` on `ranks` ranks with `options`; its result.json, `latency_ms` and `rank_cores`.
+    """Run a test on `ranks` ranks; return its result.json with `latencies_ms` and `rank_cores`.
 
-    See `latencies_ms` and `rank_cores`. Raises ConfigError if it failed.
+    Raises ConfigError if it fails.
     """
     with tempfile.TemporaryDirectory(prefix="mpillm-bench-") as directory:
         folder = Path(directory)
@@ -166,17 +171,17 @@ def served_in(
     deadline_s: float = _DEADLINE_S,
     adopts: bool = True,
 ) -> Iterator[str]:
-    """``mpirun … serve`` with `options`, in the run directory `folder`; yield its URL when it is ready.
+    """Run ``mpirun … serve`` in a context; yield its URL when it is ready.
 
-    The server ends with the context. Arguments as of `run_in`; `deadline_s`: until it is ready. Raises
-    ConfigError if it failed.
+    The server ends with the context. Arguments as for `run_in`; `deadline_s`: until it is ready. Raises
+    ConfigError if it fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / CONSOLE
     log.unlink(missing_ok=True)
-    words = [*_mpirun(mpirun), "serve", "--port", "0", "--log_dir", str(folder), *options]
+    args = [*_mpirun(mpirun), "serve", "--port", "0", "--log_dir", str(folder), *options]
     with _children(adopts) as children:
-        server = children.start("the server", words, os.environ, log)
+        server = children.start("the server", args, os.environ, log)
         end = time.monotonic() + deadline_s
         while not (ready := _URL.search(log.read_text(encoding="utf-8", errors="replace"))):
             if watch is not None:
@@ -189,8 +194,8 @@ def served_in(
 
 
 def rank_cores(telemetry: Mapping[str, Any]) -> list[float]:
-    """Return the cores that each rank used in the test, from telemetry.json; 0 if the test was too short."""
-    found = []
+    """Return each rank's CPU cores in the test, from telemetry.json; 0 if the test was too short."""
+    cores = []
     for rank in telemetry["ranks"].values():
         begin, end = next(ends for name, *ends in rank["phases"] if name == "test")
         samples = rank["samples"]
@@ -200,8 +205,8 @@ def rank_cores(telemetry: Mapping[str, Any]) -> list[float]:
             if begin <= at <= end
         ]
         first, last = (looks[0], looks[-1]) if looks else ((0.0, 0.0), (0.0, 0.0))
-        found.append((last[1] - first[1]) / (last[0] - first[0]) if last[0] > first[0] else 0.0)
-    return found
+        cores.append((last[1] - first[1]) / (last[0] - first[0]) if last[0] > first[0] else 0.0)
+    return cores
 
 
 def _mpirun(options: Sequence[str]) -> list[str]:

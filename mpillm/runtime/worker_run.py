@@ -1,4 +1,4 @@
-"""The ranks of one mpirun as the servers of a disaggregation YAML, each instance a run of its own."""
+"""Ranks of one mpirun as the servers of a disaggregation YAML: each instance is a separate run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mpillm.options.sources import OptionValue, Source
 
 
 class WorkerRun(NamedTuple):
-    """What a rank of a worker's mpirun has instead of the whole."""
+    """Configuration and communicators of a rank of a worker's mpirun."""
 
     config: RunConfig
     comms: RunComms  # of its instance's ranks
@@ -51,28 +51,28 @@ def worker_run(config: RunConfig, control: MPI.Intracomm) -> WorkerRun:
             f"{path} has {yaml.n_workers} workers, but {control.size} ranks were started; start"
             f" {yaml.n_workers}"
         )
-    (mine,) = (instance for instance in instances if control.rank in instance.ranks)
-    _keep_own_gpus(config, control, mine.ranks)
+    (own,) = (instance for instance in instances if control.rank in instance.ranks)
+    _keep_own_gpus(config, control, own.ranks)
     node = control.Split_type(MPI.COMM_TYPE_SHARED)
-    part = InstanceRun(mine, node.size)
+    part = InstanceRun(own, node.size)
     node.Free()
-    world = cast("MPI.Intracomm", control.Split(mine.index, control.rank))
-    host, _, port = mine.url.rpartition(":")
+    world = cast("MPI.Intracomm", control.Split(own.index, control.rank))
+    host, _, port = own.url.rpartition(":")
     values: dict[str, str | int] = {"host": host, "port": int(port)}
     if config.log_dir:
-        values["log_dir"] = str(Path(config.log_dir) / f"{mine.kind}_{mine.index}")
-    where = f"{path}: {mine.section}.urls"
-    made = copy.copy(config)
-    made.disagg_role, made.instance_run = mine.kind, part
-    made.launch_secret = control.bcast(secrets.token_hex(), 0)  # rank 0's
-    made.option_values = config.option_values | {
+        values["log_dir"] = str(Path(config.log_dir) / f"{own.kind}_{own.index}")
+    where = f"{path}: {own.section}.urls"
+    instance_config = copy.copy(config)
+    instance_config.disagg_role, instance_config.instance_run = own.kind, part
+    instance_config.launch_secret = control.bcast(secrets.token_hex(), 0)  # rank 0's
+    instance_config.option_values = config.option_values | {
         name: OptionValue(value, Source.YAML, where) for name, value in values.items()
     }
-    return WorkerRun(made, RunComms(world, world.Dup(), world.Dup()))
+    return WorkerRun(instance_config, RunComms(world, world.Dup(), world.Dup()))
 
 
 def _keep_own_gpus(config: RunConfig, control: MPI.Intracomm, ranks: Sequence[int]) -> None:
-    """Leave visible the GPUs of this rank's instance, before CUDA starts: it shares out what it sees.
+    """Make only the GPUs of this rank's instance visible, before CUDA starts: the run divides visible GPUs.
 
     Collective over `control`. Raises EveryRankError if a node has too few.
     """

@@ -1,7 +1,7 @@
-"""What a disaggregation YAML says in vain: named in `plan`, `run` and `serve` alike, or refused.
+"""Settings of a disaggregation YAML without effect. `plan`, `run` and `serve` name or refuse them.
 
-A setting has its effect, or changes what is measured and is refused, or is named in one line. `config.idle`
-looks after those that state an option.
+A setting has its effect, or a line names it. If its absence would change the measurement, it is refused.
+`unused_options` checks settings that correspond to an option.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from mpillm.workloads.rounds import speculation_rule
 def check_yaml(config: RunConfig) -> list[str]:
     """Return a line for each part of a run's YAML with settings that have no effect here.
 
-    Raises ConfigError if a setting can't be ignored.
+    Raises ConfigError if a setting must not be ignored.
     """
     core = BackendRegistry.declared(config.core_type)
     if config.yaml:
         _check_lists(config, core.is_client)
-    if core.is_client:  # the YAML is its servers'
+    if core.is_client:  # the YAML is for its servers
         if config.yaml:
-            _check_guesses(config)
+            _check_speculation(config)
         return _of_own_servers(config) if config.server and config.yaml else []
     lines = []
     if config.yaml and not (config.disagg_role or config.instance_run):
@@ -49,14 +49,14 @@ def check_yaml(config: RunConfig) -> list[str]:
         _check_section(config, core.needs_model, section, server, beyond)
         if not config.disagg_role:
             lines += _of_the_router(config, section, server)
-        in_vain = without_effect(server, beyond, is_server=bool(config.disagg_role))
-        if names := ", ".join(in_vain):
+        unused = without_effect(server, beyond, is_server=bool(config.disagg_role))
+        if names := ", ".join(unused):
             lines.append(f"{section}: has no effect on the {config.core_type} core: {names}")
     if core.speculates:
-        _check_guesses(config)
+        _check_speculation(config)
         for each in config.sections.values() or [config]:
             if each.speculative_config:
-                from mpillm.engine.shape.speculative_config import SpeculativeConfig  # few have any
+                from mpillm.engine.shape.speculative_config import SpeculativeConfig  # few runs have any
 
                 SpeculativeConfig.read(each.speculative_config)
     if core.needs_model and _finds_nothing(config):
@@ -68,7 +68,7 @@ def check_yaml(config: RunConfig) -> list[str]:
 
 
 def check_leaders_yaml(config: RunConfig) -> list[str]:
-    """As `check_yaml`, for the leader before servers, which name their own settings."""
+    """Check the YAML as `check_yaml` does, for the leader of servers. Servers check their own."""
     if config.yaml is None:
         return []
     routers = [_of_the_router(config, section, server) for section, server in config.yaml.sections]
@@ -76,7 +76,7 @@ def check_leaders_yaml(config: RunConfig) -> list[str]:
 
 
 def _check_lists(config: RunConfig, of_servers: bool) -> None:
-    """Raise ConfigError if a list of sections is for servers, or says two things of what is one."""
+    """Raise ConfigError for a list of sections for servers, or a list with different routers."""
     assert config.yaml is not None
     routers: dict[str, tuple[str, object]] = {}
     for section, server in config.yaml.sections:
@@ -99,8 +99,8 @@ def _of_own_servers(config: RunConfig) -> list[str]:
     kind = kind_of(config.server)
     lines = _of_the_leader(config, ())
     for section, server in config.yaml.sections:
-        in_vain = (name for name in without_effect(server) if name == "urls" or not kind.takes_llm_args)
-        if names := ", ".join(in_vain):
+        unused = (name for name in without_effect(server) if name == "urls" or not kind.takes_llm_args)
+        if names := ", ".join(unused):
             lines.append(f"{section}: has no effect on a {kind.name} server that the run starts: {names}")
     return lines
 
@@ -121,9 +121,9 @@ def _of_the_router(config: RunConfig, section: str, server: ServerConfig) -> lis
 def _check_section(
     config: RunConfig, needs_model: bool, section: str, server: ServerConfig, beyond: Collection[YamlKey]
 ) -> None:
-    """Raise ConfigError for what would be another measurement if it were ignored.
+    """Raise ConfigError for a setting that must not be ignored, because it changes the measurement.
 
-    `beyond`: what no option of ours has.
+    `beyond`: settings that correspond to no option.
     """
     where = f"{config.disagg_config}: {section}"
     if server.context_parallel_size > 1:
@@ -146,7 +146,7 @@ def _check_section(
         )
 
 
-def _check_guesses(config: RunConfig) -> None:
+def _check_speculation(config: RunConfig) -> None:
     """Raise ConfigError if tokens are guessed for a workload whose rules forbid it."""
     each = config.sections.values() or [config]
     if config.workload is not None and any(section.speculative_config for section in each):

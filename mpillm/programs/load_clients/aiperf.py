@@ -1,4 +1,4 @@
-"""NVIDIA's AIPerf. It sends whole bodies that are made here, so its prompts are the data set's tokens."""
+"""NVIDIA's AIPerf. It sends complete bodies from mpillm, so its prompts are the data set's tokens."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _PERCENTILES = {"mean": "avg", "p50": "p50", "p90": "p90", "p99": "p99"}
 
 def _arguments(load: LoadSpec) -> Sequence[str]:
     if load.rate is not None:
-        when = ["--request-rate", f"{load.rate:g}"]  # at random times, unless it is told otherwise
+        when = ["--request-rate", f"{load.rate:g}"]  # at random times by default
     else:
-        when = ["--concurrency", str(load.at_once)]
+        when = ["--concurrency", str(load.max_open)]
     return (
         *("aiperf", "profile", "--model", load.model),
         *(word for url in load.urls for word in ("--url", url)),
@@ -48,7 +48,7 @@ def _arguments(load: LoadSpec) -> Sequence[str]:
 
 
 def _write(load: LoadSpec) -> None:
-    """Write the requests in the order in which they are sent, each a session of its own."""
+    """Write the requests in the order in which they are sent, each in a separate session."""
     sessions = [
         {"session_id": str(place), "payloads": [body(load, load.samples[index])]}
         for place, index in enumerate(load.order)
@@ -61,7 +61,7 @@ def _read(load: LoadSpec) -> LoadReport:
     report = report_of(folder / "profile_export_aiperf.json")
     problems = []
     if report.get("was_cancelled") or not report.get("is_complete", True):
-        problems.append("it has not completed its run, as its report says")
+        problems.append("its report says that it has not completed its run")
     rows = folder / "profile_export.jsonl"
     requests = [_request(load, row) for row in read_lines(rows, len(load.order))] if rows.exists() else []
     return LoadReport(
@@ -71,9 +71,9 @@ def _read(load: LoadSpec) -> LoadReport:
         _average(report, "benchmark_duration"),
         _average(report, "total_output_tokens"),
         {
-            ours: milliseconds(report[theirs], 1.0, **_PERCENTILES)
-            for ours, theirs in _LATENCIES.items()
-            if report.get(theirs)
+            name: milliseconds(report[key], 1.0, **_PERCENTILES)
+            for name, key in _LATENCIES.items()
+            if report.get(key)
         },
         tuple(problems),
         requests,
@@ -88,8 +88,8 @@ def _request(load: LoadSpec, row: Mapping[str, Any]) -> RequestRecord:
     about, metrics = row["metadata"], row.get("metrics") or {}
 
     def value(name: str) -> float:
-        found = (metrics.get(name) or {}).get("value")
-        return math.nan if found is None else float(found)
+        number = (metrics.get(name) or {}).get("value")
+        return math.nan if number is None else float(number)
 
     issued, tokens = about["request_start_ns"] * _NS, value("output_sequence_length")
     lasted = value("request_latency") / 1e3  # the end of the last token, not of the connection
@@ -104,10 +104,12 @@ def _request(load: LoadSpec, row: Mapping[str, Any]) -> RequestRecord:
     )
 
 
-def _error(said: Any) -> str:
-    if not said:
+def _error(error: Any) -> str:
+    if not error:
         return ""
-    return str(said.get("message") or said.get("type") or "failed") if isinstance(said, dict) else str(said)
+    return (
+        str(error.get("message") or error.get("type") or "failed") if isinstance(error, dict) else str(error)
+    )
 
 
 AIPERF = LoadClientKind(
@@ -115,7 +117,7 @@ AIPERF = LoadClientKind(
     arguments=_arguments,
     read=_read,
     write=_write,
-    # Not HF_HUB_OFFLINE: with that it takes a folder for the name of a model.
+    # Not HF_HUB_OFFLINE: with this, it treats a folder as the name of a model.
     environment={"DO_NOT_TRACK": "1"},
     many_urls=True,
     install="pip install aiperf, or activate the environment that has it",

@@ -1,9 +1,9 @@
-"""Any other client: a command line of the user's, in which what it is to do takes the places of names.
+"""Any other load client: a user's command line, with placeholders for the values of the load.
 
-It leaves its report in the file {report}, a JSON object: `completed`, `failed` and `duration_s`, and as it
-knows them `version`, `tokens`, and `ttft_ms`, `tpot_ms` and `latency_ms` (each an object with `mean`, `p50`,
-`p90` or `p99`) or `requests`: for each ``[issued, first token, end, tokens]`` in seconds, and its error if it
-failed.
+It writes its report, a JSON object, to the file {report}. The object has `completed`, `failed` and
+`duration_s`, and optionally `version` and `tokens`. It may have `ttft_ms`, `tpot_ms` and `latency_ms` (each
+an object with `mean`, `p50`, `p90` or `p99`), or `requests`: for each ``[issued, first token, end, tokens]``
+in seconds, and its error if it failed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PLACEHOLDERS: dict[str, Callable[[LoadSpec], object]] = {
     "bodies": lambda load: load.folder / _BODIES,
     "requests": lambda load: len(load.order),
     "rate": lambda load: load.rate,
-    "concurrency": lambda load: load.at_once,
+    "concurrency": lambda load: load.max_open,
     "seed": lambda load: load.seeds.arrivals,
     "report": lambda load: load.folder / _REPORT,
 }

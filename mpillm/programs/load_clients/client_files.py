@@ -25,10 +25,10 @@ _PLACES = {
 def check_no_client_file(option: str, path: str, data: Any) -> None:
     """Raise ConfigError if the content of a file of `option` is a configuration of MLCommons' client."""
     if is_client_file(data):
-        words = " ".join(("--harness inference-endpoint", *options_of(data)))
+        command = " ".join(("--harness inference-endpoint", *options_of(data)))
         raise ConfigError(
             f"{option} {path}: a configuration of MLCommons' client (inference-endpoint), not of mpillm;"
-            f" run the client with {words}",
+            f" run the client with {command}",
             about=[option.removeprefix("--")],
         )
 

@@ -1,7 +1,7 @@
-"""GuideLLM. It sends prompts as text, and spreads them over one server only.
+"""GuideLLM. It sends prompts as text, to one server.
 
-Its warm-up is part of its profile, which mpillm writes. So `--warmup N` in --harness_args is mpillm's word: N
-requests more, before those of the test and beside the first of them, which no figure counts.
+Its warm-up is part of its profile, which mpillm writes. So mpillm reads `--warmup N` in --harness_args: N
+additional requests before and during the first ones of the test, which no figure includes.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _LATENCIES = {
 
 
 def _warmup(load: LoadSpec) -> tuple[int, tuple[str, ...]]:
-    """Return the requests of the warm-up, and the other words of --harness_args.
+    """Return the requests of the warm-up, and the other arguments of --harness_args.
 
-    Raises ValueError for a wrong number, and for a second profile, which would replace that of the load.
+    Raises ValueError for a wrong number, and for a second profile, which would replace the load's profile.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--warmup", default="0")
@@ -61,9 +61,9 @@ def _warmup(load: LoadSpec) -> tuple[int, tuple[str, ...]]:
 
 
 def _order(load: LoadSpec) -> list[int]:
-    """Return the samples in the order in which they are sent, those of the warm-up first.
+    """Return the samples in the order in which they are sent, beginning with the warm-up.
 
-    These are samples that the test does not send, if there are any: a server may keep prompts.
+    The warm-up uses samples that the test does not send, if there are any: a server may cache prompts.
     """
     n, tested = _warmup(load)[0], {*load.order}
     others = [index for index in range(len(load.samples)) if index not in tested] or [*reversed(load.order)]
@@ -82,14 +82,14 @@ def _arguments(load: LoadSpec) -> Sequence[str]:
         profile["warmup"] = {"mode": "requests", "value": n_warmup}
     # A number of tokens in the data set would mean that the end of an answer is ignored.
     of_data = load.ignores_stop()
-    asked = sampling(load) | ({"min_tokens": load.shortest} if load.shortest else {})
+    body = sampling(load) | ({"min_tokens": load.min_tokens} if load.min_tokens else {})
     backend = {
         "kind": "openai_http",
         "target": load.urls[0],
         "model": load.model,
         "request_format": "/v1/completions",
         "stream": True,
-        "extras": {"body": asked},
+        "extras": {"body": body},
     }
     if not of_data:
         backend["max_tokens"] = load.one_length()
@@ -111,7 +111,7 @@ def _write(load: LoadSpec) -> None:
     rows = (load.samples[index] for index in _order(load))
     write_lines(
         load.folder / _PROMPTS,
-        ({"prompt": row.text} | ({"output_tokens_count": row.longest} if of_data else {}) for row in rows),
+        ({"prompt": row.text} | ({"output_tokens_count": row.max_tokens} if of_data else {}) for row in rows),
     )
 
 
@@ -123,7 +123,7 @@ def _read(load: LoadSpec) -> LoadReport:
     completed, failed = int(totals["successful"]), int(totals["errored"])
     tokens = metrics["output_token_count"]["successful"]["total_sum"]
     requests = _requests(load, benchmark["requests"])
-    if _warmup(load)[0]:  # its sums are those of a span of time, which cuts requests
+    if _warmup(load)[0]:  # its sums are of a time span, which truncates requests
         good = [one for one in requests if not one.error]
         completed, failed = len(good), len(requests) - len(good)
         tokens = sum(one.tokens for one in good)
@@ -133,24 +133,21 @@ def _read(load: LoadSpec) -> LoadReport:
         failed,
         float(benchmark["duration"]),
         tokens,
-        {
-            ours: _statistics(metrics[theirs]["successful"], factor)
-            for ours, (theirs, factor) in _LATENCIES.items()
-        },
+        {name: _statistics(metrics[key]["successful"], factor) for name, (key, factor) in _LATENCIES.items()},
         tuple(problems),
         requests,
     )
 
 
-def _statistics(found: Mapping[str, Any], factor: float) -> dict[str, float]:
-    named = {**found, **found["percentiles"]}
+def _statistics(statistics: Mapping[str, Any], factor: float) -> dict[str, float]:
+    named = {**statistics, **statistics["percentiles"]}
     return milliseconds(named, factor, mean="mean", p50="p50", p90="p90", p99="p99")
 
 
-def _requests(load: LoadSpec, found: Mapping[str, Any]) -> list[RequestRecord]:
+def _requests(load: LoadSpec, by_outcome: Mapping[str, Any]) -> list[RequestRecord]:
     """Return the outcome of each request after the warm-up; the order of the starts gives the samples."""
     order, n_warmup = _order(load), _warmup(load)[0]
-    rows = [row for kind in ("successful", "errored") for row in found.get(kind) or ()]
+    rows = [row for kind in ("successful", "errored") for row in by_outcome.get(kind) or ()]
     rows = [row for row in rows if row.get("request_start_time") is not None]
     rows.sort(key=lambda row: row["request_start_time"])
     sent = [_request(row, order[min(place, len(order) - 1)]) for place, row in enumerate(rows)]

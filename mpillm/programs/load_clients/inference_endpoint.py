@@ -1,6 +1,6 @@
-"""MLCommons' client, `inference-endpoint`: the one that the rules of MLPerf Endpoints ask for.
+"""MLCommons' client, `inference-endpoint`, which the rules of MLPerf Endpoints require.
 
-It is not on the package index: it is installed from a copy of github.com/mlcommons/endpoints.
+It is not on the package index. Install it from a copy of github.com/mlcommons/endpoints.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ CONFIG = "inference-endpoint.yaml"
 _PROMPTS = "prompts.jsonl"
 _REPORT = "inference-endpoint"  # the folder
 SUMMARY_LEFT = f"{_REPORT}/performance/result_summary.json"
-"""What it leaves: the summary, and the configuration with all its values."""
+"""Its files: the summary, and the configuration with all values."""
 CONFIG_LEFT = f"{_REPORT}/config.yaml"
 EVENTS = f"{_REPORT}/events.jsonl"
-"""What became of each request, in a line for each event."""
+"""Its log of requests, with a line for each event."""
 _NAME = "performance"
 _NS = 1e-9
-_MOST_WORKERS = 24  # as it has itself
-_START_S = 300.0  # for its processes: each imports for seconds
+_MAX_WORKERS = 24  # the client's own limit
+_START_S = 300.0  # for its processes, whose imports take seconds
 _PERCENTILES = {"mean": "avg", "p50": "50.0", "p90": "90.0", "p99": "99.0"}
 
 
 def _arguments(load: LoadSpec) -> Sequence[str]:
-    config(load)  # what it can't do
+    config(load)  # raises ValueError
     if configs := [arg for arg in load.args if arg.partition("=")[0] == "--config"]:
         raise ValueError(
             f"takes no second configuration (--harness_args {configs[0]}): mpillm writes its configuration"
@@ -53,23 +53,23 @@ def _arguments(load: LoadSpec) -> Sequence[str]:
 
 
 def config(load: LoadSpec) -> dict[str, Any]:
-    """Return its configuration. Raises ValueError for what it can't do."""
+    """Return its configuration. Raises ValueError for unsupported values."""
     if load.sends_text:
         raise ValueError(
             "takes prompts as token ids: name the folder of the model's tokenizer with --model_path"
         )
-    longest = load.one_length()
+    max_tokens = load.one_length()
     params: dict[str, Any] = {
         "name": load.model,
         "temperature": load.temperature,
         "top_p": load.top_p,
-        "max_new_tokens": longest,
+        "max_new_tokens": max_tokens,
         "streaming": "on",
     }
     if load.top_k:
         params["top_k"] = load.top_k
-    # It has no ignore_eos; as many tokens at least mean the same.
-    params["min_new_tokens"] = longest if load.ignores_stop() else min(max(load.shortest, 1), longest)
+    # It has no ignore_eos; an equal minimum number of tokens has the same effect.
+    params["min_new_tokens"] = max_tokens if load.ignores_stop() else min(max(load.min_tokens, 1), max_tokens)
     if load.tokenizer:
         params["tokenizer_name"] = load.tokenizer
     pattern: dict[str, Any] = {"type": "max_throughput"}
@@ -103,7 +103,7 @@ def config(load: LoadSpec) -> dict[str, Any]:
 
 def _workers(n_urls: int) -> int:
     """Return how many processes send requests, each URL by as many; its own number is 10 at least."""
-    wanted = min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
+    wanted = min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
     return n_urls * math.ceil(wanted / n_urls)
 
 
@@ -118,7 +118,7 @@ def _read(load: LoadSpec) -> LoadReport:
     report = report_of(load.folder / SUMMARY_LEFT)
     problems = []
     if not report.get("complete", True):
-        problems.append(f"its report is not complete: it says {report.get('state')}")
+        problems.append(f"its report is not complete: state {report.get('state')}")
     lengths = report["output_sequence_lengths"]
     return LoadReport(
         " ".join(filter(None, (str(report["version"]), str(report.get("git_sha") or "")))),
@@ -127,59 +127,59 @@ def _read(load: LoadSpec) -> LoadReport:
         (report["duration_ns"] or 0) * _NS,
         lengths.get("total"),
         {
-            name: _statistics(found)
-            for name, theirs in (("ttft_ms", "ttft"), ("tpot_ms", "tpot"), ("latency_ms", "latency"))
-            if (found := report[theirs]).get("percentiles")
+            name: _statistics(statistics)
+            for name, key in (("ttft_ms", "ttft"), ("tpot_ms", "tpot"), ("latency_ms", "latency"))
+            if (statistics := report[key]).get("percentiles")
         },
         tuple(problems),
         _requests(load),
     )
 
 
-def _statistics(found: Mapping[str, Any]) -> dict[str, float]:
-    """Return them in milliseconds; of an answer in one piece it may note the end before the first token."""
-    made = milliseconds({**found, **found["percentiles"]}, 1e-6, **_PERCENTILES)
-    return {name: max(figure, 0.0) for name, figure in made.items()}
+def _statistics(statistics: Mapping[str, Any]) -> dict[str, float]:
+    """Return statistics in milliseconds. Without streaming, it may record the end before the first token."""
+    figures = milliseconds({**statistics, **statistics["percentiles"]}, 1e-6, **_PERCENTILES)
+    return {name: max(figure, 0.0) for name, figure in figures.items()}
 
 
 def _requests(load: LoadSpec) -> list[RequestRecord]:
-    """Return what became of each request, from the client's log of events; none without one."""
+    """Return the outcome of each request from the client's log of events; empty without a log."""
     if not (load.folder / EVENTS).exists():
         return []
     samples = _samples(load.folder)
     issued: dict[str, float] = {}
     first: dict[str, float] = {}
     errors: dict[str, str] = {}
-    found = []
+    records = []
     for event in read_lines(load.folder / EVENTS, len(load.order)):
-        what, one, at = event["event_type"], event["sample_uuid"], event["timestamp_ns"] * _NS
+        kind, one, at = event["event_type"], event["sample_uuid"], event["timestamp_ns"] * _NS
         if one not in samples:
             continue
-        if what == "sample.issued":
+        if kind == "sample.issued":
             issued[one] = at
-        elif what == "sample.recv_first":
+        elif kind == "sample.recv_first":
             first[one] = at
-        elif what.startswith("error."):
+        elif kind.startswith("error."):
             errors[one] = str(event["data"])
-        elif what == "sample.complete" and one in issued:
+        elif kind == "sample.complete" and one in issued:
             sample = samples[one]
             tokens = _tokens(load, sample, event)
-            found.append(
+            records.append(
                 RequestRecord(
                     issued[one], min(first.get(one, math.nan), at), at, sample, tokens, errors.get(one, "")
                 )
             )
-    return found
+    return records
 
 
 def _samples(folder: Path) -> dict[str, int]:
     """Return the sample of each request."""
-    found: dict[str, int] = read_object(folder / _REPORT / "sample_idx_map.json").get(_NAME, {})
-    return found
+    samples: dict[str, int] = read_object(folder / _REPORT / "sample_idx_map.json").get(_NAME, {})
+    return samples
 
 
 def _answers(folder: Path, n_requests: int) -> dict[int, str]:
-    """Return the texts of all answers; a failed request has none."""
+    """Return the texts of all responses; a failed request has none."""
     texts, failed = {}, set()
     with as_written(folder / EVENTS):
         samples = _samples(folder)
@@ -194,14 +194,14 @@ def _answers(folder: Path, n_requests: int) -> dict[int, str]:
 
 
 def _tokens(load: LoadSpec, sample: int, event: Mapping[str, Any]) -> int:
-    """Return how many tokens an answer has: the client keeps its text alone."""
+    """Return the number of tokens of a response: the client stores only its text."""
     if event.get("finish_reason") == "length":
         return load.lengths[sample]
     return load.count_tokens(text_of(event.get("data")))
 
 
 def text_of(data: Any) -> str:
-    """Return an answer's text: of a stream the client keeps the first piece and the rest."""
+    """Return a response's text. For a stream, the client stores the first piece and the other pieces."""
     if not isinstance(data, list) or len(data) < 2 or data[0] != "TextModelOutput":
         return ""
     return "".join(data[1]) if isinstance(data[1], list) else str(data[1] or "")
@@ -212,7 +212,7 @@ INFERENCE_ENDPOINT = LoadClientKind(
     arguments=_arguments,
     read=_read,
     write=_write,
-    environment={"HF_HUB_OFFLINE": "1"},  # all that it needs is here
+    environment={"HF_HUB_OFFLINE": "1"},  # all required files are local
     answers=_answers,
     many_urls=True,
     install="install it from a copy of github.com/mlcommons/endpoints (Python 3.12), and have it in PATH",

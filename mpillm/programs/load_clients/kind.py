@@ -17,21 +17,21 @@ from launch.safe_text import one_line
 from mpillm.files import excerpt, read_object
 from mpillm.programs.kind import ProgramKind
 
-_MOST_LINE = 16 << 20  # bytes: an event holds one answer
+_MAX_LINE = 16 << 20  # bytes: an event contains one response
 _LINES_OF_A_REQUEST, _MORE_LINES = 16, 100_000
 
 
 class PromptSample(NamedTuple):
-    """A prompt, and what may follow it."""
+    """Prompt with the limits of its response."""
 
-    tokens: list[int]  # none where only a text is known
-    text: str  # "" where only tokens are known
-    longest: int  # tokens of the answer
-    ignores_stop: bool  # it has no fewer
+    tokens: list[int]  # empty if only a text is known
+    text: str  # "" if only tokens are known
+    max_tokens: int  # of the response
+    ignores_stop: bool  # the response has exactly `max_tokens`
 
 
 class Seeds(NamedTuple):
-    """LoadGen's, for a client's own."""
+    """LoadGen's seeds, for the client's."""
 
     samples: int
     arrivals: int
@@ -40,36 +40,36 @@ class Seeds(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """The load of a run, for a client that makes it."""
+    """Load of a run, for a load client."""
 
     urls: tuple[str, ...]  # of the servers, without /v1
-    model: str  # as they call it
-    tokenizer: str  # its folder; "": there is none
-    folder: Path  # for its files, which no other run uses
-    samples: Sequence[PromptSample]  # each made when it is asked for
-    lengths: Sequence[int]  # of the samples: tokens of the longest answer
-    ignoring: Sequence[bool]  # of the samples: the answer has no fewer
-    order: Sequence[int]  # the requests: of each the sample, as LoadGen would issue them
+    model: str  # name in requests
+    tokenizer: str  # its folder; "" if there is none
+    folder: Path  # for the client's files, unique to the run
+    samples: Sequence[PromptSample]  # each created on access
+    lengths: Sequence[int]  # by sample: maximum tokens of the response
+    ignoring: Sequence[bool]  # by sample: whether the response has exactly this length
+    order: Sequence[int]  # the sample of each request, in LoadGen's order of issue
     rate: float | None  # requests per second, at random times (a Poisson process)
-    concurrency: int | None  # requests at once; neither this nor a rate: all at once
+    concurrency: int | None  # open requests; without this and a rate, all requests are open simultaneously
     temperature: float
     top_k: int
     top_p: float
-    shortest: int  # tokens of an answer
+    min_tokens: int  # of a response
     seeds: Seeds
-    count_tokens: Callable[[str], int] = len  # of a text, for clients that keep no numbers
-    args: tuple[str, ...] = ()  # as the user types them
-    min_duration_ms: int = 0  # that `order` was made for
+    count_tokens: Callable[[str], int] = len  # of a text, for clients that do not count tokens
+    args: tuple[str, ...] = ()  # the user's
+    min_duration_ms: int = 0  # for which `order` was made
     sends_text: bool = False  # only the texts of the samples are known
-    all_chunks: bool = False  # each piece of a stream is timed, not only the first and the last
+    all_chunks: bool = False  # record the time of each piece of a stream, not only of the first and the last
 
     @property
-    def at_once(self) -> int:
-        """Requests that may be open together, if no rate says when they are sent."""
+    def max_open(self) -> int:
+        """Maximum number of open requests, without a rate."""
         return self.concurrency or len(self.order)
 
     def one_length(self) -> int:
-        """Return the longest answer, if it is that of all samples. Raises ValueError."""
+        """Return the maximum length of all responses. Raises ValueError if samples differ."""
         lengths = {*self.lengths}
         if len(lengths) > 1:
             raise ValueError(
@@ -78,61 +78,61 @@ class LoadSpec:
         return lengths.pop()
 
     def ignores_stop(self) -> bool:
-        """Return whether every answer is to have its full length. Raises ValueError if some are."""
-        found = {*self.ignoring}
-        if len(found) > 1:
+        """Return whether every response has its maximum length. Raises ValueError if samples differ."""
+        values = {*self.ignoring}
+        if len(values) > 1:
             raise ValueError("can't ignore the end of some answers only, as the data set asks")
-        return found.pop()
+        return values.pop()
 
 
 class RequestRecord(NamedTuple):
-    """What became of a request: seconds of any clock."""
+    """Outcome of a request, in seconds of any clock."""
 
     issued: float
-    first: float  # NaN: it did not stream
+    first: float  # NaN without streaming
     ended: float
     sample: int
-    tokens: int  # of the answer
+    tokens: int  # of the response
     error: str = ""
 
     @property
     def ttft(self) -> float:
-        """Seconds until the first token; NaN: it did not stream."""
+        """Seconds until the first token; NaN without streaming."""
         return self.first - self.issued
 
     @property
     def tpot(self) -> float:
-        """Seconds of each token after the first; NaN: there is none."""
+        """Seconds per token after the first; NaN without one."""
         return (self.ended - self.first) / (self.tokens - 1) if self.tokens > 1 else math.nan
 
     @property
     def latency(self) -> float:
-        """Seconds until the end of the answer."""
+        """Seconds until the end of the response."""
         return self.ended - self.issued
 
 
 LATENCIES = ("ttft_ms", "tpot_ms", "latency_ms")
-_MOST_TOKENS = 2**31  # of an answer
-_MOST_SAID = 200  # characters of what Python says of a report
-_MOST, _LEAST_S = 1e18, 1e-9  # figures beyond these come of no test
+_MAX_TOKENS = 2**31  # of a response
+_MAX_ERROR = 200  # characters of Python's error about a report
+_MAX_FIGURE, _MIN_S = 1e18, 1e-9  # no test has figures beyond these
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a client reports."""
+    """Report of a load client."""
 
     version: str
     completed: int
     failed: int
     duration_s: float
-    tokens: float | None = None  # of all answers, as it counts them
-    # Of each latency that it tells, milliseconds by name: mean, p50, p90, p99.
+    tokens: float | None = None  # of all responses, by the client's count
+    # Statistics of each reported latency in milliseconds: mean, p50, p90, p99.
     latencies: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    problems: tuple[str, ...] = ()  # what it says against its own figures
-    requests: Sequence[RequestRecord] = ()  # each of them; none: it tells only sums
+    problems: tuple[str, ...] = ()  # the client's doubts about its figures
+    requests: Sequence[RequestRecord] = ()  # empty if the client reports only sums
 
     def to_json(self) -> dict[str, Any]:
-        """Return its main figures, for result.json, without percentiles: those have one definition."""
+        """Return the main figures for result.json, without percentiles, which mpillm computes itself."""
         lasted = self.duration_s
         return {
             "version": one_line(self.version),
@@ -149,24 +149,28 @@ class LoadReport:
         }
 
 
-def checked(found: LoadReport, n_samples: int) -> LoadReport:
-    """Return what a client reports. Raises ValueError, TypeError or OverflowError for what no test gives."""
-    figures = [found.completed, found.failed, found.duration_s, found.tokens or 0]
-    for name, latency in found.latencies.items():
+def checked(report: LoadReport, n_samples: int) -> LoadReport:
+    """Check a client's report. Raises ValueError, TypeError or OverflowError for impossible values."""
+    figures = [report.completed, report.failed, report.duration_s, report.tokens or 0]
+    for name, latency in report.latencies.items():
         if not isinstance(latency, Mapping):
             raise TypeError(f"{name} is {excerpt(latency)}")
         figures += latency.values()
     for figure in figures:
-        if not 0 <= figure < _MOST:
+        if not 0 <= figure < _MAX_FIGURE:
             raise ValueError(f"{figure} where a count or a time belongs")
-    if 0 < found.duration_s < _LEAST_S:
-        raise ValueError(f"it lasted {found.duration_s} s")
-    for one in found.requests:
-        if not (abs(one.issued) < _MOST and abs(one.ended) < _MOST and not abs(one.first) >= _MOST):
+    if 0 < report.duration_s < _MIN_S:
+        raise ValueError(f"it lasted {report.duration_s} s")
+    for one in report.requests:
+        if not (
+            abs(one.issued) < _MAX_FIGURE
+            and abs(one.ended) < _MAX_FIGURE
+            and not abs(one.first) >= _MAX_FIGURE
+        ):
             raise ValueError(f"a request from {one.issued} to {one.ended}, first token at {one.first}")
-        if not (0 <= index(one.sample) < n_samples and 0 <= index(one.tokens) < _MOST_TOKENS):
+        if not (0 <= index(one.sample) < n_samples and 0 <= index(one.tokens) < _MAX_TOKENS):
             raise ValueError(f"a request of sample {one.sample} with {one.tokens} tokens")
-    return found
+    return report
 
 
 COMMON_FAILURES = (
@@ -188,14 +192,16 @@ COMMON_FAILURES = (
 
 @dataclass(frozen=True, kw_only=True)
 class LoadClientKind(ProgramKind[LoadSpec]):
-    """A kind of load client."""
+    """Kind of load client."""
 
-    read: Callable[[LoadSpec], LoadReport]  # its report. Raises ValueError, KeyError, ConfigError, OSError
-    write: Callable[[LoadSpec], None] = lambda load: None  # the files that it reads
-    # The texts of its answers by sample, from its files in a folder, of so many requests. Raises ConfigError.
-    # None: it keeps none.
+    read: Callable[
+        [LoadSpec], LoadReport
+    ]  # reads the report. Raises ValueError, KeyError, ConfigError, OSError
+    write: Callable[[LoadSpec], None] = lambda load: None  # writes the client's input files
+    # Reads the texts of responses by sample, from a folder and the number of requests. Raises ConfigError.
+    # None: the client stores no texts.
     answers: Callable[[Path, int], dict[int, str]] | None = None
-    many_urls: bool = False  # it spreads its requests over several servers
+    many_urls: bool = False  # it distributes requests over several servers
     needs_tokenizer: bool = False
 
     common_failures = COMMON_FAILURES
@@ -211,14 +217,14 @@ class LoadClientKind(ProgramKind[LoadSpec]):
         return super().command(spec)
 
     def report(self, load: LoadSpec) -> LoadReport:
-        """Return what it reports. Raises ConfigError: why that can't be read."""
+        """Return the client's report. Raises ConfigError if it cannot be read."""
         try:
             return checked(self.read(load), len(load.samples))
         except ConfigError as error:
             raise ConfigError(f"its report can't be read: {error}") from error
         except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
-            what = error if isinstance(error, OSError) else repr(error)[:_MOST_SAID]
-            raise ConfigError(f"its report can't be read: {what}") from error
+            text = error if isinstance(error, OSError) else repr(error)[:_MAX_ERROR]
+            raise ConfigError(f"its report can't be read: {text}") from error
 
 
 def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -228,18 +234,18 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_lines(path: Path, n_requests: int) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSONL file that a client has left of its requests.
+    """Yield the objects of a client's JSONL file about its requests.
 
-    Raises OSError; ConfigError for what is damaged, a line of more than 16 MiB, or more lines than clients
-    leave of so many requests.
+    Raises OSError; ConfigError for a damaged file, a line of more than 16 MiB, or more lines than clients
+    write for this number of requests.
     """
-    most = _MORE_LINES + _LINES_OF_A_REQUEST * n_requests
+    max_lines = _MORE_LINES + _LINES_OF_A_REQUEST * n_requests
     with path.open("rb") as file:
-        for number, line in enumerate(iter(partial(file.readline, _MOST_LINE + 1), b""), 1):
-            if number > most:
-                raise ConfigError(f"{path}: more than {most:,} lines, for {n_requests:,} requests")
-            if len(line) > _MOST_LINE:
-                raise ConfigError(f"{path}:{number}: a line of more than {_MOST_LINE:,} bytes")
+        for number, line in enumerate(iter(partial(file.readline, _MAX_LINE + 1), b""), 1):
+            if number > max_lines:
+                raise ConfigError(f"{path}: more than {max_lines:,} lines, for {n_requests:,} requests")
+            if len(line) > _MAX_LINE:
+                raise ConfigError(f"{path}:{number}: a line of more than {_MAX_LINE:,} bytes")
             if not line.strip():
                 continue
             try:
@@ -252,29 +258,29 @@ def read_lines(path: Path, n_requests: int) -> Iterator[dict[str, Any]]:
 
 
 def report_of(path: Path) -> dict[str, Any]:
-    """Return the report that a client has left. Raises ConfigError if there is none, or it is damaged."""
+    """Return a client's report. Raises ConfigError if it is missing or damaged."""
     if not path.exists():
         raise ConfigError(f"it has left no report ({path.name})")
     return read_object(path)
 
 
 def body(load: LoadSpec, sample: PromptSample) -> dict[str, Any]:
-    """Return the body of a sample's request, for clients that take whole bodies.
+    """Return the body of a sample's request, for clients with complete bodies.
 
-    Its prompt is tokens, or a text if only that is known.
+    The prompt consists of tokens, or is a text if the tokens are unknown.
     """
     prompt = sample.tokens or sample.text
-    asked: dict[str, Any] = {"model": load.model, "prompt": prompt, "max_tokens": sample.longest}
-    asked |= sampling(load) | {"stream": True, "stream_options": {"include_usage": True}}
-    if load.shortest:
-        asked["min_tokens"] = min(load.shortest, sample.longest)
+    fields: dict[str, Any] = {"model": load.model, "prompt": prompt, "max_tokens": sample.max_tokens}
+    fields |= sampling(load) | {"stream": True, "stream_options": {"include_usage": True}}
+    if load.min_tokens:
+        fields["min_tokens"] = min(load.min_tokens, sample.max_tokens)
     if sample.ignores_stop:
-        asked["ignore_eos"] = True
-    return asked
+        fields["ignore_eos"] = True
+    return fields
 
 
 def sampling(load: LoadSpec) -> dict[str, Any]:
-    """Return how answers are chosen, by vLLM's names."""
+    """Return the sampling parameters, by vLLM's names."""
     chosen: dict[str, Any] = {"temperature": load.temperature, "seed": load.seeds.answers}
     if load.top_k:
         chosen["top_k"] = load.top_k
@@ -284,14 +290,14 @@ def sampling(load: LoadSpec) -> dict[str, Any]:
 
 
 def seed32(seed: int) -> int:
-    """Return what of a seed of LoadGen's a program takes that reads it as a signed number of 32 bits."""
+    """Return LoadGen's seed, reduced for programs with signed 32-bit seeds."""
     return seed & 0x7FFFFFFF
 
 
-def milliseconds(found: Mapping[str, Any], factor: float, **names: str) -> dict[str, float]:
-    """Return a latency's statistics: by our name, theirs times `factor`; without those that lack."""
+def milliseconds(statistics: Mapping[str, Any], factor: float, **names: str) -> dict[str, float]:
+    """Return the available statistics of a latency times `factor`. `names`: the client's, by our name."""
     return {
         name: round(factor * value, 4)
-        for name, theirs in names.items()
-        if isinstance(value := found.get(theirs), (int, float)) and math.isfinite(value)
+        for name, other in names.items()
+        if isinstance(value := statistics.get(other), (int, float)) and math.isfinite(value)
     }

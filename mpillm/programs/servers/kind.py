@@ -27,14 +27,14 @@ class ServerNode(NamedTuple):
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """A server that a rank starts, or its part on one node."""
+    """Server that a rank starts, or its part on one node."""
 
     kind: ServerKind
     model: str  # a folder, or a name that the server knows; "" if it needs none
-    values: Mapping[str, Any]  # by option: those from the command line, a file or the workload
+    values: Mapping[str, Any]  # explicit values by option: from the command line, a file or the workload
     index: int = 0
     rank: int = 0  # its owner
-    args: tuple[str, ...] = ()  # as the user types them
+    args: tuple[str, ...] = ()  # the user's
     devices: tuple[int, ...] | None = None  # GPUs, as the rank counts them; None: CPUs
     place: int = 0  # among the servers of its node
     program: str | None = None  # its path, from the user
@@ -45,7 +45,7 @@ class ServerSpec:
     role: str = ""  # context or generation, in disaggregated serving
     llm_args: Mapping[str, Any] = field(default_factory=dict)  # TensorRT-LLM's, of its section of the YAML
     node: ServerNode = field(default_factory=ServerNode)
-    # Known when it starts; a command line that is only printed has names in their place.
+    # Known at its start. A command line that is only printed has names instead.
     port: int | str = "PORT"
     more_ports: Mapping[str, int | str] = field(default_factory=dict)  # by name, see `ServerKind.more_ports`
     folder: Path = Path()  # for its files
@@ -59,7 +59,7 @@ class ServerSpec:
 
     @property
     def of_nodes(self) -> str:
-        """Which part of a server over several nodes it is, for messages."""
+        """Its part of a server over several nodes, for messages."""
         return f", part {self.node.number + 1} of {self.node.n}" if self.node.n > 1 else ""
 
     @property
@@ -74,7 +74,7 @@ class ServerSpec:
 
     @property
     def visible_devices(self) -> Sequence[str] | None:
-        """Its GPUs as CUDA_VISIBLE_DEVICES names them; None: it has none, or chooses by itself."""
+        """Its GPUs for CUDA_VISIBLE_DEVICES; None if it has none, or chooses by itself."""
         return None if self.devices is None or not self.kind.takes_gpus else as_visible(self.devices)
 
     @property
@@ -211,21 +211,21 @@ PORT_TAKEN = COMMON_FAILURES[1]
 
 
 def named(flag: str, **meanings: str) -> Option:
-    """Return an option that is `flag` and the value; `meanings`: its words, if it has only some values."""
+    """Return an option that is `flag` and the value; `meanings`: its allowed values."""
 
-    def words(value: Any) -> Sequence[str]:
+    def arguments(value: Any) -> Sequence[str]:
         if meanings and str(value) not in meanings:
             raise ValueError(f"has only {', '.join(meanings)}")
         return (flag, meanings.get(str(value), str(value)))
 
-    return words
+    return arguments
 
 
 def switch(on: str = "", off: str = "") -> Option:
-    """Return an option of two flags, of which either may be nothing to say."""
+    """Return an option of two flags, either of which may be empty."""
 
-    def words(value: Any) -> Sequence[str]:
+    def arguments(value: Any) -> Sequence[str]:
         flag = on if value else off
         return (flag,) if flag else ()
 
-    return words
+    return arguments

@@ -45,7 +45,7 @@ SGLANG = ServerKind(
         "enable_kv_cache_reuse": switch(off="--disable-radix-cache"),
         "enable_chunked_context": _chunks,
     },
-    always={"enable_kv_cache_reuse": False},  # which SGLang does by default, and MLPerf forbids
+    always={"enable_kv_cache_reuse": False},  # SGLang's default is True, which MLPerf forbids
     failures=(
         KnownFailure(
             r"Not enough memory. Please try to increase --mem-fraction-static",
@@ -61,6 +61,6 @@ SGLANG = ServerKind(
     names_model=True,
     multi_node=_multi_node,
     install="pip install sglang, or activate the environment that has it",
-    no_disagg="its halves want a request at the same time, with a bootstrap room, which mpillm does not"
-    " send; its own router does: start them by hand, and name that with --trtllm_server_urls",
+    no_disagg="its context and generation servers need a request simultaneously, with a bootstrap_room, which"
+    " mpillm does not send; start them with SGLang's router, and name that with --trtllm_server_urls",
 )

@@ -21,12 +21,12 @@ def _arguments(spec: ServerSpec) -> Sequence[str]:
 
 
 def _experts(value: Any) -> Sequence[str]:
-    # Its expert parallel size is that of the tensor parallel group.
+    # Its expert parallel size equals the size of the tensor parallel group.
     return ("--enable-expert-parallel",) if value > 1 else ()
 
 
 def _disagg(spec: ServerSpec) -> Command:
-    # KV caches go over NIXL, also between CPUs; the servers find each other by the side channel.
+    # KV caches go over NIXL, also between CPUs; the servers connect by the side channel.
     kv = json.dumps({"kv_connector": "NixlConnector", "kv_role": _KV_ROLES[spec.role]})
     channel = {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": spec.address,

@@ -38,7 +38,7 @@ def load(tmp_path: Path) -> LoadSpec:
         temperature=0.0,
         top_k=0,
         top_p=1.0,
-        shortest=0,
+        min_tokens=0,
         seeds=Seeds(11, 1 << 40 | 22, 33),
         count_tokens=len,
     )
@@ -110,7 +110,7 @@ def test_what_they_cannot_do(load: LoadSpec, name: str) -> None:
 
 def test_bodies_of_aiperf(load: LoadSpec) -> None:
     kind = kind_of("aiperf")
-    kind.write(replace(load, shortest=2))
+    kind.write(replace(load, min_tokens=2))
     data = json.loads((load.folder / "aiperf-inputs.json").read_text())["data"]
     assert [one["payloads"][0]["prompt"] for one in data] == [[4], [1, 2, 3], [4]], "in the order of issue"
     assert data[0]["payloads"][0] | {"prompt": 0} == {

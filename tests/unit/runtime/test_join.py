@@ -25,7 +25,7 @@ from mpillm.options.run_config import RunConfig
 from mpillm.phases import PHASES, Phase
 from mpillm.report.console import Console
 from mpillm.runtime.join import plan_run, prepare
-from mpillm.runtime.own_code import code_digest, tells_code
+from mpillm.runtime.own_code import code_digest, reports_code
 from mpillm.runtime.rank0 import Rank0
 from mpillm.runtime.run_session import announced
 from mpillm.runtime.session import Session
@@ -349,4 +349,4 @@ def test_the_first_rank_of_each_of_several_nodes_tells_its_code(
     names = {"SIZE": 4, "RANK": rank, "LOCAL_RANK": place, "LOCAL_SIZE": here}
     for name, value in names.items():
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
-    assert tells_code() == tells
+    assert reports_code() == tells
