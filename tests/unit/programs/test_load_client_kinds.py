@@ -369,7 +369,7 @@ def test_what_a_client_leaves_of_its_requests_is_read_with_bounds(
     load: LoadSpec, lines: list[bytes], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A line without end, or lines without end, took all memory."""
-    for name, value in {"_MOST_LINE": 32, "_LINES_OF_A_REQUEST": 1, "_MORE_LINES": 5}.items():
+    for name, value in {"_MAX_LINE": 32, "_LINES_OF_A_REQUEST": 1, "_MORE_LINES": 5}.items():
         monkeypatch.setattr(kind, name, value)
     path = load.folder / "events.jsonl"
     path.write_bytes(b"\n".join(lines))
