@@ -180,7 +180,10 @@ def test_context_servers_come_first() -> None:
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("sglang", "--server sglang with --mode disaggregated: its context and generation servers need a request simultaneously"),
+        (
+            "sglang",
+            "--server sglang with --mode disaggregated: its context and generation servers need a request",
+        ),
         ("tritonserver", "mpillm starts no context and generation servers of it"),
         ("command:srv {port}", "--server command with --mode disaggregated: mpillm starts no context and"),
     ],
