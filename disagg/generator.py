@@ -65,18 +65,18 @@ def generate(
     if mode not in MODES:
         raise ConfigError(f"--mode: {mode!r}; must be {' or '.join(MODES)}{nearest(mode, MODES)}")
     flags: dict[str, int | None]
-    requested: dict[str, int | None]
+    fixed: dict[str, int | None]
     if mode == "disaggregated":
         shapes = {
             "context_servers": (ctx_tp_size, ctx_pp_size),
             "generation_servers": (gen_tp_size, gen_pp_size),
         }
-        requested = {"context_servers": num_ctx_servers, "generation_servers": num_gen_servers}
+        fixed = {"context_servers": num_ctx_servers, "generation_servers": num_gen_servers}
         flags = {"num_ctx_servers": num_ctx_servers, "ctx_tp_size": ctx_tp_size, "ctx_pp_size": ctx_pp_size}
         flags |= {"num_gen_servers": num_gen_servers, "gen_tp_size": gen_tp_size, "gen_pp_size": gen_pp_size}
     else:
         shapes = {"executors": (tensor_parallelism, pipeline_parallelism)}
-        requested = {"executors": num_executors}
+        fixed = {"executors": num_executors}
         flags = {
             "num_executors": num_executors,
             "tensor_parallelism": tensor_parallelism,
@@ -90,7 +90,7 @@ def generate(
     if control_ranks is not None:
         checked("--control_ranks", control_ranks, _CONTROL)
     sizes = [tp * pp for tp, pp in shapes.values()]
-    counts = _counts(list(requested.values()), sizes, world_size, mode, control_ranks)
+    counts = _counts(list(fixed.values()), sizes, world_size, mode, control_ranks)
 
     data: dict[str, Any] = {"port": port, "model": model, "backend": backend}
     index = 0
@@ -125,7 +125,7 @@ def with_hosts(config: DisaggConfig, hostname: str, hosts: Sequence[str]) -> Dis
 
 
 def _counts(
-    requested: Sequence[int | None],
+    fixed: Sequence[int | None],
     sizes: Sequence[int],
     world_size: int | None,
     mode: str,
@@ -136,18 +136,18 @@ def _counts(
     `sizes`: ranks of an instance of each section.
     """
     if world_size is None:
-        return [count or 1 for count in requested]
-    fitting = _fit(requested, sizes, world_size, control_ranks)
+        return [count or 1 for count in fixed]
+    fitting = _fit(fixed, sizes, world_size, control_ranks)
     if fitting is not None:
         return fitting
     kinds = ("context", "generation") if mode == "disaggregated" else ("executor",)
     request = " and ".join(
         f"{count or ''} {kind} instance{'s' * (count != 1)} of {size} rank{'s' * (size > 1)}".lstrip()
-        for count, kind, size in zip(requested, kinds, sizes, strict=True)
+        for count, kind, size in zip(fixed, kinds, sizes, strict=True)
     )
-    works = _sizes_that_work(requested, sizes, world_size, control_ranks)
-    if None not in requested:
-        needed = sum((count or 0) * size for count, size in zip(requested, sizes, strict=True))
+    works = _sizes_that_work(fixed, sizes, world_size, control_ranks)
+    if None not in fixed:
+        needed = sum((count or 0) * size for count, size in zip(fixed, sizes, strict=True))
         request += f" need {needed} worker ranks, which"
     raise ConfigError(
         f"world size: {world_size}; {request} do not fit; must be {' or '.join(map(str, works))} "
@@ -156,19 +156,17 @@ def _counts(
 
 
 def _fit(
-    requested: Sequence[int | None], sizes: Sequence[int], world_size: int, control_ranks: int | None
+    fixed: Sequence[int | None], sizes: Sequence[int], world_size: int, control_ranks: int | None
 ) -> list[int] | None:
     """Return the best counts for `world_size`, or None if no counts use all of its worker ranks."""
     usual = CONTROL_RANKS if world_size > 1 else (0,)
     for control in usual if control_ranks is None else (control_ranks,):
         workers = world_size - control
         if len(sizes) == 1:
-            candidates: Iterable[list[int]] = [[requested[0] or workers // sizes[0]]]
+            candidates: Iterable[list[int]] = [[fixed[0] or workers // sizes[0]]]
         elif world_size > 1:
-            firsts = _first_counts(requested[0], sizes[0], workers)
-            candidates = (
-                [first, requested[1] or (workers - first * sizes[0]) // sizes[1]] for first in firsts
-            )
+            firsts = _first_counts(fixed[0], sizes[0], workers)
+            candidates = ([first, fixed[1] or (workers - first * sizes[0]) // sizes[1]] for first in firsts)
         else:
             candidates = ()  # a single rank can only be an executor
         for counts in candidates:
@@ -177,35 +175,35 @@ def _fit(
     return None
 
 
-def _first_counts(requested: int | None, size: int, workers: int) -> Sequence[int]:
+def _first_counts(fixed: int | None, size: int, workers: int) -> Sequence[int]:
     """Return numbers of context instances, best first: from a third of the worker ranks down, then up."""
-    if requested is not None:
-        return [requested]
+    if fixed is not None:
+        return [fixed]
     third = workers // 3 // size
     return [*range(third, 0, -1), *range(third + 1, workers // size + 1)]
 
 
 def _sizes_that_work(
-    requested: Sequence[int | None], sizes: Sequence[int], world_size: int, control_ranks: int | None
+    fixed: Sequence[int | None], sizes: Sequence[int], world_size: int, control_ranks: int | None
 ) -> list[int]:
     """Return the nearest fitting world sizes below and above; if all counts are set, all fitting sizes."""
-    min_size = sum((count or 1) * size for count, size in zip(requested, sizes, strict=True))
-    if None not in requested:
+    min_size = sum((count or 1) * size for count, size in zip(fixed, sizes, strict=True))
+    if None not in fixed:
         tried = sorted({1, min_size, min_size + 1, min_size + 2})
-        return [n for n in tried if _fit(requested, sizes, n, control_ranks)]
+        return [n for n in tried if _fit(fixed, sizes, n, control_ranks)]
     # One more instance of a section that is not fixed always fits, so the search upwards is short.
-    step = max(size for count, size in zip(requested, sizes, strict=True) if count is None)
+    step = max(size for count, size in zip(fixed, sizes, strict=True) if count is None)
     below = next(
         (
             n
             for n in range(world_size - 1, max(min_size, world_size - 2 * step) - 1, -1)
-            if _fit(requested, sizes, n, control_ranks)
+            if _fit(fixed, sizes, n, control_ranks)
         ),
         None,
     )
     above = next(
         n
         for n in range(max(world_size + 1, min_size), max(world_size, min_size) + 2 * step + 3)
-        if _fit(requested, sizes, n, control_ranks)
+        if _fit(fixed, sizes, n, control_ranks)
     )
     return [above] if below is None else [below, above]

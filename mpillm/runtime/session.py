@@ -93,19 +93,8 @@ class Session(RunSession):
         test = LoadGenTest(settings.test, len(dataset), self._record.path, self._audit, loop)
         on_answer = self._outputs.add if self._outputs else None
         has_handoff = self._plan.instances[0].role == "ctx"
-        return [
-            Harness(
-                route,
-                leader,
-                dataset,
-                sampling,
-                test,
-                on_answer,
-                has_handoff,
-                self._totals,
-                self._requests,
-            )
-        ]
+        outputs = (on_answer, has_handoff, self._totals, self._requests)
+        return [Harness(route, leader, dataset, sampling, test, *outputs)]
 
     def poll(self) -> bool:
         """In the test, record the instances' metrics, and draw the progress.
