@@ -38,16 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def audit(program: Sequence[str], packages: Path) -> int:
     """Run pip-audit on the packages in a folder; print the vulnerabilities, or why it cannot check."""
-    command = [
-        *program,
-        "--path",
-        str(packages),
-        "--progress-spinner",
-        "off",
-        "--skip-editable",
-        "--format",
-        "json",
-    ]
+    options = ("--progress-spinner", "off", "--skip-editable", "--format", "json")
+    command = [*program, "--path", str(packages), *options]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_DEADLINE_S)
     except subprocess.TimeoutExpired:

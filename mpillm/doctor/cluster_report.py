@@ -22,7 +22,7 @@ STEP_S = 300.0
 """Deadline of a step, beyond the deadlines that it sets itself."""
 
 GOOD = "Every step has worked: type the line of a test with your model and your options."
-_SRUN_TIMEOUT_S = 20.0
+_SRUN_S = 20.0
 _MPILLM = (sys.executable, "-m", "mpillm")
 
 
@@ -32,9 +32,7 @@ def slurm_pmi(library: str) -> str:
         return ""
     usable = ("pmi2",) if "MPICH" in library.upper() else ("pmix", "pmi2")
     try:
-        listing = subprocess.run(
-            ["srun", "--mpi=list"], capture_output=True, text=True, timeout=_SRUN_TIMEOUT_S
-        )
+        listing = subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True, timeout=_SRUN_S)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     offered = {word.strip(",") for word in (listing.stdout + listing.stderr).split()}

@@ -73,8 +73,8 @@ class ProbeResult(NamedTuple):
     """Result of a probe, sent to rank 0. FOLLOW and FOLLOW_NCCL send none."""
 
     number: int
+    # REACH: Reachability. LEAD, LEAD_NCCL: LinkMeasurement. GPUS: GpuFacts. SEES: bool.
     value: Any
-    """REACH: Reachability. LEAD, LEAD_NCCL: LinkMeasurement. GPUS: GpuFacts. SEES: bool."""
 
 
 FACTS: Message[RankFacts] = object_message(Tag.FACTS)
@@ -195,9 +195,7 @@ class Rank0Exam:
         self._numbers = 0
         self.silent: set[int] = set()
         FACTS.handle(self._transport, self._facts.__setitem__)
-        PROBE_RESULT.handle(
-            self._transport, lambda _, result: self._results.__setitem__(result.number, result.value)
-        )
+        PROBE_RESULT.handle(self._transport, lambda _, one: self._results.__setitem__(one.number, one.value))
 
     def examine(self, log_dir: Path) -> tuple[World, list[Line]]:
         """Return the ranks that answered, and the lines."""
@@ -280,9 +278,8 @@ class Rank0Exam:
             return []  # the line of the disk has the reason
         try:
             look = ProbeRequest(ProbeKind.SEES, path=str(beacon.path))
-            return disk.shared_lines(
-                beacon.path.parent, self._request_all(dict.fromkeys(others, look), _STEP_S), world
-            )
+            seen = self._request_all(dict.fromkeys(others, look), _STEP_S)
+            return disk.shared_lines(beacon.path.parent, seen, world)
         finally:
             within(_DISK_S, beacon.put_out)
 
@@ -338,9 +335,8 @@ class Rank0Exam:
         results = self._request_all(requests, seconds)
         measured = {}
         for leader, follower in pairs:
-            lost = network.LinkMeasurement(
-                0, 0, 0, f"rank {leader} did not answer in time{self._pid(leader)}"
-            )
+            problem = f"rank {leader} did not answer in time{self._pid(leader)}"
+            lost = network.LinkMeasurement(0, 0, 0, problem)
             link = measured[leader, follower] = results.get(leader, lost)
             if link.problem:
                 self.silent.add(follower if leader in results else leader)

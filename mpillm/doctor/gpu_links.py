@@ -19,9 +19,7 @@ _TURNS = 5
 _TRIPS = 50
 
 
-def nccl_link(
-    comm: MPI.Intracomm, partner: int, device: int, is_leader: bool, seconds: float
-) -> LinkMeasurement:
+def nccl_link(comm: MPI.Intracomm, partner: int, device: int, leads: bool, seconds: float) -> LinkMeasurement:
     """Measure from `device` of this process to the partner's. Both ends call it; failures are in the result.
 
     NCCL can block forever, so it runs in a thread, which is left behind after `seconds`.
@@ -30,7 +28,7 @@ def nccl_link(
 
     def work() -> None:
         try:
-            results.append(_measure(comm, partner, device, is_leader))
+            results.append(_measure(comm, partner, device, leads))
         except Exception as error:  # noqa: BLE001 - reported to rank 0 as a finding
             results.append(LinkMeasurement(0, 0, 0, f"NCCL: {error}"))
 
@@ -40,7 +38,7 @@ def nccl_link(
     return results[0] if results else LinkMeasurement(0, 0, 0, f"NCCL did not end within {seconds:g} s")
 
 
-def _measure(comm: MPI.Intracomm, partner: int, device: int, is_leader: bool) -> LinkMeasurement:
+def _measure(comm: MPI.Intracomm, partner: int, device: int, leads: bool) -> LinkMeasurement:
     import torch
 
     from mpillm.engine.parallel.nccl import NcclComm
@@ -49,18 +47,18 @@ def _measure(comm: MPI.Intracomm, partner: int, device: int, is_leader: bool) ->
 
     def exchange_id(id_bytes: bytes) -> bytes:
         buffer = np.frombuffer(id_bytes, np.uint8).copy()
-        if is_leader:
+        if leads:
             comm.Send(buffer, partner, _TAG)
         else:
             comm.Recv(buffer, partner, _TAG)
         return buffer.tobytes()
 
-    nccl = NcclComm(0 if is_leader else 1, 2, exchange_id)
-    peer = 1 if is_leader else 0
+    nccl = NcclComm(0 if leads else 1, 2, exchange_id)
+    peer = 1 if leads else 0
     small, large = (torch.zeros(n, dtype=torch.uint8, device=f"cuda:{device}") for n in (64, _LARGE))
 
     def trip(x: torch.Tensor) -> None:
-        for sends in (is_leader, not is_leader):
+        for sends in (leads, not leads):
             (nccl.send if sends else nccl.receive)(x, peer)
 
     def timed(x: torch.Tensor, n: int) -> float:

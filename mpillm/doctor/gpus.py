@@ -16,7 +16,7 @@ from mpillm.doctor.findings import RankCounts, Status, Verdict, check, size
 _TIMEOUT_S = 6.0
 _QUERY = ("index", "name", "driver_version", "memory.total", "memory.used", "mig.mode.current")
 _QUERY_ERRORS = "ecc.errors.uncorrected.volatile.total"
-_MAX_IDLE_USE = 0.1  # share of its memory that an idle GPU uses
+_IDLE_USE = 0.1  # share of its memory that an idle GPU uses
 
 
 class Device(NamedTuple):
@@ -103,9 +103,7 @@ def memory(facts: GpuFacts, _: RankCounts) -> Verdict:
             f"uncorrected memory errors since the last reset: {text}",
             "reset or replace it",
         )
-    busy = [
-        device for device in facts.devices if device.used > _MAX_IDLE_USE * device.total and not device.mig
-    ]
+    busy = [device for device in facts.devices if device.used > _IDLE_USE * device.total and not device.mig]
     if busy:
         text = ", ".join(f"GPU {device.number}: {size(device.used)}" for device in busy)
         return Verdict(Status.WARNING, f"memory in use: {text}", "nvidia-smi names the processes: end them")

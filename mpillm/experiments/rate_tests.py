@@ -55,9 +55,8 @@ class EarlyStop:
         if self._e2el_ms is not None:
             limits["e2el"] = self._e2el_ms
         why = hopeless(rows, limits, int(self._test["queries"]), self._test["rate"])
-        self._next = (
-            time.monotonic() + _LOOK_S + 20 * (time.monotonic() - now)
-        )  # uses at most 5 % of a CPU core
+        # uses at most 5 % of a CPU core
+        self._next = time.monotonic() + _LOOK_S + 20 * (time.monotonic() - now)
         return why
 
 
@@ -159,9 +158,9 @@ class RateTests:
             )
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def _options(self, rate: float, seconds: float, min_queries: int | None) -> list[str]:
+    def _options(self, rate: float, seconds: float, queries: int | None) -> list[str]:
         options = [*self.args, "--server_target_qps", f"{rate:.6g}", "--min_duration", f"{seconds:g}"]
-        return options + (["--min_query_count", str(min_queries)] if min_queries else [])
+        return options + (["--min_query_count", str(queries)] if queries else [])
 
     def _new_folder(self, name: str) -> Path:
         number = len([*self.folder.glob("[0-9][0-9]-*")]) + 1
@@ -199,15 +198,11 @@ class RateTests:
         """Run a test. Raises ConfigError or StageError if it fails without a verdict."""
         folder = self._new_folder(f"{'full' if full else 'short'}-{rate:.5g}")
         seconds = self.full_s if full else self.short_s
-        min_queries = queries_needed(SERVER_PERCENTILE, late=_PROBE_LATE)
+        queries = queries_needed(SERVER_PERCENTILE, late=_PROBE_LATE)
         if full:
-            min_queries = (
-                None if self.config.workload or self.config.is_user_set("min_query_count") else min_queries
-            )
+            queries = None if self.config.workload or self.config.is_user_set("min_query_count") else queries
         e2el = (self.config.goodput or {}).get("e2el")
-        ended = run_in(
-            folder, self.mpirun, self._options(rate, seconds, min_queries), EarlyStop(folder, e2el)
-        )
+        ended = run_in(folder, self.mpirun, self._options(rate, seconds, queries), EarlyStop(folder, e2el))
         if ended.stopped:
             rows = read_requests(folder)
             span = float((rows["issued"] + rows["latency"]).max())

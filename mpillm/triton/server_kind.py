@@ -28,14 +28,12 @@ def _arguments(spec: ServerSpec) -> Sequence[str]:
         program = find_tritonserver(spec.program)
     except ConfigError as error:
         raise ValueError(f"{error}; generate-triton-config makes a repository for each server") from None
-    addresses = [f"--{port}-address={spec.host}" for port in ("http", GRPC, METRICS)]
+    extra = ExtraArgs([f"--{port}-address={spec.host}" for port in ("http", GRPC, METRICS)])
     if len(repo.parallel) > 1:
         raise ValueError(f"{folder} has several models of several ranks: run-llm-server starts such a server")
     http, grpc, metrics = spec.port, spec.more_ports[GRPC], spec.more_ports[METRICS]
     ports = Ports(cast(int, http), cast(int, grpc), cast(int, metrics))  # placeholders in a dry run
-    return triton_server(
-        spec.place, program, repo, ports, mpirun_argv(repo), ExtraArgs(addresses)
-    ).command.argv
+    return triton_server(spec.place, program, repo, ports, mpirun_argv(repo), extra).command.argv
 
 
 TRITONSERVER = ServerKind(

@@ -27,9 +27,8 @@ _ALONE = 8  # requests, one after another
 _BUSY_S = 5.0
 _WAVES = 3  # at least this many batches
 _MAX_REQUESTS = 1000
-_AGAIN_S = (
-    10.0  # length of a run directly before a verification; at least a full batch, at most half the test
-)
+# Length of a run directly before a verification, which has at least a full batch and at most half the test.
+_AGAIN_S = 10.0
 
 Costs = list[Mapping[str, Any]]
 
@@ -80,10 +79,8 @@ class Calibrator:
         """
         split = [one for one in candidates if one.ctx_instances]
         layouts = sorted({one.layout for one in candidates} | {one.ctx_layout for one in split})
-        smallest = min(split, key=lambda one: one.layout.ranks + one.ctx_layout.ranks, default=None)
-        pair = smallest and replace(
-            smallest, instances=1, ctx_instances=1, max_batch_size=self.max_batch_size
-        )
+        base = min(split, key=lambda one: one.layout.ranks + one.ctx_layout.ranks, default=None)
+        pair = base and replace(base, instances=1, ctx_instances=1, max_batch_size=self.max_batch_size)
         alone: dict[InstanceShape, list[RunFiles]] = defaultdict(list)
         batches: dict[InstanceShape, list[RunFiles]] = defaultdict(list)
         concurrent, pairs = [], []

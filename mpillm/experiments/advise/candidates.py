@@ -73,7 +73,7 @@ def layouts(ranks: int) -> list[InstanceShape]:
     """Return the layouts to consider on `ranks` ranks: powers of two, either TP or PP."""
     sizes = [1 << i for i in range(1, ranks.bit_length()) if 1 << i <= ranks]
     return [
-        InstanceShape(),
+        ONE_RANK,
         *(InstanceShape(tp=size) for size in sizes),
         *(InstanceShape(pp=size) for size in sizes),
     ]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import disagg
@@ -12,7 +11,7 @@ from mpillm.cores.registry import BackendRegistry
 from mpillm.options.options import parse_run
 
 if TYPE_CHECKING:
-    from mpillm.runtime.join import RunPlan, RunSetup
+    from mpillm.runtime.join import RunPlan
 
 _NODE = "this-node"
 
@@ -41,10 +40,3 @@ def plan_of(args: Sequence[str], worker_ranks: int) -> RunPlan:
     return plan_run(
         config, dict.fromkeys(range(disagg.ranks_for(worker_ranks, config.control_ranks)), report)
     )
-
-
-def prepared(planned: RunPlan, folder: Callable[[], Path]) -> RunSetup:
-    """Return the data set and LoadGen's settings of the run; once per process (see `load_settings`)."""
-    from mpillm.runtime.join import prepare
-
-    return prepare(planned, folder)

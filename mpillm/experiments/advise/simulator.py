@@ -33,9 +33,7 @@ class System:
     generation_tokens: int  # KV-token credits of a generation instance
     policy: str  # --traffic_distribution_policy
     sharing: CoreSharing = ALONE
-    handoff: LinearTime = (
-        NO_TIME  # from the first token, with capacity at the receiver, to the KV cache's arrival
-    )
+    handoff: LinearTime = NO_TIME  # from the first token, with capacity at the receiver, to the arrival
 
 
 At = Callable[[float, Callable[[float], None]], None]
@@ -89,9 +87,7 @@ class Simulation:
         ends = [self._now + work * factor for (_, work), factor in zip(busy, slow, strict=True)]
         then = min([*ends, self._events[0][0]] if self._events else ends, default=-1.0)
         if then < 0:
-            raise StageError(
-                f"{self._open} requests would never be answered: no instance has enough capacity"
-            )
+            raise StageError(f"{self._open} requests would never be answered: no instance has capacity")
         passed, self._now = then - self._now, then
         for (one, work), factor, end in zip(busy, slow, ends, strict=True):
             one.advance(work if end == then else min(work, passed / factor), then)

@@ -54,11 +54,9 @@ def fit(costs: Iterable[Mapping[str, Any]]) -> StepTimes:
     expected = seconds
     for _ in range(_ROUNDS):
         weights = np.sqrt(n) / expected
-        coefficients = _not_negative(x * weights[:, None], seconds * weights)
-        expected = np.maximum(x @ coefficients, 1e-9)
-    return StepTimes(
-        nodes, tuple(coefficients[: len(nodes)].tolist()), tuple(coefficients[len(nodes) :].tolist())
-    )
+        times = _not_negative(x * weights[:, None], seconds * weights)
+        expected = np.maximum(x @ times, 1e-9)
+    return StepTimes(nodes, tuple(times[: len(nodes)].tolist()), tuple(times[len(nodes) :].tolist()))
 
 
 def _nodes(generations: NDArray[np.float64], n: NDArray[np.float64]) -> tuple[int, ...]:
@@ -130,17 +128,15 @@ class CoreSharing:
 ALONE = CoreSharing()
 
 
-def shared(
-    times: StepTimes, ranks: int, concurrent: Iterable[Mapping[str, Any]]
-) -> tuple[StepTimes, CoreSharing]:
+def shared(times: StepTimes, ranks: int, costs: Iterable[Mapping[str, Any]]) -> tuple[StepTimes, CoreSharing]:
     """Return the times of one rank alone, and the slowdown by `ranks` concurrent ranks.
 
     Ranks on the same CPU cores cannot make a rank faster. If the measurements show this, the machine was
     slower while one rank ran alone, and the concurrent steps determine its times.
 
-    `times`: of one rank alone. `concurrent`: costs of all ranks together.
+    `times`: of one rank alone. `costs`: of all ranks together.
     """
-    factor = slowdown(times, concurrent)
+    factor = slowdown(times, costs)
     return times.scaled(min(1.0, factor)), CoreSharing(ranks, max(1.0, factor))
 
 

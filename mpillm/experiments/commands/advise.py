@@ -18,7 +18,7 @@ from mpillm.cores.capabilities import RecordsSteps
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode
 from mpillm.experiments.advise.candidates import ONE_RANK, Candidate, candidates, layouts
-from mpillm.experiments.advise.planning import plan_of, prepared, world_size
+from mpillm.experiments.advise.planning import plan_of, world_size
 from mpillm.experiments.option_grid import curve, figures, pareto
 from mpillm.experiments.pages import advise_page
 from mpillm.experiments.run_series import GROUP, SeriesOptions, must_have_verdict, parse_series
@@ -214,8 +214,10 @@ def _plans(
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    test = prepared(planned, make_folder)
     from mpillm.experiments.advise.calibration import Calibrator
+    from mpillm.runtime.join import prepare
+
+    test = prepare(planned, make_folder)
 
     calibrator = Calibrator(
         folder,

@@ -109,10 +109,8 @@ def _search(options: Options, tests: RateTests, record: SearchRecord, start: flo
     print(indented("", f"{lengths}, in {display_path(tests.folder)}"))
 
     printed: set[str] = set()  # kinds of doubts: each is printed only once
-    lasted: dict[bool, list[float]] = {
-        False: [],
-        True: [],
-    }  # seconds of this command's tests; True: full ones
+    # seconds of this command's tests; True: full ones
+    lasted: dict[bool, list[float]] = {False: [], True: []}
 
     def test(rate: float, full: bool) -> RateTrial:
         one = record.known(rate, full)

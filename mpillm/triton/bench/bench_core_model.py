@@ -49,9 +49,7 @@ class Options(Values, group="benchmark"):
         "times between requests", default="exponential_dist", choices=("exponential_dist", "constant")
     )
     num_requests = option("requests", positive, default=5000)
-    concurrency = option(
-        "maximum concurrent requests [default: no limit; http 128]", positive, aliases=("c",)
-    )
+    concurrency = option("maximum concurrency [default: no limit; http 128]", positive, aliases=("c",))
     max_input_len = option("leave out longer prompts, tokens", positive)
     dataset = option("JSON list of objects with input, instruction and output")
     tokenizer_dir = option("folder of the tokenizer, for a data set")

@@ -42,7 +42,7 @@ class Target(NamedTuple):
 
 
 def over_grpc(
-    target: Target, requests: Sequence[LoadRequest], due: NDArray[np.float64], max_concurrent: int
+    target: Target, requests: Sequence[LoadRequest], due: NDArray[np.float64], max_open: int
 ) -> list[Record]:
     """Send all requests over one stream, or by one call each; return their records.
 
@@ -54,12 +54,10 @@ def over_grpc(
         (model,) = find_models(target.url, channel, target.model, target.timeout_s)
     finally:
         channel.close()
-    load = _GrpcLoad(target, requests, max_concurrent, model.decoupled)
+    load = _GrpcLoad(target, requests, max_open, model.decoupled)
     streams = StreamPool()
     try:
-        streams.connect(
-            target.url, 1, load.receive, 0 if model.decoupled else min(max_concurrent, len(requests))
-        )
+        streams.connect(target.url, 1, load.receive, 0 if model.decoupled else min(max_open, len(requests)))
         load.run(streams.open[0], due)
     finally:
         streams.close()
@@ -68,11 +66,11 @@ def over_grpc(
 
 class _GrpcLoad:
     def __init__(
-        self, target: Target, requests: Sequence[LoadRequest], max_concurrent: int, decoupled: bool
+        self, target: Target, requests: Sequence[LoadRequest], max_open: int, decoupled: bool
     ) -> None:
         self.records = [Record(len(request.prompt)) for request in requests]
         self._target, self._requests, self._decoupled = target, requests, decoupled
-        self._slots = threading.Semaphore(max_concurrent)
+        self._slots = threading.Semaphore(max_open)
         self._left = len(requests)
         self._ended = threading.Event()
 
@@ -92,15 +90,11 @@ class _GrpcLoad:
             self._look(stream)
 
     def _look(self, stream: InferStream) -> None:
+        limit_s, outstanding = self._target.timeout_s, f"outstanding requests: {len(stream.open)}"
         if stream.ended:
-            raise TritonError(
-                f"tritonserver {stream.url}: {stream.ended}; outstanding requests: {len(stream.open)}"
-            )
-        if stream.open and time.monotonic() - stream.silent_since > self._target.timeout_s:
-            raise TritonError(
-                f"tritonserver {stream.url}: no response for {self._target.timeout_s:g} s;"
-                f" outstanding requests: {len(stream.open)}"
-            )
+            raise TritonError(f"tritonserver {stream.url}: {stream.ended}; {outstanding}")
+        if stream.open and time.monotonic() - stream.silent_since > limit_s:
+            raise TritonError(f"tritonserver {stream.url}: no response for {limit_s:g} s; {outstanding}")
 
     def receive(self, stream: InferStream, response: Any, error: str) -> None:
         """Record a response; called on the stream's thread."""
@@ -149,12 +143,12 @@ def _end(record: Record) -> None:
 
 
 def over_http(
-    target: Target, requests: Sequence[LoadRequest], due: NDArray[np.float64], max_concurrent: int
+    target: Target, requests: Sequence[LoadRequest], due: NDArray[np.float64], max_open: int
 ) -> list[Record]:
     """Send each request to `generate` or `generate_stream` over a free connection; return their records."""
     records = [Record(len(request.prompt)) for request in requests]
     idle: SimpleQueue[KServeConnection] = SimpleQueue()
-    n = min(max_concurrent, len(requests))
+    n = min(max_open, len(requests))
     with ExitStack() as stack, ThreadPoolExecutor(n) as threads:
         for _ in range(n):
             idle.put(stack.enter_context(KServeConnection(target.url, target.timeout_s)))

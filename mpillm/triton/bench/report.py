@@ -46,23 +46,23 @@ def _spread(seconds: Sequence[float]) -> dict[str, float]:
     return {"mean": float(values.mean()), **percentiles}
 
 
-def table(statistics: Mapping[str, Any]) -> Iterator[str]:
+def table(stats: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of the report."""
     rows = {
-        "Requests/Sec": statistics["requests_per_second"],
-        "OP tokens/sec": statistics["tokens_per_second"],
+        "Requests/Sec": stats["requests_per_second"],
+        "OP tokens/sec": stats["tokens_per_second"],
     }
-    if latency := statistics.get("latency"):
+    if latency := stats.get("latency"):
         rows |= {
             "Avg. latency (ms)": latency["mean"],
             "P99 latency (ms)": latency["p99"],
             "P90 latency (ms)": latency["p90"],
         }
     rows |= {
-        "Avg. IP tokens per request": statistics["input_tokens"],
-        "Avg. OP tokens per request": statistics["output_tokens"],
-        "Total latency (ms)": statistics["total_ms"],
-        "Total requests": statistics["requests"],
+        "Avg. IP tokens per request": stats["input_tokens"],
+        "Avg. OP tokens per request": stats["output_tokens"],
+        "Total latency (ms)": stats["total_ms"],
+        "Total requests": stats["requests"],
     }
     yield from _box({"Stat": "Value", **{name: f"{value:.2f}" for name, value in rows.items()}})
     for name, title in (
@@ -70,11 +70,11 @@ def table(statistics: Mapping[str, Any]) -> Iterator[str]:
         ("ttft", "time to first token"),
         ("itl", "inter-token latency"),
     ):
-        if name in statistics:
-            spread = "  ".join(f"P{p} {statistics[name][f'p{p}']:.2f}" for p in PERCENTILES)
-            yield f"{title + ', ms:':<24} mean {statistics[name]['mean']:.2f}  {spread}"
-    if statistics["errors"]:
-        yield f"errors: {statistics['errors']}"
+        if name in stats:
+            spread = "  ".join(f"P{p} {stats[name][f'p{p}']:.2f}" for p in PERCENTILES)
+            yield f"{title + ', ms:':<24} mean {stats[name]['mean']:.2f}  {spread}"
+    if stats["errors"]:
+        yield f"errors: {stats['errors']}"
 
 
 def _box(rows: Mapping[str, str]) -> Iterator[str]:

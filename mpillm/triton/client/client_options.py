@@ -94,18 +94,18 @@ def client_parser(name: str, description: str, epilog: str) -> Parser:
     return parser
 
 
-def option_tensors(options: argparse.Namespace) -> dict[str, NDArray[Any]]:
+def option_tensors(args: argparse.Namespace) -> dict[str, NDArray[Any]]:
     """Return the tensors of `TENSOR_OPTIONS`, and an adapter's weights. Raises ConfigError."""
-    values = {option.name: getattr(options, option.name) for option in TENSOR_OPTIONS}
+    values = {option.name: getattr(args, option.name) for option in TENSOR_OPTIONS}
     tensors = {
         option.name: np.array([[values[option.name]]], option.kind)
         for option in TENSOR_OPTIONS
         if values[option.name] is not None
     }
-    if options.lora_path is not None:
-        tensors["lora_weights"] = load_array(options.lora_path / "model.lora_weights.npy")
-        config = options.lora_path / "model.lora_config.npy"
-        older = options.lora_path / "model.lora_keys.npy"
+    if args.lora_path is not None:
+        tensors["lora_weights"] = load_array(args.lora_path / "model.lora_weights.npy")
+        config = args.lora_path / "model.lora_config.npy"
+        older = args.lora_path / "model.lora_keys.npy"
         tensors["lora_config"] = load_array(config if config.exists() or not older.exists() else older)
     return tensors
 
@@ -121,20 +121,20 @@ def load_array(path: str | os.PathLike[str]) -> NDArray[Any]:
     return array
 
 
-def n_sequences(options: argparse.Namespace) -> int:
+def n_sequences(args: argparse.Namespace) -> int:
     """Return the number of answers to each prompt. Raises ConfigError."""
-    if options.num_return_sequences is not None and options.beam_width > 1:
+    if args.num_return_sequences is not None and args.beam_width > 1:
         raise ConfigError("--num_return_sequences: cannot be combined with --beam_width above 1; remove one")
-    return int(options.num_return_sequences or options.beam_width)
+    return int(args.num_return_sequences or args.beam_width)
 
 
-def extra_outputs(options: argparse.Namespace) -> list[str]:
+def extra_outputs(args: argparse.Namespace) -> list[str]:
     """Return the names of the requested outputs in addition to the answer itself."""
     requested: Sequence[tuple[bool | None, Sequence[str]]] = (
-        (options.return_log_probs, LOG_PROBS),
-        (options.return_context_logits, LOGITS[:1]),
-        (options.return_generation_logits, LOGITS[1:]),
-        (options.return_perf_metrics, PERF_METRICS),
+        (args.return_log_probs, LOG_PROBS),
+        (args.return_context_logits, LOGITS[:1]),
+        (args.return_generation_logits, LOGITS[1:]),
+        (args.return_perf_metrics, PERF_METRICS),
     )
     return [name for is_requested, names in requested if is_requested for name in names]
 

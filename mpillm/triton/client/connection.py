@@ -60,7 +60,7 @@ def as_answer(url: str) -> Iterator[None]:
         raise InferError(f"{url}: {one_line(f'{type(error).__name__}: {error}')}") from None
 
 
-class StopRequest(NamedTuple):
+class StopSpec(NamedTuple):
     """Early end of a request after some time, by Triton's `stop` input or by gRPC's cancellation."""
 
     after_s: float
@@ -139,7 +139,7 @@ class GrpcConnection:
         tensors: Tensors,
         outputs: Sequence[str] = (),
         request_id: str = "",
-        stop: StopRequest | None = None,
+        stop: StopSpec | None = None,
     ) -> Iterator[Response]:
         """Yield the responses to a request. The response to a stop has no tensors. Raises InferError.
 

@@ -54,36 +54,36 @@ def parser() -> Parser:
 
 def run(argv: Sequence[str]) -> int:
     """Send the requests; return TEST_FAILED if one fails, or an answer is not the expected one."""
-    options = parser().parse_args(argv)
-    n = n_sequences(options)
-    prompts, expected = _list_of(options.prompt), _expected(options)
-    tensors = {**_tensors(options), **option_tensors(options)}
-    batches = [prompts] if options.batch_inputs else [[prompt] for prompt in prompts]
-    outputs = ["text_output", *extra_outputs(options)]
-    outputs += ["sequence_index"] if n > 1 and options.beam_width == 1 else []
-    outputs += ["batch_index"] if options.batch_inputs else []
+    args = parser().parse_args(argv)
+    n = n_sequences(args)
+    prompts, expected = _list_of(args.prompt), _expected(args)
+    tensors = {**_tensors(args), **option_tensors(args)}
+    batches = [prompts] if args.batch_inputs else [[prompt] for prompt in prompts]
+    outputs = ["text_output", *extra_outputs(args)]
+    outputs += ["sequence_index"] if n > 1 and args.beam_width == 1 else []
+    outputs += ["batch_index"] if args.batch_inputs else []
     texts: list[list[str]] = []
     failed = False
-    with GrpcConnection(options.url, options.stream_timeout) as connection:
+    with GrpcConnection(args.url, args.stream_timeout) as connection:
         for batch in batches:
             request = {name: np.repeat(value, len(batch), 0) for name, value in tensors.items()}
             request["text_input"] = np.array([[prompt] for prompt in batch], object)
             answers = [[""] * n for _ in batch]
             try:
-                for response in connection.infer(options.model_name, request, outputs, options.request_id):
-                    with as_answer(options.url):
-                        _add(response, answers, options, outputs)
+                for response in connection.infer(args.model_name, request, outputs, args.request_id):
+                    with as_answer(args.url):
+                        _add(response, answers, args, outputs)
             except InferError as error:
                 print(f"Received an error from server:\n{error}")
                 print(f"mpillm: {error}", file=sys.stderr)
                 failed = True
-            if options.streaming:
+            if args.streaming:
                 for answer in answers:
                     print("\n".join(answer))
             texts += answers
     if failed:
         return ExitCode.TEST_FAILED
-    return _check(options, prompts, texts, expected) if expected is not None else ExitCode.DONE
+    return _check(args, prompts, texts, expected) if expected is not None else ExitCode.DONE
 
 
 def _list_of(text: str) -> list[str]:
@@ -95,31 +95,31 @@ def _list_of(text: str) -> list[str]:
     return [str(item) for item in value] if isinstance(value, list) else [text]
 
 
-def _expected(options: argparse.Namespace) -> list[str] | None:
-    if not options.check_outputs:
+def _expected(args: argparse.Namespace) -> list[str] | None:
+    if not args.check_outputs:
         return None
-    if options.expected_outputs is None:
+    if args.expected_outputs is None:
         raise ConfigError("--check_outputs needs --expected_outputs")
-    return _list_of(options.expected_outputs)
+    return _list_of(args.expected_outputs)
 
 
-def _tensors(options: argparse.Namespace) -> dict[str, NDArray[Any]]:
+def _tensors(args: argparse.Namespace) -> dict[str, NDArray[Any]]:
     """Return the tensors of this client's options, for every prompt. Raises ConfigError."""
-    if len(options.embedding_bias_words) != len(options.embedding_bias_weights):
+    if len(args.embedding_bias_words) != len(args.embedding_bias_weights):
         raise ConfigError(
             "--embedding_bias_words and --embedding_bias_weights need the same number of values"
         )
     values: dict[str, tuple[Any, Any]] = {
-        "max_tokens": (options.output_len, np.int32),
-        "stream": (options.streaming, np.bool_),
-        "end_id": (options.end_id, np.int32),
-        "pad_id": (options.pad_id, np.int32),
-        "bad_words": (options.bad_words or None, object),
-        "stop_words": (options.stop_words or None, object),
-        "embedding_bias_words": (options.embedding_bias_words or None, object),
-        "embedding_bias_weights": (options.embedding_bias_weights or None, np.float32),
-        "guided_decoding_guide_type": (options.guided_decoding_guide_type, object),
-        "guided_decoding_guide": (options.guided_decoding_guide, object),
+        "max_tokens": (args.output_len, np.int32),
+        "stream": (args.streaming, np.bool_),
+        "end_id": (args.end_id, np.int32),
+        "pad_id": (args.pad_id, np.int32),
+        "bad_words": (args.bad_words or None, object),
+        "stop_words": (args.stop_words or None, object),
+        "embedding_bias_words": (args.embedding_bias_words or None, object),
+        "embedding_bias_weights": (args.embedding_bias_weights or None, np.float32),
+        "guided_decoding_guide_type": (args.guided_decoding_guide_type, object),
+        "guided_decoding_guide": (args.guided_decoding_guide, object),
     }
     return {
         name: np.array([value if isinstance(value, list) else [value]], kind)
@@ -131,7 +131,7 @@ def _tensors(options: argparse.Namespace) -> dict[str, NDArray[Any]]:
 def _add(
     response: dict[str, NDArray[Any]],
     answers: list[list[str]],
-    options: argparse.Namespace,
+    args: argparse.Namespace,
     outputs: Sequence[str],
 ) -> None:
     """Add the text of a response to the answers."""
@@ -142,24 +142,22 @@ def _add(
     batch, first = index("batch_index"), index("sequence_index")
     for beam, raw in enumerate(response["text_output"].reshape(-1)):
         text, sequence = raw.decode("utf-8", "replace"), first + beam
-        if options.streaming and not options.overwrite_output_text:
+        if args.streaming and not args.overwrite_output_text:
             answers[batch][sequence] += text
         else:
             answers[batch][sequence] = text
-        if not options.streaming:
+        if not args.streaming:
             which = f"{batch} [{sequence}]" if len(answers[batch]) > 1 else f"{batch}"
             print(f"{which}: {text}", flush=True)
         elif sequence == 0:
             print(batch, response["text_output"], flush=True)
-    print_extra(response, [name for name in extra_outputs(options) if name != "cum_log_probs"])
+    print_extra(response, [name for name in extra_outputs(args) if name != "cum_log_probs"])
 
 
-def _check(
-    options: argparse.Namespace, prompts: list[str], texts: list[list[str]], expected: list[str]
-) -> int:
+def _check(args: argparse.Namespace, prompts: list[str], texts: list[list[str]], expected: list[str]) -> int:
     if len(expected) != len(prompts):
         raise ConfigError(f"--expected_outputs: {len(expected)} answers for {len(prompts)} prompts")
-    with_prompt = not options.streaming and not options.exclude_input_in_output
+    with_prompt = not args.streaming and not args.exclude_input_in_output
     code = ExitCode.DONE
     for prompt, answers, text in zip(prompts, texts, expected, strict=True):
         expected_text = prompt + text if with_prompt else text

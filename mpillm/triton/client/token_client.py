@@ -25,14 +25,7 @@ from mpillm.triton.client.client_options import (
     option_tensors,
     print_extra,
 )
-from mpillm.triton.client.connection import (
-    CANCELLED,
-    GrpcConnection,
-    InferError,
-    Secure,
-    StopRequest,
-    as_answer,
-)
+from mpillm.triton.client.connection import CANCELLED, GrpcConnection, InferError, Secure, StopSpec, as_answer
 
 _MAX_PRINTED = 256  # tokens of a sequence
 _DTYPES = {"float16": np.float16, "float32": np.float32}
@@ -79,48 +72,41 @@ def parser() -> Parser:
 
 def run(argv: Sequence[str]) -> int:
     """Send the request; return TEST_FAILED if it fails, or its answer is not the expected one."""
-    options = parser().parse_args(argv)
-    n = n_sequences(options)
-    if options.requested_outputs and "output_ids" not in options.requested_outputs:
+    args = parser().parse_args(argv)
+    n = n_sequences(args)
+    if args.requested_outputs and "output_ids" not in args.requested_outputs:
         raise ConfigError("--requested_outputs: output_ids must be one of them")
-    tokenizer = load_tokenizer(options.tokenizer_dir, False) if options.tokenizer_dir else None
-    prompt = _prompt(options, tokenizer)
-    expected = _tokens_of(options.output_tokens_csv) if options.output_tokens_csv else None
-    if options.check_output and expected is None:
+    tokenizer = load_tokenizer(args.tokenizer_dir, False) if args.tokenizer_dir else None
+    prompt = _prompt(args, tokenizer)
+    expected = _tokens_of(args.output_tokens_csv) if args.output_tokens_csv else None
+    if args.check_output and expected is None:
         raise ConfigError("--check_output needs --output_tokens_csv")
-    tensors = {**_tensors(options, prompt), **option_tensors(options)}
+    tensors = {**_tensors(args, prompt), **option_tensors(args)}
     stop = (
-        StopRequest(options.stop_after_ms / 1e3, options.stop_via_request_cancel)
-        if options.stop_after_ms > 0
-        else None
+        StopSpec(args.stop_after_ms / 1e3, args.stop_via_request_cancel) if args.stop_after_ms > 0 else None
     )
-    secure = (
-        Secure(options.root_certificates, options.private_key, options.certificate_chain)
-        if options.ssl
-        else None
-    )
-    answer = _TokenResponse(n, [] if options.exclude_input_in_output or not options.streaming else prompt)
+    secure = Secure(args.root_certificates, args.private_key, args.certificate_chain) if args.ssl else None
+    answer = _TokenResponse(n, [] if args.exclude_input_in_output or not args.streaming else prompt)
     try:
-        with GrpcConnection(
-            options.url, options.stream_timeout, secure, options.grpc_compression_algorithm
-        ) as connection:
+        compression = args.grpc_compression_algorithm
+        with GrpcConnection(args.url, args.stream_timeout, secure, compression) as connection:
             for response in connection.infer(
-                options.model_name, tensors, options.requested_outputs, options.request_id, stop
+                args.model_name, tensors, args.requested_outputs, args.request_id, stop
             ):
-                with as_answer(options.url):
-                    answer.add(response, options.streaming)
+                with as_answer(args.url):
+                    answer.add(response, args.streaming)
     except InferError as error:
         if error.status != CANCELLED:
             print(f"Received an error from server:\n{error}")
             print(f"mpillm: {error}", file=sys.stderr)
             return ExitCode.TEST_FAILED
         print("Request is cancelled")
-    answer.print(options, tokenizer, 0 if options.exclude_input_in_output else len(prompt))
+    answer.print(args, tokenizer, 0 if args.exclude_input_in_output else len(prompt))
     if stop and any(
-        len(tokens) - len(answer.begin) >= options.request_output_len for tokens in answer.tokens if tokens
+        len(tokens) - len(answer.begin) >= args.request_output_len for tokens in answer.tokens if tokens
     ):
         print("mpillm: the request had ended before it was stopped", file=sys.stderr)
-    return _check(options, answer.tokens[0], expected) if expected is not None else ExitCode.DONE
+    return _check(args, answer.tokens[0], expected) if expected is not None else ExitCode.DONE
 
 
 class _TokenResponse:
@@ -148,14 +134,14 @@ class _TokenResponse:
         for name, value in response.items():
             self._extra.setdefault(name, []).append(value)
 
-    def print(self, options: argparse.Namespace, tokenizer: Tokenizer | None, n_prompt: int) -> None:
+    def print(self, args: argparse.Namespace, tokenizer: Tokenizer | None, n_prompt: int) -> None:
         for beam, tokens in enumerate(self.tokens):
             if tokenizer is not None:
-                print(f"Input: {options.text}")
+                print(f"Input: {args.text}")
                 print(f"Output beam {beam}: {tokenizer.decode(tokens[n_prompt:], keep_special=True)}")
             _print_sequence("Output", tokens)
         last = {name: values[-1] for name, values in self._extra.items()}
-        print_extra(last, extra_outputs(options))
+        print_extra(last, extra_outputs(args))
 
 
 def _print_sequence(title: str, tokens: list[int]) -> None:
@@ -163,20 +149,20 @@ def _print_sequence(title: str, tokens: list[int]) -> None:
     print(f"{title} sequence{begins}: ", tokens[:_MAX_PRINTED])
 
 
-def _prompt(options: argparse.Namespace, tokenizer: Tokenizer | None) -> list[int]:
+def _prompt(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[int]:
     """Return the prompt's tokens, and set `end_id` and `pad_id` from the tokenizer. Raises ConfigError."""
-    if options.input_tokens_csv:
-        tokens = _tokens_of(options.input_tokens_csv)
+    if args.input_tokens_csv:
+        tokens = _tokens_of(args.input_tokens_csv)
     elif tokenizer is None:
         raise ConfigError("triton-client tokens needs --tokenizer_dir or --input_tokens_csv")
     else:
-        special = special_tokens(options.tokenizer_dir)
+        special = special_tokens(args.tokenizer_dir)
         if end := special.get("eos_token"):
-            (options.end_id, *_) = tokenizer.encode_plain(end)
-            (options.pad_id, *_) = tokenizer.encode_plain(special.get("pad_token") or end)
-        print("Using pad_id: ", options.pad_id)
-        print("Using end_id: ", options.end_id)
-        tokens = tokenizer.encode_text(options.text)
+            (args.end_id, *_) = tokenizer.encode_plain(end)
+            (args.pad_id, *_) = tokenizer.encode_plain(special.get("pad_token") or end)
+        print("Using pad_id: ", args.pad_id)
+        print("Using end_id: ", args.end_id)
+        tokens = tokenizer.encode_text(args.text)
     _print_sequence("Input", tokens)
     return tokens
 
@@ -198,7 +184,7 @@ def _numbers(text: str) -> list[int]:
     return [int(word) for word in text.strip("[]").split(",")]
 
 
-def _tensors(options: argparse.Namespace, prompt: list[int]) -> dict[str, NDArray[Any]]:
+def _tensors(args: argparse.Namespace, prompt: list[int]) -> dict[str, NDArray[Any]]:
     """Return the tensors of this client's options. Raises ConfigError."""
 
     def one(value: Any, kind: type[Any] = np.int32) -> NDArray[Any]:
@@ -207,41 +193,39 @@ def _tensors(options: argparse.Namespace, prompt: list[int]) -> dict[str, NDArra
     tensors = {
         "input_ids": np.array([prompt], np.int32),
         "input_lengths": one(len(prompt)),
-        "request_output_len": one(options.request_output_len),
-        "streaming": one(options.streaming, np.bool_),
-        "end_id": one(options.end_id),
-        "pad_id": one(options.pad_id),
-        "runtime_top_k": one(options.top_k),
-        "runtime_top_p": one(options.top_p, np.float32),
+        "request_output_len": one(args.request_output_len),
+        "streaming": one(args.streaming, np.bool_),
+        "end_id": one(args.end_id),
+        "pad_id": one(args.pad_id),
+        "runtime_top_k": one(args.top_k),
+        "runtime_top_p": one(args.top_p, np.float32),
     }
-    if options.draft_tokens_csv:
-        tensors["draft_input_ids"] = np.array([_tokens_of(options.draft_tokens_csv)], np.int32)
-    if options.prompt_embedding_table_path:
-        table = load_array(options.prompt_embedding_table_path)[options.prompt_task_id]
-        tensors["prompt_embedding_table"] = table.astype(_DTYPES[options.dtype])[None]
+    if args.draft_tokens_csv:
+        tensors["draft_input_ids"] = np.array([_tokens_of(args.draft_tokens_csv)], np.int32)
+    if args.prompt_embedding_table_path:
+        table = load_array(args.prompt_embedding_table_path)[args.prompt_task_id]
+        tensors["prompt_embedding_table"] = table.astype(_DTYPES[args.dtype])[None]
         tensors["prompt_vocab_size"] = one(len(table))
-    if options.prompt_table_extra_id is not None:
-        if not options.vocab_size:
+    if args.prompt_table_extra_id is not None:
+        if not args.vocab_size:
             raise ConfigError("--prompt_table_extra_id needs --vocab_size")
-        virtual = tensors["input_ids"] >= options.vocab_size
-        tensors["prompt_table_extra_ids"] = np.where(virtual, options.prompt_table_extra_id, 0).astype(
-            np.uint64
-        )
-    if options.lookahead_config:
+        virtual = tensors["input_ids"] >= args.vocab_size
+        tensors["prompt_table_extra_ids"] = np.where(virtual, args.prompt_table_extra_id, 0).astype(np.uint64)
+    if args.lookahead_config:
         names = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
-        if len(options.lookahead_config) != len(names):
+        if len(args.lookahead_config) != len(names):
             raise ConfigError("--lookahead_config: expected three numbers, such as [7,7,7]")
-        tensors |= {name: one(value) for name, value in zip(names, options.lookahead_config, strict=True)}
+        tensors |= {name: one(value) for name, value in zip(names, args.lookahead_config, strict=True)}
     return tensors
 
 
-def _check(options: argparse.Namespace, tokens: list[int], expected: list[int]) -> int:
+def _check(args: argparse.Namespace, tokens: list[int], expected: list[int]) -> int:
     """Compare an answer with the expected tokens; below a threshold of 1, by the fraction of equal tokens."""
-    if options.correctness_threshold == 1:
+    if args.correctness_threshold == 1:
         passed = tokens == expected
     else:
         rate = sum(a == b for a, b in zip(tokens, expected, strict=False)) / max(1, len(expected))
         print(f"Output token matching rate: {rate}")
-        passed = rate > options.correctness_threshold
+        passed = rate > args.correctness_threshold
     print(f"expected_output_ids =  {expected}\n\n=====\n{'PASS!' if passed else 'FAIL!'}\n=====")
     return ExitCode.DONE if passed else ExitCode.TEST_FAILED

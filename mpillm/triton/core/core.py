@@ -162,10 +162,9 @@ class TritonGrpcCore(LLMCore):
             channel = open_channel(url)
             try:
                 until_ready(url, channel, deadline, report_wait, began, self.check_run)
-                name = self.config.options.get("model")
-                models = find_models(
-                    url, channel, None if name is None else str(name), deadline, self.check_run
-                )
+                option = self.config.options.get("model")
+                name = None if option is None else str(option)
+                models = find_models(url, channel, name, deadline, self.check_run)
             except TritonError as error:
                 raise self._failure(str(error)) from None
             finally:
@@ -235,9 +234,8 @@ class TritonGrpcCore(LLMCore):
         own = Metrics(self._prompt_tokens, self._generated_tokens, len(self._pending), 0)
         if self._reader is None:
             return own
-        return self._reader.metrics(
-            own, is_only_client=self.config.client.server is not None and self.config.client.n_clients == 1
-        )
+        client = self.config.client
+        return self._reader.metrics(own, is_only_client=client.server is not None and client.n_clients == 1)
 
     def notify_stop(self) -> None:
         if self._reader is not None:
@@ -254,12 +252,10 @@ class TritonGrpcCore(LLMCore):
         # Plain values: reading them one by one from NumPy's rows doubles the time of this loop.
         for row, (begin, end) in zip(requests.rows.tolist(), itertools.pairwise(offsets), strict=True):
             id_, _, max_output, min_output, temperature, top_k, top_p, seed, flags, *_ = row
-            end_id, stop_words = self._end_id_and_stop_words(flags)
+            ends = self._end_id_and_stop_words(flags)
             live = bool(flags & _STREAM)
             streaming = self._harness.streaming or live
-            params = InferParams(
-                max_output, min_output, temperature, top_k, top_p, end_id, stop_words, streaming
-            )
+            params = InferParams(max_output, min_output, temperature, top_k, top_p, *ends, streaming)
             stream = min(self._clients.open, key=lambda one: len(one.open))
             self._submit(id_, requests.tokens[begin:end], params, stream, seed, live)
 

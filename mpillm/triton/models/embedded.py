@@ -124,9 +124,8 @@ class TritonPythonModel:
             self._adapters = Adapters(cache_bytes or _LORA_BYTES)
             self._max_beam_width = parameter("max_beam_width", int) or 1
             engine = engine_config(config)
-            if line := unused_parameters(
-                {name: value.get("string_value", "") for name, value in parameters.items()}
-            ):
+            texts = {name: value.get("string_value", "") for name, value in parameters.items()}
+            if line := unused_parameters(texts):
                 _log.warning("%s", line)
             worker_path = text_parameter(parameters, "executor_worker_path")
             self._ranks = join(engine, worker_path or sys.executable)
@@ -238,9 +237,7 @@ def _check_single(prompts: list[PromptRequest]) -> None:
     if any(prompt.streaming for prompt in prompts):
         raise RequestError("streaming: the model is not decoupled")
     if len(prompts) > 1:
-        raise RequestError(
-            f"a batch of {len(prompts)}: the model is not decoupled, so it can answer one prompt only"
-        )
+        raise RequestError(f"a batch of {len(prompts)}: the model is not decoupled, so it answers one prompt")
 
 
 def _fail(sender: Any, message: str) -> None:

@@ -62,10 +62,8 @@ class EngineResponse:
             n, token = i + 1, self.tokens[i]
             if n < self.request.min_output:
                 continue
-            stop_words = self._stop_words.get(token, ())
-            if token == self.request.end_id or any(
-                tuple(self.tokens[n - len(w) : n]) == w for w in stop_words
-            ):
+            words = self._stop_words.get(token, ())
+            if token == self.request.end_id or any(tuple(self.tokens[n - len(w) : n]) == w for w in words):
                 del self.tokens[n:]
                 return True
         self._n_looked = len(self.tokens)
