@@ -44,17 +44,19 @@ def test_a_table_of_whole_runs(one: Starter) -> None:
     assert "expected tokens in/out" in one.mpillm("bench", "table", *small, "--pairs", "9x4").must(2).message
 
 
-def test_the_engine_beside_itself_with_guesses(one: Starter, tmp_path: Path) -> None:
+def test_the_engine_beside_itself_with_draft_tokens(one: Starter, tmp_path: Path) -> None:
     save_preset("tiny-llama", tmp_path / "model")
     make_tokenizer(tmp_path / "model")
-    words = ("bench", "engine", "--model_path", tmp_path / "model", "--speculative_config")
-    few = ("--num_prompts", 4, "--output_len", 32, "--repeats", 1)
-    ended = one.mpillm(*words, "decoding_type:NGram,max_draft_len:2", *few).must(0)
+    model = str(tmp_path / "model")
+    program = [one.python, "-m", "benchmarks", "engine", "--model_path", model, "--speculative_config"]
+    options = ["--num_prompts", "4", "--output_len", "32", "--repeats", "1"]
+    ended = one.command([*program, "decoding_type:NGram,max_draft_len:2", *options]).end().must(0)
     assert "answers equal to engine, with draft tokens: 4 of 4" in ended.out
     assert re.search(r"a decode step, ms, by sequences: 1 \d+\.\d$", ended.out, re.MULTILINE), ended.out
     found = re.search(r"draft tokens of a round: (\d+), of which (\d+) were accepted", ended.out)
     assert found is not None and int(found[1]) >= int(found[2]) > 0, ended.out
-    assert "did you mean 'NGram'" in one.mpillm(*words, "decoding_type:Ngramm", *few).must(2).message
+    wrong = one.command([*program, "decoding_type:Ngramm", *options]).end().must(2)
+    assert "did you mean 'NGram'" in wrong.message
 
 
 def test_core_models_table_has_whole_latencies_through_mpi(one: Starter) -> None:

@@ -35,7 +35,7 @@ def test_a_server_that_does_what_it_should(one: Starter) -> None:
 def test_a_server_that_does_not_start(one: Starter) -> None:
     ended = one.command(words(one, "--nonsense")).end(400).must(FAILED)
     report = (one.folder / "selftest.txt").read_text()
-    assert "\nFirst: Offline. It would show: all prompts at once are answered" in ended.out
+    assert "\nFirst: Offline. It would show: all prompts are answered" in ended.out
     assert report_steps(report)["a server killed"] == "failure" and "no answer came: " in report
     assert "unrecognized arguments: --nonsense" in report
 
