@@ -1,1 +1,1 @@
-"""How KV caches move from one instance to another: their pieces, over MPI, NCCL or the memory of peers."""
+"""KV cache transfer between instances: pieces, over MPI, NCCL or the memory of peers."""

@@ -1,9 +1,9 @@
 """The host's end of a handoff: whole KV caches in the memory of one rank.
 
-An instance whose partner is another run (`serve --server_role`) hands its caches to its own leader's memory,
-or takes them from there, with the same transfers as between instances (`transfer`). In memory a cache has the
-bytes that a single rank with the whole model would send in one piece (see `KVCache`), so two servers need not
-know each other's layouts or block sizes.
+If an instance's partner is in another run (`serve --server_role`), the instance transfers its caches to or
+from its own leader's memory. The transfers are the same as between instances (`transfer`). In memory, a cache
+has the bytes that a single rank with the whole model would send in one piece (see `KVCache`). So two servers
+may have different layouts and block sizes.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ Cache = NDArray[np.uint8]  # shape [bytes]
 
 
 class HostPool:
-    """Caches by request id, where an instance has blocks: `CachedBlocks.blocks` is the id alone."""
+    """Caches by request id instead of blocks; `CachedBlocks.blocks` contains only the id."""
 
     def __init__(self, config: ModelConfig, kv_bytes_per_token: int, new: Callable[[int], Cache]) -> None:
-        """`new`: returns memory of so many bytes."""
+        """`new`: allocates memory, in bytes."""
         self._shape = config.n_layers, config.kv_parts, config.n_kv_heads
         self._row = kv_bytes_per_token // (config.n_layers * config.kv_parts * config.n_kv_heads)
-        self._whole = kv_bytes_per_token
+        self._token_bytes = kv_bytes_per_token
         self._new = new
         self.caches: dict[int, Cache] = {}
 
     def new(self, n_tokens: int) -> Cache:
-        return self._new(n_tokens * self._whole)
+        return self._new(n_tokens * self._token_bytes)
 
     def piece_bytes(self, n_tokens: int, layers: slice, heads: slice) -> int:
         n_parts: int = (layers.stop - layers.start) * self._shape[1] * (heads.stop - heads.start)
         return n_parts * n_tokens * self._row
 
     def new_piece(self, cached: CachedBlocks, layers: slice, heads: slice) -> Cache:
-        """Return the piece's place in the cache, if it lies there as a whole."""
+        """Return a buffer for a piece; a view of the cache, if the piece is contiguous there."""
         part = self._part(cached, layers, heads)
         if part.flags.c_contiguous:
             return part.reshape(-1)
@@ -59,12 +59,12 @@ class HostPool:
                 part[:] = np.asarray(piece).reshape(part.shape)
 
     def _part(self, cached: CachedBlocks, layers: slice, heads: slice) -> Cache:
-        whole = self.caches[cached.blocks[0]].reshape(*self._shape, cached.n_tokens * self._row)
-        return whole[layers, :, heads]
+        cache = self.caches[cached.blocks[0]].reshape(*self._shape, cached.n_tokens * self._row)
+        return cache[layers, :, heads]
 
 
 class HostEnd:
-    """Takes caches from an instance, or gives them to it. The rank that has the memory polls it."""
+    """Receives caches from an instance, or sends them to it. The rank with the memory polls it."""
 
     def __init__(
         self,
@@ -76,8 +76,11 @@ class HostEnd:
         takes: bool,
         new: Callable[[int], Cache],
     ) -> None:
-        """`instance`: its ranks and layout in the mover's communicator; `takes`: it is a context instance;
-        `new`: see `HostPool`.
+        """
+        Args:
+            instance: The instance's ranks and layout in the mover's communicator.
+            takes: True for a context instance.
+            new: See `HostPool`.
         """
         self._pool = HostPool(config, kv_bytes_per_token, new)
         self._transfers = Transfers(self._pool, config, RankLayout(), mover, {0: instance}, sends=not takes)
@@ -92,7 +95,7 @@ class HostEnd:
         self._start(request_id, slot, n_tokens, cache)
 
     def poll(self) -> dict[int, Cache]:
-        """Return the caches that have arrived, or left, by request."""
+        """Return the completely transferred caches by request."""
         return {id_: self._pool.caches.pop(id_) for id_ in self._transfers.poll()}
 
     def _start(self, request_id: int, slot: int, n_tokens: int, cache: Cache) -> None:

@@ -1,7 +1,7 @@
 """Move KV caches between a GPU and the host memory of a rank (`host_end`).
 
-A stream of its own copies between the GPU and pinned memory, beside the steps. The rank that has the memory
-copies its own pieces straight to their place there, or from it; those of other ranks go over MPI.
+A separate stream copies between the GPU and pinned memory, parallel to the steps. The rank with the memory
+copies its own pieces directly. Pieces of other ranks move over MPI.
 """
 
 from __future__ import annotations
@@ -22,14 +22,19 @@ class HostMover:
     """A `Mover` of tensors on a GPU (uint8 [bytes]); `host_end`: the other end, in this rank's memory."""
 
     def __init__(self, mover: Mover, rank: int, pinned: PinnedMemory) -> None:
-        """`mover`: between ranks; `rank`: this one, in its communicator; `pinned`: for what goes over MPI."""
+        """
+        Args:
+            mover: Moves pieces between ranks.
+            rank: This rank in the mover's communicator.
+            pinned: Memory for pieces that move over MPI.
+        """
         self._pinned = pinned
         self.min_split_bytes = mover.min_split_bytes
         self.host_end = _HostEnd(self, mover, rank)
         self._mover = mover
         self._rank = rank
         self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
-        self._met: dict[int, deque[_Copy]] = {}  # by tag: one end of each has come
+        self._met: dict[int, deque[_Copy]] = {}  # by tag: copies with only one end
         self._to_send: deque[_Copy] = deque()  # not in host memory yet, in order
         self._to_receive: list[_Copy] = []  # not in host memory yet
 
@@ -54,7 +59,7 @@ class HostMover:
     def meet(
         self, tag: int, *, gpu: Tensor | None = None, host: Tensor | None = None, to_host: bool
     ) -> _Copy:
-        """Bring one end of a copy inside this rank, which begins when the other has come."""
+        """Register one end of a copy inside this rank. The copy begins when both ends are registered."""
         waiting = self._met.setdefault(tag, deque())
         if not waiting or (waiting[0].gpu is None) == (gpu is None):
             waiting.append(_Copy(gpu, host, to_host=to_host))
@@ -94,7 +99,7 @@ class HostMover:
 
 
 class _HostEnd:
-    """The `Mover` of NumPy arrays at the other end."""
+    """The `Mover` of NumPy arrays at the host's end."""
 
     def __init__(self, gpus: HostMover, mover: Mover, rank: int) -> None:
         self.min_split_bytes = mover.min_split_bytes
@@ -117,14 +122,14 @@ class _HostEnd:
 
 
 class _Copy:
-    """A copy between a GPU and host memory, and what MPI does before or after it."""
+    """A copy between a GPU and host memory, with the MPI transfer before or after it."""
 
     def __init__(
         self, gpu: Tensor | None, host: Tensor | None, *, to_host: bool, rank: int = -1, tag: int = -1
     ) -> None:
         self.gpu: Tensor | None = None
         self.host: Tensor | None = None
-        self.free: StreamEvent | None = None  # the current stream's work when `gpu` came
+        self.free: StreamEvent | None = None  # the current stream's work when `gpu` is registered
         self.complete(gpu, host)
         self.to_host = to_host
         self.rank = rank

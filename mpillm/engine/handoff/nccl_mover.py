@@ -1,11 +1,13 @@
 """Move KV caches from GPU to GPU over NCCL, without a copy on a host.
 
 NCCL matches messages by order, and a sending kernel keeps a part of its GPU busy until the receiver's kernel
-runs. So a sender launches one only when its buffers are filled; a notice over MPI tells the receiver's host,
-which launches receives in the order of the notices. Contexts may be computed in another order than they were
-accepted in: a receive waits, by tag, for its notice, and a notice (with those behind it from the same rank)
-waits for its receives, which the receiver's next steps post whatever the sender does. Small buffers that are
-ready together go in one kernel, because separate launches would take longer than the bytes.
+runs. So a sender launches a kernel only after its buffers are filled, and sends a notice to the receiver's
+host over MPI. The receiver launches receives in the order of the notices.
+
+Contexts may finish in another order than they start. A receive waits, by tag, for its notice. A notice, with
+the later notices of the same rank, waits for its receives. The receiver's next steps post them independently
+of the sender. Small buffers that are ready together share a kernel, because launches take longer than the
+bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from mpillm.engine.parallel.nccl import NcclComm
 from mpillm.engine.schedule.engine_messages import NCCL_ID, NOTICE, Notice
 from mpillm.engine.tensors.staging import StreamEvent
 
-_MAX_LAUNCH_BYTES = 64 << 20  # bytes; the buffer that passes it is the last of its launch
+_MAX_LAUNCH_BYTES = 64 << 20  # a buffer that exceeds it is the last of its launch
 
 
 class SendReceiveLink(Protocol):
@@ -66,8 +68,7 @@ class NcclLink:
         self._nccl = NcclComm(0 if sends else 1, 2, exchange_id)
         # High priority: a transfer's few thread blocks run between those of a step's kernels.
         self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
-        # The first message makes both hosts wait for each other: exchange it now, while neither has other
-        # work.
+        # The first message makes both hosts wait for each other, so exchange it before they have other work.
         first = torch.zeros(1, dtype=torch.uint8, device="cuda")
         torch.cuda.current_stream().synchronize()
         with torch.cuda.stream(self._stream):
@@ -111,14 +112,14 @@ class NcclMover:
     min_split_bytes = 256 << 20
 
     def __init__(self, links: dict[int, SendReceiveLink]) -> None:
-        """`links`: by rank of the handoff communicator, each in one direction; `connected` makes them."""
+        """`links`: by rank of the handoff communicator, each in one direction; `connected` creates them."""
         self._lanes = {rank: _Lane(link) for rank, link in links.items()}
 
     @classmethod
     def connected(cls, comm: MPI.Intracomm, ranks: Iterable[int], *, sends: bool) -> NcclMover:
-        """Make the links to `ranks` of the handoff communicator, or from them. Collective over both ends.
+        """Create the links to, or from, `ranks` of the handoff communicator. Collective over both ends.
 
-        Every rank begins with the lowest, so that nobody waits in a circle.
+        Every rank begins with the lowest rank, which prevents a deadlock.
         """
         return cls({rank: NcclLink(comm, rank, sends=sends) for rank in sorted(ranks)})
 
@@ -154,17 +155,17 @@ class _NcclTransfer:
 
 
 class _Lane:
-    """The transfers over one link."""
+    """Transfers over one link."""
 
     def __init__(self, link: SendReceiveLink) -> None:
         self.link = link
         self.to_send: deque[_NcclTransfer] = deque()  # sends not launched
         self.expected: dict[int, deque[_NcclTransfer]] = {}  # tag -> receives not launched
         self._noticed: deque[list[Notice]] = deque()  # notices whose receives are not launched
-        self._matched: list[_NcclTransfer] = []  # receives for the first of them
+        self._matched: list[_NcclTransfer] = []  # receives for the first list of notices
 
     def go_on(self) -> None:
-        """Launch what can be launched."""
+        """Launch all ready transfers."""
         while self.to_send and self.to_send[0].ready.query():
             together, n_bytes = [self.to_send.popleft()], 0
             while (
@@ -188,7 +189,7 @@ class _Lane:
             )
 
     def _match(self, notices: list[Notice]) -> bool:
-        """Return whether receives for all that was sent together are posted."""
+        """Return whether receives for all `notices` are posted."""
         for tag, n_bytes in notices[len(self._matched) :]:
             waiting = self.expected.get(tag)
             if not waiting:

@@ -1,4 +1,4 @@
-"""Messages between two ranks whose KV caches go another way than over MPI."""
+"""MPI messages between two ranks whose KV caches do not move over MPI."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Notes(Generic[T]):
-    """Messages of one kind from or to one rank of the handoff communicator. Nothing waits."""
+    """Messages of one type from or to one rank of the handoff communicator. No method waits."""
 
     def __init__(self, comm: MPI.Intracomm, peer: int, message: Message[T]) -> None:
         self._comm, self._peer, self._message = comm, peer, message
@@ -27,7 +27,7 @@ class Notes(Generic[T]):
         self._in_flight.append(self._comm.Isend((buffer, MPI.BYTE), self._peer, self._message.tag))
 
     def take(self) -> list[T]:
-        """Return what has come since the last call, in order."""
+        """Return the messages since the last call, in order."""
         received, status = [], MPI.Status()
         while self._comm.Iprobe(self._peer, self._message.tag, status):
             buffer = np.empty(status.Get_count(MPI.BYTE), np.uint8)

@@ -29,11 +29,11 @@ from mpillm.engine.tensors.staging import Staging, StreamEvent
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-_MAX_LAUNCH_BYTES = 128 << 20  # bytes; the part that passes it is the last of its launch
+_MAX_LAUNCH_BYTES = 128 << 20  # a slice that exceeds it is the last of its launch
 
 
 class CacheSlice(NamedTuple):
-    """What of a cache moves: some layers and heads of this rank's."""
+    """The part of a cache that moves: some layers and heads of this rank."""
 
     cached: CachedBlocks
     layers: slice
@@ -50,7 +50,7 @@ class PutLink(Protocol):
     def send_targets(self, targets: list[PutTarget]) -> None: ...
 
     def targets(self) -> list[PutTarget]:
-        """Return the rooms since the last call, in order."""
+        """Return the targets since the last call, in order."""
         ...
 
     def n_bytes(self, cache_slice: CacheSlice) -> int: ...
@@ -75,7 +75,7 @@ class _Pools(NamedTuple):
 
 
 class _TargetCaches(NamedTuple):
-    """What a receiver tells: its cache, or both, and where each layer is (see `TwoCaches`)."""
+    """A receiver's one or two caches, and the place of each layer (see `TwoCaches`)."""
 
     caches: list[_Pools]
     places: list[tuple[bool, int]]
@@ -83,21 +83,21 @@ class _TargetCaches(NamedTuple):
 
 
 class _CompletedEvent:
-    """The event of work that has ended."""
+    """Event of completed work."""
 
     def query(self) -> bool:
         return True
 
 
 class PeerLink:
-    """A link between two ranks of the handoff communicator, with a stream of its own."""
+    """A link between two ranks of the handoff communicator, with its own stream."""
 
     def __init__(
         self, comm: MPI.Intracomm, peer: int, cache: KVCache | TwoCaches, target: _TargetCaches | None
     ) -> None:
-        """`target`: the other end's, if this end sends, as `cache` is one then.
+        """`target`: the receiver's caches, if this end sends; `cache` is then a `KVCache`.
 
-        Raises RuntimeError if it cannot be reached.
+        Raises RuntimeError if this GPU cannot access the target.
         """
         self._targets, self._puts = Notes(comm, peer, TARGETS), Notes(comm, peer, PUT)
         if target is not None:
@@ -115,7 +115,7 @@ class PeerLink:
 
     def mark(self) -> StreamEvent:
         stream = torch.cuda.current_stream()
-        # An event takes 5 us of the host, and the GPU as long to note it.
+        # An event costs 5 us on the host, and as much on the GPU.
         return _CompletedEvent() if stream.query() else event(stream)
 
     def send_targets(self, targets: list[PutTarget]) -> None:
@@ -144,7 +144,7 @@ class PeerLink:
     def _in_caches(
         self, puts: list[tuple[Put, list[int]]], n_layers: int
     ) -> Iterator[tuple[TargetCache, list[Put], int]]:
-        """Yield a cache there, what goes to it, and of how many layers each. `puts`: with window blocks."""
+        """Yield each target cache, its puts, and the layers of each put. `puts`: with window blocks."""
         if len(self._target_caches) == 1:
             yield self._target_caches[0], [put for put, _ in puts], n_layers
             return
@@ -173,7 +173,7 @@ def _as_put(cache_slice: CacheSlice, target: PutTarget) -> Put:
 
 
 def _size(cache_slice: CacheSlice) -> tuple[int, int]:
-    """Return its number of layers and of heads."""
+    """Return the numbers of layers and heads of a slice."""
     return (
         cache_slice.layers.stop - cache_slice.layers.start,
         cache_slice.heads.stop - cache_slice.heads.start,
@@ -181,12 +181,12 @@ def _size(cache_slice: CacheSlice) -> tuple[int, int]:
 
 
 class SliceTransfer:
-    """A part that leaves or arrives."""
+    """Transfer of a slice, in either direction."""
 
     def __init__(self, tag: int, cache_slice: CacheSlice) -> None:
         self.tag = tag
         self.cache_slice = cache_slice
-        self.ready: StreamEvent | None = None  # the end of the GPU's work before it may leave or arrive
+        self.ready: StreamEvent | None = None  # end of the GPU's work that must precede the transfer
         self.is_done = False
 
     def done(self) -> bool:
@@ -194,10 +194,10 @@ class SliceTransfer:
 
 
 class PeerMover:
-    """A `BlockMover` between GPUs. Parts with one tag arrive in the order sent."""
+    """A `BlockMover` between GPUs. Slices with the same tag arrive in the order of their sends."""
 
     def __init__(self, links: dict[int, PutLink], *, sends: bool) -> None:
-        """`links`: by rank of the handoff communicator; `connected` makes them."""
+        """`links`: by rank of the handoff communicator; `connected` creates them."""
         self.ranks = frozenset(links)
         self._lanes = {rank: (_SendLane if sends else _ReceiveLane)(link) for rank, link in links.items()}
 
@@ -205,9 +205,9 @@ class PeerMover:
     def connected(
         cls, comm: MPI.Intracomm, ranks: Iterable[int], cache: KVCache | TwoCaches, *, sends: bool
     ) -> PeerMover:
-        """Make links to those of `ranks` of the handoff communicator whose GPUs can be reached, or from them.
+        """Create links to, or from, the `ranks` of the handoff communicator whose GPUs are accessible.
 
-        Collective over both ends: every rank begins with the lowest, so that nobody waits in a circle.
+        Collective over both ends. Every rank begins with the lowest rank, which prevents a deadlock.
         """
         links: dict[int, PutLink] = {}
         for rank in sorted(ranks):
@@ -219,20 +219,20 @@ class PeerMover:
     def move(self, rank: int, tag: int, cached: CachedBlocks, layers: slice, heads: slice) -> SliceTransfer:
         """Send or receive some layers and heads.
 
-        The next `poll` begins it, after the current stream's work so far.
+        The next `poll` begins the transfer, after the current stream's work so far.
         """
         transfer = SliceTransfer(tag, CacheSlice(cached, layers, heads))
         self._lanes[rank].posted.append(transfer)
         return transfer
 
     def poll(self) -> None:
-        """Make progress; call this also after `move`."""
+        """Make progress; must also be called after `move`."""
         for lane in self._lanes.values():
             lane.go_on()
 
 
 def _offer(comm: MPI.Intracomm, rank: int, cache: KVCache | TwoCaches) -> PeerLink | None:
-    """Tell the sender where this rank's cache is; None if it cannot reach it."""
+    """Send this rank's cache addresses to the sender. Returns None if the sender cannot access them."""
     target = None
     try:
         caches, places = (cache.caches, cache.places) if isinstance(cache, TwoCaches) else ([cache], [])
@@ -256,12 +256,12 @@ def _offered(comm: MPI.Intracomm, rank: int, cache: KVCache | TwoCaches) -> Peer
 
 
 class _Lane:
-    """The transfers over one link."""
+    """Transfers over one link."""
 
     def __init__(self, link: PutLink) -> None:
         self.link = link
         self.posted: list[SliceTransfer] = []  # since the last `go_on`
-        self.waiting: list[SliceTransfer] = []  # for the GPU, or for rooms
+        self.waiting: list[SliceTransfer] = []  # for the GPU, or for targets
 
     def go_on(self) -> None:
         if self.posted:
@@ -311,7 +311,7 @@ class _SendLane(_Lane):
             self.link.send_put(left)
 
     def _put(self) -> None:
-        """Launch what has room."""
+        """Launch the transfers with a target."""
         waiting: list[SliceTransfer] = []
         ready: list[tuple[SliceTransfer, PutTarget]] = []
         for transfer in self.waiting:
@@ -357,7 +357,7 @@ def _put_target(transfer: SliceTransfer) -> PutTarget:
 
 
 def _take(queues: dict[int, deque[T]], tag: int) -> T:
-    """Return the first of a tag's."""
+    """Remove and return the first entry of a tag."""
     queue = queues[tag]
     first = queue.popleft()
     if not queue:

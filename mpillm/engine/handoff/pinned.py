@@ -1,6 +1,6 @@
-"""Host memory that a GPU copies to and from by itself, in one piece that is taken at the start.
+"""Pinned host memory for copies by a GPU, allocated in one piece at the start.
 
-To pin memory takes 0.4 s a GB, and longer beside running kernels: too long for each KV cache.
+Pinning takes 0.4 s per GB, and longer during kernels, which is too slow for each KV cache.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ _ALIGNED = 4096
 
 
 class PinnedMemory:
-    """Gives out parts of some bytes; other memory, which a GPU copies slower, while too few are free."""
+    """Allocator of pinned memory. Without enough free bytes, it returns plain memory, with slower copies."""
 
     def __init__(self, n_bytes: int, *, pin: bool = True) -> None:
-        """`pin`: for a GPU; without, it is plain memory."""
+        """`pin`: False: plain memory, without a GPU."""
         self._memory = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=pin)
         self._lock = threading.Lock()
-        self._free = [(0, n_bytes)]  # where and how many, in order, none beside another
-        self._returned: deque[tuple[int, int]] = deque()  # by finalizers, which may run anywhere
+        self._free = [(0, n_bytes)]  # offsets and sizes, sorted, never adjacent
+        self._returned: deque[tuple[int, int]] = deque()  # from finalizers, which may run in any thread
 
     def new(self, n_bytes: int) -> NDArray[np.uint8]:
-        """Return memory that is free again when nothing refers to it. Called in any thread."""
+        """Return memory, which is freed with its last reference. Thread-safe."""
         size = -(-n_bytes // _ALIGNED) * _ALIGNED
         at = self._take(size) if n_bytes else None
         if at is None:
             return np.empty(n_bytes, np.uint8)
         part = (ctypes.c_uint8 * n_bytes).from_address(self._memory.data_ptr() + at)
         weakref.finalize(part, self._returned.append, (at, size))
-        return np.frombuffer(memoryview(part), np.uint8)  # it, and each view of it, keeps `part`
+        return np.frombuffer(memoryview(part), np.uint8)  # the array and its views reference `part`
 
     def n_free(self) -> int:
         with self._lock:
@@ -52,7 +52,7 @@ class PinnedMemory:
         return None
 
     def _merge(self) -> None:
-        """Join what was returned with what is free beside it."""
+        """Merge returned memory with adjacent free memory."""
         if not self._returned:
             return
         free = self._free

@@ -1,14 +1,14 @@
-"""This rank's part of handoffs: which pieces of a KV cache it sends or receives, and when.
+"""This rank's part of KV cache transfers: the pieces that it sends or receives, and their times.
 
-The leader of an instance orders transfers in its step plans (see `step`), so all ranks begin them at the same
-step. Before the step's own work a rank posts receives, and sends the caches that earlier steps have computed.
-A cache that the step itself completes is sent layer by layer: each piece (see `layout.cuts`) as soon as the
-last of its layers is in the cache.
+The root rank of an instance orders transfers in its step plans (see `step`), so all ranks begin them at the
+same step. Before the step's own work, a rank posts receives, and sends the caches of earlier steps. A cache
+that the step itself completes is sent layer by layer: each piece (see `layout.cuts`) when its last layer is
+in the cache.
 
 A piece is gathered into one contiguous buffer (see `KVCache.read`) and scattered into blocks on arrival, so
-the two ends may have different block sizes. Between GPUs that reach each other's memory it goes from blocks
-to blocks (see `peer_mover`). A cache too small for several messages (`Mover.min_split_bytes`) goes in one
-piece to each rank.
+the two ends may have different block sizes. Between GPUs with access to each other's memory, it moves from
+blocks to blocks (see `peer_mover`). A cache too small for several messages (`Mover.min_split_bytes`) moves in
+one piece to each rank.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 class _Piece(NamedTuple):
     rank: int  # in the handoff communicator
-    layers: slice  # of this rank's
-    heads: slice  # of this rank's
+    layers: slice  # of this rank
+    heads: slice  # of this rank
 
 
 @dataclass
@@ -45,7 +45,7 @@ class _ActiveTransfer:
     pieces: deque[tuple[TransferHandle, _Piece, Tensor | None]] = field(
         default_factory=deque
     )  # with their buffers
-    n_waiting: int = 0  # pieces to send that have no buffer yet
+    n_waiting: int = 0  # pieces to send without a buffer yet
 
     @property
     def cached(self) -> CachedBlocks:
@@ -53,7 +53,7 @@ class _ActiveTransfer:
 
 
 class Cache(Protocol):
-    """Where KV caches come from or go to: see `KVCache`."""
+    """Source or target of KV caches (see `KVCache`)."""
 
     def piece_bytes(self, n_tokens: int, layers: slice, heads: slice) -> int: ...
     def new_piece(self, cached: CachedBlocks, layers: slice, heads: slice) -> Any: ...
@@ -62,7 +62,7 @@ class Cache(Protocol):
 
 
 class Transfers:
-    """Starts transfers and reports which are done."""
+    """Starts transfers and reports completed ones."""
 
     def __init__(
         self,
@@ -78,7 +78,8 @@ class Transfers:
     ) -> None:
         """`sends`: this rank belongs to a context instance.
 
-        Its buffers take at most `max_bytes`, or one piece. `block_mover`: for the ranks that it reaches.
+        `max_bytes`: limit of its buffers, but at least one piece. `block_mover`: for the ranks that it
+        reaches.
         """
         self._cache = cache
         self._mover = mover
@@ -88,20 +89,24 @@ class Transfers:
         self._pieces = {
             peer: _pieces(config, layout, other, sends, MAX_PIECES) for peer, other in peers.items()
         }
-        self._whole = {peer: _pieces(config, layout, other, sends, 1) for peer, other in peers.items()}
-        # The number of tokens from which a cache moves in several pieces: by ranks of the larger instance.
+        self._single_pieces = {
+            peer: _pieces(config, layout, other, sends, 1) for peer, other in peers.items()
+        }
+        # From this number of tokens on, a cache moves in several pieces. It depends on the larger instance.
         n_ranks = {
             peer: max(layout.tp_size * layout.pp_size, other.tp_size * other.pp_size)
             for peer, other in peers.items()
         }
         token_bytes = config.n_layers * config.n_kv_heads * cache.piece_bytes(1, slice(0, 1), slice(0, 1))
-        self._whole_below = {peer: mover.min_split_bytes * n / token_bytes for peer, n in n_ranks.items()}
+        self._min_split_tokens = {
+            peer: mover.min_split_bytes * n / token_bytes for peer, n in n_ranks.items()
+        }
         self._active: list[_ActiveTransfer] = []
         self._by_layer: list[_ActiveTransfer] = []  # of the current step
         self._to_send: deque[tuple[_ActiveTransfer, _Piece]] = deque()
         self._n_bytes = 0  # of buffers in flight
-        self._lost: set[int] = set()  # peers
-        self._never_done: list[object] = []  # pieces from and to them: MPI may still touch the buffers
+        self._lost: set[int] = set()  # lost peers
+        self._never_done: list[object] = []  # their pieces: MPI may still use the buffers
 
     def start(self, transfers: list[Transfer]) -> None:
         """Begin the transfers of a step, before its own work."""
@@ -128,7 +133,7 @@ class Transfers:
         self._gather()
 
     def layer_stored(self, layer: int) -> None:
-        """Note that the step's keys and values of this rank's `layer` are in the cache."""
+        """Record that the step's keys and values of this rank's `layer` are in the cache."""
         for active in self._by_layer:
             for piece in self._pieces_of(active.transfer):
                 if piece.layers.stop == layer + 1:
@@ -137,7 +142,7 @@ class Transfers:
         self._gather()
 
     def poll(self) -> list[int]:
-        """Return the tickets of transfers that are done on this rank."""
+        """Return the tickets of transfers that are complete on this rank."""
         self._mover.poll()
         if self._block_mover is not None:
             self._block_mover.poll()
@@ -164,7 +169,7 @@ class Transfers:
         return done
 
     def lose(self, peer: int) -> None:
-        """End what moves to or from this peer; `poll` reports it as done."""
+        """End the transfers with a lost peer; `poll` reports them as complete."""
         self._lost.add(peer)
         self._by_layer = [active for active in self._by_layer if active.transfer.peer != peer]
         self._to_send = deque(one for one in self._to_send if one[0].transfer.peer != peer)
@@ -179,11 +184,11 @@ class Transfers:
                 active.n_waiting = 0
 
     def is_done(self) -> bool:
-        """Whether no transfer is under way on this rank."""
+        """Return whether this rank has no active transfer."""
         return not self._active
 
     def _gather(self) -> None:
-        """Send what buffers have room for. The blocks keep their content until all of it has left."""
+        """Send pieces within the limit of the buffers. The blocks keep their content until all is sent."""
         ready: list[tuple[_ActiveTransfer, _Piece]] = []
         while self._to_send:
             active, piece = self._to_send[0]
@@ -215,16 +220,18 @@ class Transfers:
         active.pieces.append((handle, piece, None))
 
     def _pieces_of(self, transfer: Transfer) -> list[_Piece]:
-        pieces = self._whole if transfer.n_tokens < self._whole_below[transfer.peer] else self._pieces
+        pieces = (
+            self._single_pieces if transfer.n_tokens < self._min_split_tokens[transfer.peer] else self._pieces
+        )
         return pieces[transfer.peer]
 
 
 def partners(config: ModelConfig, layout: RankLayout, peers: Iterable[Peer], *, sends: bool) -> set[int]:
-    """Return the ranks of the handoff communicator that this one sends to, or receives from."""
+    """Return the ranks of the handoff communicator that this rank sends to, or receives from."""
     return {piece.rank for peer in peers for piece in _pieces(config, layout, peer, sends, 1)}
 
 
-_WithPiece = TypeVar("_WithPiece", bound=tuple[Any, ...])  # a piece is its second
+_WithPiece = TypeVar("_WithPiece", bound=tuple[Any, ...])  # the second element is a piece
 
 
 def _alike(some: list[_WithPiece]) -> Iterator[tuple[slice, slice, list[_WithPiece]]]:
@@ -234,7 +241,7 @@ def _alike(some: list[_WithPiece]) -> Iterator[tuple[slice, slice, list[_WithPie
 
 
 def _pieces(config: ModelConfig, layout: RankLayout, peer: Peer, sends: bool, n_pieces: int) -> list[_Piece]:
-    """Return what this rank sends to the ranks of `peer`, or receives from them."""
+    """Return the pieces that this rank sends to the ranks of `peer`, or receives from them."""
     own, other = (layout.tp_size, layout.pp_size), (peer.tp_size, peer.pp_size)
     own_rank = layout.pp_rank * layout.tp_size + layout.tp_rank
     first_layer, first_head = layout.layers(config).start, layout.kv_heads(config).start

@@ -1,4 +1,4 @@
-"""Count the bytes of weights that this process has read so far, for who waits for it."""
+"""Count the bytes of weights that this process has read so far, for progress."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _n_bytes = 0
 
 
 def note(n_bytes: int) -> None:
-    """Record that as many bytes, as the engine holds them, have been read."""
+    """Add bytes of weights in the engine's format."""
     global _n_bytes
     _n_bytes += n_bytes
 

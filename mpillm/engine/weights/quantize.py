@@ -1,8 +1,8 @@
-"""Quantise a whole checkpoint with one matrix in memory at a time.
+"""Quantize a whole checkpoint with one matrix in memory at a time.
 
-Symmetric rounding to the nearest; the scale of a row is its largest absolute value over the type's largest
-(llm-compressor's min-max observer gives the same). Weights need no calibration data; an fp8 KV cache may use
-some (see `calibrate`). `quantization` has the formats.
+Rounding is symmetric, to the nearest value. The scale of a row is its largest absolute value divided by the
+type's maximum (llm-compressor's min-max observer gives the same). Weights need no calibration data; an fp8 KV
+cache may use some (see `calibrate`). `quantization` has the formats.
 """
 
 from __future__ import annotations
@@ -48,11 +48,16 @@ def quantize(
 ) -> dict[str, Any]:
     """Write the Hugging Face folder `source` to `target`, linear layers in `algo`: int8, fp8, none (a copy).
 
-    Files keep their names, other tensors their type; `target` appears when it is complete. Returns the
-    content of `quantization.json`: bytes before and after, and each matrix's relative error (Frobenius
-    norms). With `kv_scales` (see `calibrate`) the folder says that its KV cache is fp8. `progress` gets a
-    line for each file. Raises ConfigError if `source` is no model that we can read or is quantised already,
-    `target` exists (without `overwrite`), or the disk is full.
+    Files keep their names, other tensors their type. `target` appears when it is complete.
+
+    Args:
+        kv_scales: Scales of an fp8 KV cache (see `calibrate`); the folder's configuration then has fp8 for
+        it. progress: Receives a line for each file.
+
+    Returns: The content of `quantization.json`: bytes before and after, and each matrix's relative error
+        (Frobenius norms).
+    Raises: ConfigError if `source` is not a supported model or is already quantized, `target` exists (without
+        `overwrite`), or the disk is full.
     """
     check_algorithm("quantize: algorithm", algo, ("none", *ALGORITHMS))
     source, target = Path(source), Path(target)
@@ -121,7 +126,7 @@ def _quantized(
     ReadLog().note(file)
     try:
         with safe_open(file, framework="pt") as stream:
-            for name in stream.keys():  # noqa: SIM118 - it is no dict
+            for name in stream.keys():  # noqa: SIM118 - not a dict
                 tensor = stream.get_tensor(name)
                 if algo == "none" or name not in known or not is_linear(name):
                     yield name, tensor

@@ -1,4 +1,4 @@
-"""A rank's weights as its engine holds them: cut from whole parameters, or read from a built engine."""
+"""A rank's weights in its engine's format: cut from whole parameters, or read from a built engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from mpillm.telemetry.read_log import ReadLog
 
 
 class Weights(ABC):
-    """A rank's parts of the parameters, as its engine holds them, by name without `.weight`."""
+    """A rank's parts of the parameters in its engine's format, by name without `.weight`."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> None:
         self.config = config
@@ -43,7 +43,7 @@ class Weights(ABC):
         self.device = device
 
     def get(self, name: str) -> Tensor:
-        """Return a parameter that is not a linear projection: always floats."""
+        """Return a parameter other than a linear projection, always as floats."""
         weight = self._floats(name)
         bytes_held.note(weight.nbytes)
         return weight
@@ -54,13 +54,13 @@ class Weights(ABC):
 
     @abstractmethod
     def bias(self, name: str) -> Tensor:
-        """Return what is added to a product (see `matrix`): floats [out]."""
+        """Return the bias of a linear projection (see `matrix`): floats [out]."""
 
     @abstractmethod
     def matrix(self, name: str) -> tuple[Tensor, Tensor | None]:
         """Return a linear projection, maybe fused (see `FUSED`): [out, in].
 
-        With 8 bits also scales: float32 [out, 1]. Of four bits bytes and what `mxfp4` or `int4` say.
+        With 8 bits also scales: float32 [out, 1]. With four bits, the formats of `mxfp4` or `int4`.
         """
 
     @abstractmethod
@@ -92,7 +92,7 @@ class Shards(Weights):
         device: torch.device | str = "cpu",
         quantization: str = "none",
     ) -> None:
-        """`quantization`: the checkpoint's, or what a checkpoint of floats is rounded to while it is read."""
+        """`quantization`: of the checkpoint, or the type to which a checkpoint of floats is rounded."""
         super().__init__(config, dtype, device)
         self._source = source
         self._layout = layout
@@ -109,7 +109,7 @@ class Shards(Weights):
         return bias if self._layout.adds_bias(names[0]) else torch.zeros_like(bias)
 
     def _vector(self, name: str) -> Tensor:
-        """Return the part of a parameter that is never quantised; that of q and k in `model`'s order."""
+        """Return this rank's part of a parameter without quantization; q and k in `model`'s order."""
         part = self._source.get(name, *self._layout.part(name, self.config)).to(self.device)
         if name.endswith("norm.weight") and self.config.family.norms_less_one:
             part = part.float() + 1

@@ -1,4 +1,4 @@
-"""Where parameters come from: a checkpoint's safetensors, or seeded random numbers, whole or in slices."""
+"""Sources of parameters: a checkpoint's safetensors, or seeded random numbers, complete or in slices."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ from mpillm.telemetry.read_log import ReadLog
 
 
 class WeightSource(Protocol):
-    """Returns rows and columns of a parameter, by Hugging Face name, in the checkpoint's dtype.
-
-    Reads only those.
-    """
+    """Reads rows and columns of a parameter, by Hugging Face name, in the checkpoint's dtype."""
 
     def get(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor: ...
 
@@ -38,13 +35,13 @@ class Checkpoint:
     """The safetensors files of a folder."""
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
-        """Read headers only; ConfigError as `check_model`."""
+        """Read only headers. Raises ConfigError as `check_model`."""
         self._file_of = checkpoint_files(folder, config)
         self._open: dict[Path, Any] = {}
         self._reads = ReadLog()
         self._config = config
         self._form = form_of(config)
-        # How many rows share a scale.
+        # Number of rows that share a scale.
         self._one_scale_of = {scale_name(name): shape[0] for name, shape in tensor_shapes(config).items()}
 
     def get(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
@@ -65,10 +62,10 @@ class Checkpoint:
             if file not in self._open:
                 self._open[file] = safe_open(file, framework="pt")
             name = stored_name(name, self._open[file].keys())
-            whole = self._open[file].get_slice(name)
-            if not whole.get_shape():  # a single number
+            stored = self._open[file].get_slice(name)
+            if not stored.get_shape():  # a single number
                 return cast(Tensor, self._open[file].get_tensor(name))
-            tensor: Tensor = whole[rows] if columns == ALL else whole[rows, columns]
+            tensor: Tensor = stored[rows] if columns == ALL else stored[rows, columns]
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{file}: tensor {name} cannot be read: {error}") from error
         return tensor
@@ -77,20 +74,20 @@ class Checkpoint:
 class DummyWeights:
     """Seeded random weights, nearly normal.
 
-    A value depends only on its parameter's name, row and column, and only requested values are made: a rank
-    that holds a part has the same numbers there as one that holds everything.
+    A value depends only on its parameter's name, row and column, and only requested values are computed. A
+    rank with a part has the same numbers there as a rank with all of them.
 
-    Row and column are hashed, combined and hashed again (as in counter-based generators: Salmon et al.,
-    "Parallel Random Numbers: As Easy as 1, 2, 3"); the value is the sum of the hash's four bytes. Integers,
-    one exact subtraction and one product give the same bits on any device. 400 million values per second on
-    one core.
+    Row and column are hashed, combined and hashed again, as in counter-based generators (Salmon et al.,
+    "Parallel Random Numbers: As Easy as 1, 2, 3"). The value is the sum of the hash's four bytes. Integers,
+    one exact subtraction and one product give the same bits on any device. One CPU core computes 400 million
+    values per second.
 
     The scales keep the residual stream near 1 and the embedding small against it, so that greedy decoding
-    wanders instead of repeating itself.
+    does not repeat itself.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device | str = "cpu") -> None:
-        """Make the weights on `device`, where they stay."""
+        """`device`: where the weights are computed."""
         self._shapes = tensor_shapes(config)
         self._device = torch.device(device)
 
@@ -122,7 +119,7 @@ class DummyWeights:
         return values
 
 
-_CHUNK = {True: 1 << 16, False: 1 << 26}  # values at once: fits a CPU's cache, keeps a device busy
+_CHUNK = {True: 1 << 16, False: 1 << 26}  # values in one pass: fits a CPU's cache, keeps a device busy
 _MEAN, _STDEV = 2 * 255, math.sqrt(4 * (256**2 - 1) / 12)  # of the sum of four random bytes
 
 
