@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from disagg.errors import ConfigError
-from mpillm.engine.shape.checkpoint_folder import check_room, digests, new_folder, write_safetensors
+from mpillm.engine.shape.checkpoint_folder import check_disk_space, digests, new_folder, write_safetensors
 from mpillm.engine.shape.dtypes import torch_dtype
 from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.engine_folder import engine_json, file_name, layouts, preset_digest
-from mpillm.engine.shape.entries import Entry, held_kv_scales, int4_group, is_linear, rank_entries, scale_name
+from mpillm.engine.shape.entries import Entry, int4_group, is_linear, rank_entries, rank_kv_scales, scale_name
 from mpillm.engine.shape.model_info import model_info
 from mpillm.engine.shape.read_config import PRESETS
 from mpillm.engine.weights.rank_weights import Shards
@@ -88,7 +88,9 @@ def build(
         dict(build_config or {}),
     )
     with new_folder(target, overwrite) as work, torch.inference_mode():
-        check_room(work, sum(entry.n_bytes for entries in planned.values() for entry in entries.values()))
+        check_disk_space(
+            work, sum(entry.n_bytes for entries in planned.values() for entry in entries.values())
+        )
         for layout, entries in planned.items():
             shards = Shards(
                 source, info.config, layout, torch_dtype(info.dtype), quantization=info.quantization
@@ -104,7 +106,7 @@ def build(
 
 def _tensors(shards: Shards, planned: Mapping[str, Entry], layers: range) -> Iterator[tuple[str, Tensor]]:
     if (kv_scales := shards.kv_scales(layers)) is not None:
-        yield from zip(map(held_kv_scales, layers), kv_scales, strict=True)
+        yield from zip(map(rank_kv_scales, layers), kv_scales, strict=True)
     for name in planned:
         layer, _, kind = name.rpartition(".")
         if kind == "bias":

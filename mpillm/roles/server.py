@@ -22,7 +22,7 @@ from mpillm.cores.capabilities import OutlivesServer
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.files import naming
 from mpillm.phases import Phase
-from mpillm.programs.servers.kind import PORT_TAKEN, ServerSpec
+from mpillm.programs.servers.kind import PORT_IN_USE, ServerSpec
 from mpillm.roles.role import Role
 
 _log = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class ServerRole(Role):
             with naming(settings := spec.base.with_suffix(".yaml")):
                 settings.write_text(text, encoding="utf-8")
         command = kind.located(command)
-        if not kind.binds_held_port:
+        if not kind.binds_reserved_port:
             for port in self._ports:
                 port.release()
         _log.info("%s: %s", spec.title, command)
@@ -222,7 +222,7 @@ class ServerRole(Role):
     def _on_end(self, why: str) -> None:
         assert self._server is not None
         may = not self._is_ready and self._tries < _TRIES and self._spec.node.n == 1
-        if may and PORT_TAKEN.is_in(self._server.tail(SEARCHED)):
+        if may and PORT_IN_USE.is_in(self._server.tail(SEARCHED)):
             _log.warning("%s %s: another process took its port; it gets another one", self._spec.title, why)
             self._start_again()
             return

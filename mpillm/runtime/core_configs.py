@@ -66,7 +66,7 @@ def check_handoff(cores: Iterable[CoreConfig], models: Iterable[object]) -> None
         )
 
 
-def what_runs(
+def effective_yaml(
     config: RunConfig, yaml: DisaggConfig, plan: WorldPlan, cores: Iterable[CoreConfig]
 ) -> DisaggConfig:
     """Return `yaml` with the values in force, and, if it was generated, the hosts of `plan`.

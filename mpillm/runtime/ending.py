@@ -1,8 +1,8 @@
 """End of a run on one rank: a state machine, shared by the main thread and the watch's thread.
 
-    RUNNING ──► TELLING ──► STOPPING ──► LEAVING
+    RUNNING ──► TELLING ──► STOPPING ──► EXITING
 
-A successful run goes from RUNNING to LEAVING. A run that rank 0 stops goes from RUNNING to STOPPING. Only the
+A successful run goes from RUNNING to EXITING. A run that rank 0 stops goes from RUNNING to STOPPING. Only the
 thread that leaves RUNNING continues: usually the main thread, or the watch's if the main thread hangs in a
 backend or in MPI. `comms.rank0_control` decides the exit code after the loss of a rank.
 """
@@ -57,7 +57,7 @@ class State(enum.Enum):
     RUNNING = "the phases proceed"
     TELLING = "rank 0 collects failures and prints the message; another rank has reported and waits for STOP"
     STOPPING = "rank 0 has sent STOP and waits for all ranks; another rank stops its roles"
-    LEAVING = "finalizes MPI, if no rank is lost, and exits"
+    EXITING = "finalizes MPI, if no rank is lost, and exits"
 
 
 def failures_of(
@@ -129,7 +129,7 @@ class Ending(ABC):
         `comms`: None if a rank is lost. As after the loss of an instance, communicators are then not freed,
         because that and MPI_Finalize would wait for the lost ranks.
         """
-        self._begin(State.LEAVING)
+        self._begin(State.EXITING)
         if self._control.transport.rank == 0:
             write_exit_code(code)
         if comms is None or self._control.lost_instances:
@@ -206,7 +206,7 @@ class Ending(ABC):
 
     def _leave(self, stopped: RunStopped) -> NoReturn:
         """Finalize MPI, if no rank is lost, and exit the process with LoadGen's threads."""
-        self.state = State.LEAVING
+        self.state = State.EXITING
         self._watch.quiet()
         rank_registry.deregister()
         if stopped.finalize:
@@ -242,7 +242,7 @@ class Ending(ABC):
                 return None  # the main thread ends the rank itself
             code = self._look()
             if code is not None:
-                self.state = State.LEAVING
+                self.state = State.EXITING
             return code
 
     @abstractmethod
@@ -252,7 +252,7 @@ class Ending(ABC):
     def abort(self, message: str) -> NoReturn:
         """Abort MPI: a limit of the main thread has passed, and rank 0 has not ended the run."""
         with self._lock:
-            self.state = State.LEAVING
+            self.state = State.EXITING
         code = self._report_stuck(message)
         MPI.COMM_WORLD.Abort(code)
         os._exit(code)

@@ -32,7 +32,7 @@ from mpillm.runtime.core_configs import (
     check_flags,
     check_handoff,
     core_configs,
-    what_runs,
+    effective_yaml,
     with_settings,
 )
 from mpillm.runtime.plan_memory import idle_gpus, share_lines
@@ -155,7 +155,7 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
     check_handoff(cores, models)
     _check_speculation(config, core_class)
     _check_tuning(config, core_class, cores)
-    yaml = what_runs(config, yaml, plan, cores)
+    yaml = effective_yaml(config, yaml, plan, cores)
     if not core_class.is_client:  # the servers' sizes are their own
         notes += share_lines(cores)
     outlives_losses = config.on_instance_loss == "continue"

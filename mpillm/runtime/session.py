@@ -42,7 +42,7 @@ _LOG_S = 10.0
 
 
 class Session(RunSession):
-    """Of a test that LoadGen drives."""
+    """Session of a test that LoadGen drives."""
 
     @classmethod
     def open(

@@ -13,7 +13,7 @@ from mpillm.options.disagg_values import CORE, ROUTER
 from mpillm.options.disagg_yaml import disagg_config
 from mpillm.options.options import parse_run
 from mpillm.options.run_config import RunConfig
-from mpillm.runtime.core_configs import check_flags, core_configs, what_runs
+from mpillm.runtime.core_configs import check_flags, core_configs, effective_yaml
 
 TORCH = ["--core_type", "torch"]
 PLACES = {place.field.name: place for place in (*CORE, ROUTER)}
@@ -41,4 +41,4 @@ def cores(config: RunConfig, ranks: int) -> tuple[DisaggConfig, list[CoreConfig]
     plan = disagg.plan(yaml, ranks)
     check_flags(config, plan)
     made = core_configs(config, plan, [instance.root_rank for instance in plan.instances], {})
-    return what_runs(config, yaml, plan, made), made
+    return effective_yaml(config, yaml, plan, made), made

@@ -94,7 +94,7 @@ def request(method: str, path: str, headers: dict[str, str], body: bytes, more: 
 
 WHOLE = st.tuples(st.builds(request, METHODS, PATHS, HEADERS, BODY, st.just(0)), st.just(DEADLINE_S))
 # Clients that go away after a moment: with an answer, without, or in its middle.
-LEAVING = st.tuples(
+EXITING = st.tuples(
     st.builds(request, METHODS, PATHS, HEADERS, BODY, st.sampled_from([0, 3])) | BYTES,
     st.sampled_from([0.0, 0.001, 0.01]),
 )

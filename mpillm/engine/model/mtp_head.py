@@ -72,9 +72,9 @@ class _DraftLayer:
     """Implements `WeightSource`: the layer's tensors by the names of a model's."""
 
     def __init__(self, mtp: MtpConfig, embedding: Tensor) -> None:
-        self._checkpoint = Checkpoint(mtp.folder, mtp.whole)
+        self._checkpoint = Checkpoint(mtp.folder, mtp.full_model)
         self._embedding = embedding
-        self._prefix = f"model.layers.{mtp.whole.n_layers}."
+        self._prefix = f"model.layers.{mtp.full_model.n_layers}."
 
     def get(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         if name.startswith(_LAYER):

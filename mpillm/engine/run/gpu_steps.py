@@ -32,7 +32,7 @@ from mpillm.engine.run.layer_graphs import LayerGraphs
 from mpillm.engine.schedule.block_allocator import NULL_BLOCK
 from mpillm.engine.schedule.sampling_params import SamplingParams
 from mpillm.engine.schedule.step import Span, Step
-from mpillm.engine.shape.memory import MOST_GRAPH_ROWS, most_copied
+from mpillm.engine.shape.memory import MAX_GRAPH_ROWS, max_copied_rows
 from mpillm.engine.shape.model_info import ModelInfo
 from mpillm.engine.tensors.graphs import capture, gpu_ms, ladder, too_slow
 from mpillm.engine.tensors.segments import grow_segments
@@ -115,7 +115,7 @@ class GpuSteps:
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._layers: LayerGraphs | None = None  # made by the warm-up
         if device.type == "cuda":
-            min_rows = max(self._decode_rows, MOST_GRAPH_ROWS, rows_that_hide_launches(info))
+            min_rows = max(self._decode_rows, MAX_GRAPH_ROWS, rows_that_hide_launches(info))
             part.model.read_choices_above(min_rows)
             self._capture(ladder(self._decode_rows))
 
@@ -222,7 +222,7 @@ class GpuSteps:
         n_queries = self.kernels.context_tile(
             part.n_heads, part.cache.keys.shape[2], part.dtype, rank, is_scaled
         )
-        return ContextPlan.of(spans, starts, n_queries, most_copied(part.info.max_seq_len))
+        return ContextPlan.of(spans, starts, n_queries, max_copied_rows(part.info.max_seq_len))
 
     def _embed(self, tokens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         model = self._part.model
@@ -310,7 +310,7 @@ class GpuSteps:
 
     def _capture_layers(self, max_num_tokens: int, run: Callable[[Step], object]) -> None:
         """Capture graphs of steps with contexts, as far as launching the kernels takes longer."""
-        sizes = [size for size in ladder(min(max_num_tokens, MOST_GRAPH_ROWS)) if size >= _MIN_GRAPH_ROWS]
+        sizes = [size for size in ladder(min(max_num_tokens, MAX_GRAPH_ROWS)) if size >= _MIN_GRAPH_ROWS]
         if not sizes or not self._part.model.in_parts:
             return
         launched = []

@@ -101,7 +101,7 @@ def digests(folder: Path) -> list[str]:
     return [state.hexdigest(), *(read_object(record).get("source_digests", []) if record.is_file() else [])]
 
 
-def check_room(folder: Path, n_bytes: int) -> None:
+def check_disk_space(folder: Path, n_bytes: int) -> None:
     """Raise ConfigError if the disk of `folder` has less than `n_bytes` free."""
     free = shutil.disk_usage(folder).free
     if n_bytes > free:
@@ -172,10 +172,10 @@ def check_scales(files: Mapping[str, Path]) -> None:
             (length,) = struct.unpack("<Q", stream.read(8))
             header = json.loads(stream.read(length))
             for name in names:
-                there = header[stored_name(name, header)]
-                start, end = there["data_offsets"]
+                entry = header[stored_name(name, header)]
+                start, end = entry["data_offsets"]
                 stream.seek(8 + length + start)
-                data, dtype = stream.read(end - start), there["dtype"]
+                data, dtype = stream.read(end - start), entry["dtype"]
                 if dtype == "U8":  # exponents
                     is_fine = NO_NUMBER not in data
                 else:
@@ -185,11 +185,11 @@ def check_scales(files: Mapping[str, Path]) -> None:
                     raise ConfigError(f"{file}: tensor {name} has scales that are negative or not finite")
 
 
-def stored_name(name: str, there: Container[str]) -> str:
-    """Return what a file with the tensors `there` calls one that `checkpoint_files` has found in it."""
-    if name in there:
+def stored_name(name: str, tensors: Container[str]) -> str:
+    """Return the name of a tensor that `checkpoint_files` accepts in a file with these tensors."""
+    if name in tensors:
         return name
-    return next(other for other in (f"{TRANSFORMER}{name}", kv_scale_alias(name)) if other in there)
+    return next(other for other in (f"{TRANSFORMER}{name}", kv_scale_alias(name)) if other in tensors)
 
 
 def _floats(data: bytes, dtype: str) -> NDArray[Any]:
@@ -205,28 +205,28 @@ def checkpoint_files(folder: Path, model: ModelConfig) -> dict[str, Path]:
     parameters that `model` has not.
     """
     files = weight_files(folder)
-    found = {name: (file, entry) for file in files for name, entry in read_header(file).items()}
+    stored = {name: (file, entry) for file in files for name, entry in read_header(file).items()}
     form = form_of(model)
     expected: dict[str, Entry] = {} if form is None else form.entries()
     for name, shape in tensor_shapes(model).items():
         if form is None or not form.holds(name):
             expected |= in_checkpoint(name, shape, model)
     for name in expected:
-        if name not in found and (other := f"{TRANSFORMER}{name}") in found:
-            found[name] = found[other]
+        if name not in stored and (other := f"{TRANSFORMER}{name}") in stored:
+            stored[name] = stored[other]
     if model.kv_quantization != "none":
         for name in (name for layer in range(model.n_layers) for name in kv_scale_names(layer)):
-            if name not in found and kv_scale_alias(name) in found:
-                found[name] = found[kv_scale_alias(name)]
+            if name not in stored and kv_scale_alias(name) in stored:
+                stored[name] = stored[kv_scale_alias(name)]
             # One number, or one for each KV head, as a tensor of any shape.
-            shape = found[name][1].shape if name in found else (1,)
+            shape = stored[name][1].shape if name in stored else (1,)
             is_one = math.prod(shape) in (1, model.n_kv_heads)
             expected[name] = Entry("F32", shape if is_one else (model.n_kv_heads,))
     floats = tuple(CHECKPOINT_DTYPES)  # any of them, also for scales
     for name, entry in expected.items():
-        if name not in found:
+        if name not in stored:
             raise ConfigError(f"{folder}: no tensor {name} in {', '.join(file.name for file in files)}")
-        file, (dtype, shape) = found[name]
+        file, (dtype, shape) = stored[name]
         is_one = entry.shape == () and math.prod(shape) == 1  # in any number of dimensions
         if shape != entry.shape and not is_one:
             raise ConfigError(
@@ -235,21 +235,21 @@ def checkpoint_files(folder: Path, model: ModelConfig) -> dict[str, Path]:
         allowed = floats if entry.dtype in floats else (entry.dtype,)
         if dtype not in allowed:
             raise ConfigError(f"{file}: tensor {name} is of type {dtype}; can read {', '.join(allowed)}")
-    _check_others({name: there for name, there in found.items() if name not in expected}, model)
-    return {name: found[name][0] for name in expected}
+    _check_others({name: place for name, place in stored.items() if name not in expected}, model)
+    return {name: stored[name][0] for name in expected}
 
 
 def _check_others(others: Mapping[str, tuple[Path, Entry]], model: ModelConfig) -> None:
     """Raise ConfigError if tensors that a model does not read are parameters of layers: another model's.
 
-    A bias of zeros is none: some tools write one for each product. Nor are layers behind the last of a model
-    with latents: they guess several tokens at once.
+    A bias of zeros does not count, because some tools write one for each product. Layers behind the last of a
+    model with latents do not count: they are draft layers.
     """
     for name, (file, entry) in others.items():
-        found = _PARAMETER.fullmatch(name)
-        if found is None or (model.latent is not None and int(found[1]) >= model.n_layers):
+        match = _PARAMETER.fullmatch(name)
+        if match is None or (model.latent is not None and int(match[1]) >= model.n_layers):
             continue
-        if found[2] == "bias" and math.prod(entry.shape) <= _LARGEST_BIAS and not any(_bytes_of(file, name)):
+        if match[2] == "bias" and math.prod(entry.shape) <= _LARGEST_BIAS and not any(_bytes_of(file, name)):
             continue
         raise ConfigError(
             f"{file}: config.json describes no model that has the tensor {name}; without it a run would give"

@@ -98,29 +98,29 @@ def _read(folder: Path, source: Path, raw: dict[str, Any], target: ModelConfig) 
     head = dataclasses.replace(model, vocab_size=n_drafted, tie_word_embeddings=False)
     before_residual = bool(raw.get("norm_before_residual", False))
     shapes = tensors(head, len(layers), mapped=n_drafted != model.vocab_size)
-    found = _names(folder, shapes, {EMBEDDING: (model.vocab_size, model.hidden_size)})
-    return EagleConfig(folder, head, model.vocab_size, layers, before_residual, found)
+    names = _names(folder, shapes, {EMBEDDING: (model.vocab_size, model.hidden_size)})
+    return EagleConfig(folder, head, model.vocab_size, layers, before_residual, names)
 
 
 def _names(
     folder: Path, needed: dict[str, tuple[int, ...]], known: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[Path, str]]:
     """Return where each tensor is. Raises ConfigError if one is missing or has another shape."""
-    found: dict[str, tuple[Path, str, Entry]] = {}
+    stored: dict[str, tuple[Path, str, Entry]] = {}
     for file in weight_files(folder):
         for name, entry in read_header(file).items():
             plain = name.removeprefix("model.")
             for prefix in _PREFIXES:
                 if plain.startswith(prefix):
                     plain = LAYER + plain.removeprefix(prefix)
-            found[plain] = file, name, entry
+            stored[plain] = file, name, entry
     for name in needed:
-        if name not in found:
+        if name not in stored:
             raise ConfigError(f"{folder}: no tensor {name.replace(LAYER, _PREFIXES[0])} of an EAGLE-3 head")
     for name, shape in (known | needed).items():
-        if name in found and (has := found[name][2].shape) != shape:
-            raise ConfigError(f"{folder}: tensor {found[name][1]} has shape {list(has)}, not {list(shape)}")
-    return {name: (file, there) for name, (file, there, _) in found.items()}
+        if name in stored and (has := stored[name][2].shape) != shape:
+            raise ConfigError(f"{folder}: tensor {stored[name][1]} has shape {list(has)}, not {list(shape)}")
+    return {name: (file, own_name) for name, (file, own_name, _) in stored.items()}
 
 
 def tensors(model: ModelConfig, n_layers: int, *, mapped: bool) -> dict[str, tuple[int, ...]]:

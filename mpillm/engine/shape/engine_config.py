@@ -52,7 +52,7 @@ class EngineConfig:
     end_ids: tuple[int, ...] | None = None  # None: the model's generation_config.json / config.json
     stop_words: tuple[str | tuple[int, ...], ...] = ()  # as text, or as tokens
     core_options: dict[str, Any] = field(default_factory=dict)
-    # What follows is no option's.
+    # The following fields are not options.
     role: str = "executor"  # executor, context or generation
     instance: int = 0
     tp_size: int = 1
@@ -76,14 +76,14 @@ class EngineConfig:
         """Return the configuration of an engine with these values of options.
 
         Args:
-            values: By name. None is a field's default; names that are no field's have no effect.
+            values: By name. None is a field's default; other names have no effect.
             place: Fields that are not named as options.
         """
-        scheduler = SchedulerConfig(**_stated(values, SchedulerConfig))
-        return cls(**{**_stated(values, cls), "scheduler": scheduler, **place})
+        scheduler = SchedulerConfig(**_explicit(values, SchedulerConfig))
+        return cls(**{**_explicit(values, cls), "scheduler": scheduler, **place})
 
 
-def _stated(values: Mapping[str, Any], kind: type[SchedulerConfig | EngineConfig]) -> dict[str, Any]:
+def _explicit(values: Mapping[str, Any], kind: type[SchedulerConfig | EngineConfig]) -> dict[str, Any]:
     names = [each.name for each in dataclasses.fields(kind)]
     return {name: _frozen(values[name]) for name in names if values.get(name) is not None}
 

@@ -41,7 +41,7 @@ _KV_ALGORITHMS = {"none": None, "fp8": "FP8"}
 
 @dataclass(frozen=True)
 class EngineFolder:
-    """What `config.json` of an engine says."""
+    """The `config.json` of an engine."""
 
     folder: Path
     pretrained_config: dict[str, Any]
@@ -133,8 +133,8 @@ def read_engine(folder: Path) -> EngineFolder:
             pretrained["quantization"][name] for name in ("quant_algo", "kv_cache_quant_algo")
         )
         layout = RankLayout(*(int(mapping[name]) for name in ("tp_size", "pp_size", "moe_ep_size")))
-        quantization = next(name for name, theirs in _ALGORITHMS.items() if theirs == algorithm)
-        kv_quantization = next(name for name, theirs in _KV_ALGORITHMS.items() if theirs == kv_algorithm)
+        quantization = next(name for name, value in _ALGORITHMS.items() if value == algorithm)
+        kv_quantization = next(name for name, value in _KV_ALGORITHMS.items() if value == kv_algorithm)
         group = int(pretrained["quantization"].get("group_size", 0))
         dtype, digests = str(pretrained["dtype"]), tuple(raw["source"]["digests"])
         return EngineFolder(folder, pretrained, layout, dtype, quantization, kv_quantization, group, digests)
@@ -153,10 +153,10 @@ def check_engine(
     option = f"--engine_dir {engine.folder}"
     if config.load_format == "dummy":
         raise ConfigError(f"{option}: --load_format dummy makes random weights; leave out one of them")
-    wanted = RankLayout(config.tp_size, config.pp_size, config.ep_size)
-    if wanted != engine.layout:
+    layout = RankLayout(config.tp_size, config.pp_size, config.ep_size)
+    if layout != engine.layout:
         raise ConfigError(
-            f"{option}: built for {_sizes(engine.layout)}; instance {config.instance} has {_sizes(wanted)}"
+            f"{option}: built for {_sizes(engine.layout)}; instance {config.instance} has {_sizes(layout)}"
         )
     for name in ("dtype", "quantization"):
         value, has = getattr(config, name), getattr(engine, name)
@@ -165,11 +165,11 @@ def check_engine(
     has_weights = source is None or all(file.is_file() for file in weight_files(source))
     own = _OF_WEIGHTS if has_weights else (*_OF_WEIGHTS, "tie_word_embeddings")
     for field in dataclasses.fields(built):
-        ours, theirs = getattr(model, field.name), getattr(built, field.name)
-        if ours != theirs and field.name not in own:
+        value, built_value = getattr(model, field.name), getattr(built, field.name)
+        if value != built_value and field.name not in own:
             raise ConfigError(
                 f"{option}: built from another model than {config.model_path}:"
-                f" {field.name} {theirs}, not {ours}"
+                f" {field.name} {built_value}, not {value}"
             )
     for layout in layouts(engine.layout):
         _check_file(

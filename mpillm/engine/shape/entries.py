@@ -85,7 +85,7 @@ def kv_scale_alias(name: str) -> str:
     return f"{layer}.{kind[0]}_proj.{kind}" if kind in ("k_scale", "v_scale") else name
 
 
-def held_kv_scales(layer: int) -> str:
+def rank_kv_scales(layer: int) -> str:
     """Return an engine file's name for both: float32 [2, KV heads of the rank], the keys' first."""
     return f"model.layers.{layer}.self_attn.kv_scale"
 
@@ -132,18 +132,18 @@ def rank_entries(
     """Return what a rank holds, in memory and in an engine's file: its parts of the parameters, fused."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in layout.shapes(model).items():
-        whole, _, kind = name.rpartition(".")
-        layer, dot, last = whole.rpartition(".")
+        path, _, kind = name.rpartition(".")
+        layer, dot, last = path.rpartition(".")
         fused = next((fused for fused, parts in FUSED.items() if last in parts), last)
-        held = f"{layer}{dot}{fused}.{kind}"
-        shapes[held] = (shapes[held][0] + shape[0], *shape[1:]) if held in shapes else shape
-    made: dict[str, Entry] = {}
-    for held, shape in shapes.items():
-        made |= stored(held, shape, dtype, quantization, int4_group(model))
+        fused_name = f"{layer}{dot}{fused}.{kind}"
+        shapes[fused_name] = (shapes[fused_name][0] + shape[0], *shape[1:]) if fused_name in shapes else shape
+    entries: dict[str, Entry] = {}
+    for fused_name, shape in shapes.items():
+        entries |= stored(fused_name, shape, dtype, quantization, int4_group(model))
     if kv_quantization != "none":
         n_heads = len(range(model.n_kv_heads)[layout.kv_heads(model)])
-        made |= {held_kv_scales(layer): Entry("F32", (2, n_heads)) for layer in layout.layers(model)}
-    return made
+        entries |= {rank_kv_scales(layer): Entry("F32", (2, n_heads)) for layer in layout.layers(model)}
+    return entries
 
 
 def rank_bytes(model: ModelConfig, layout: RankLayout, dtype: str, quantization: str) -> int:

@@ -40,42 +40,42 @@ class Int4:
         self._shapes = {name: shape for name, shape in tensor_shapes(model).items() if is_linear(name)}
 
     def holds(self, name: str) -> bool:
-        """Return whether a parameter, or a part of it as it is, is stored so."""
-        return _whole(name) in self._shapes
+        """Return whether a parameter, or a part of it as it is, is stored in this form."""
+        return _parameter(name) in self._shapes
 
     def entries(self) -> dict[str, Entry]:
         """Return the tensors of all projections."""
-        made = dict[str, Entry]()
+        entries = dict[str, Entry]()
         for name, (n_out, n_in) in self._shapes.items():
             prefix = name.removesuffix("weight")
             groups = 1 if self._model.group == -1 else -(-n_in // self._model.group)
             packed = (n_in, n_out // _EACH) if self._is_awq else (n_in // _EACH, n_out)
-            made[f"{prefix}qweight"] = Entry("I32", packed)
-            made[f"{prefix}qzeros"] = Entry("I32", (groups, n_out // _EACH))
-            made[f"{prefix}scales"] = Entry(STORED["float16"], (groups, n_out))
+            entries[f"{prefix}qweight"] = Entry("I32", packed)
+            entries[f"{prefix}qzeros"] = Entry("I32", (groups, n_out // _EACH))
+            entries[f"{prefix}scales"] = Entry(STORED["float16"], (groups, n_out))
             if not self._is_awq:
-                made[f"{prefix}g_idx"] = Entry("I32", (n_in,))
-        return made
+                entries[f"{prefix}g_idx"] = Entry("I32", (n_in,))
+        return entries
 
     def get(self, name: str, rows: slice, columns: slice, read: _Read) -> Tensor:
         """As `WeightSource.get`: floats, or a part as it is."""
-        whole = _whole(name)
-        prefix = whole.removesuffix("weight")
+        full = _parameter(name)
+        prefix = full.removesuffix("weight")
         if name.endswith(_BLOCKS):
             return self._numbers(prefix, columns, read)[rows].contiguous()
         if name.endswith(_SCALES):
-            return self._scales(whole, columns, read)[rows].contiguous()
-        return widened(*(self.get(part(whole), rows, columns, read) for part in (blocks_name, scale_name)))
+            return self._scales(full, columns, read)[rows].contiguous()
+        return widened(*(self.get(part(full), rows, columns, read) for part in (blocks_name, scale_name)))
 
     def _numbers(self, prefix: str, columns: slice, read: _Read) -> Tensor:
         n = 1 if self._is_awq else _EACH
-        there = slice(*(None if end is None else end // n for end in (columns.start, columns.stop)))
-        packed = read(f"{prefix}qweight", there, ALL)
+        packed_columns = slice(*(None if end is None else end // n for end in (columns.start, columns.stop)))
+        packed = read(f"{prefix}qweight", packed_columns, ALL)
         numbers = _unpacked(packed, _AWQ_PLACES) if self._is_awq else _unpacked(packed.t(), range(_EACH)).t()
         return (numbers[::2] | numbers[1::2] << 4).t()
 
     def _scales(self, name: str, columns: slice, read: _Read) -> Tensor:
-        """Return those of whole groups, `int4_group` inputs each."""
+        """Return the scales of complete groups, `int4_group` inputs each."""
         import torch
 
         prefix, model = name.removesuffix("weight"), self._model
@@ -87,15 +87,15 @@ class Int4:
         scales = read(f"{prefix}scales", ALL, ALL).half()
         zeros = _unpacked(read(f"{prefix}qzeros", ALL, ALL), _AWQ_PLACES if self._is_awq else range(_EACH))
         both = torch.stack([scales.t(), (zeros.t() + (model.stored == "gptq")).half()], dim=-1)
-        held = int4_group(model)
+        engine_group = int4_group(model)
         if model.group == -1:
-            both = both.expand(-1, n_in // held, -1)
+            both = both.expand(-1, n_in // engine_group, -1)
         return both[
-            :, slice(*(None if end is None else end // held for end in (columns.start, columns.stop)))
+            :, slice(*(None if end is None else end // engine_group for end in (columns.start, columns.stop)))
         ]
 
 
-def _whole(name: str) -> str:
+def _parameter(name: str) -> str:
     return name.removesuffix(_BLOCKS).removesuffix(_SCALES)
 
 
@@ -112,8 +112,8 @@ def widened(blocks: Tensor, scales: Tensor) -> Tensor:
     from mpillm.engine.shape.mxfp4 import numbers_of
 
     numbers = numbers_of(blocks).float().view(len(blocks), scales.shape[1], -1)
-    whole: Tensor = (numbers - scales[..., 1:].float()) * scales[..., :1].float()
-    return whole.flatten(1)
+    weights: Tensor = (numbers - scales[..., 1:].float()) * scales[..., :1].float()
+    return weights.flatten(1)
 
 
 def rounded(matrix: Tensor, group: int) -> tuple[Tensor, Tensor]:

@@ -123,7 +123,7 @@ class RankLayout:
         """Return the names of the parameters that this rank holds a part of."""
         layers, experts = self.layers(config), self.experts(config)
 
-        def mine(name: str) -> bool:
+        def is_own(name: str) -> bool:
             if name.startswith("model.embed_tokens"):
                 return self.is_first_stage or (self.is_last_stage and config.tie_word_embeddings)
             if name.startswith("model.embed_positions"):
@@ -133,13 +133,13 @@ class RankLayout:
             expert = re.search(r"experts\.(\d+)", name)
             return int(name.split(".")[2]) in layers and (expert is None or int(expert[1]) in experts)
 
-        return [name for name in tensor_shapes(config) if mine(name)]
+        return [name for name in tensor_shapes(config) if is_own(name)]
 
     def shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Return the shape of this rank's part of each of its parameters (`tensors`)."""
-        whole, shapes = tensor_shapes(config), {}
+        model_shapes, shapes = tensor_shapes(config), {}
         for name in self.tensors(config):
-            parts = zip(whole[name], self.part(name, config), strict=False)  # a vector has rows only
+            parts = zip(model_shapes[name], self.part(name, config), strict=False)  # a vector has rows only
             shapes[name] = tuple(len(range(n)[part]) for n, part in parts)
         return shapes
 
@@ -163,12 +163,14 @@ def cuts(
 
     Each receiver gets all that it holds. Senders that hold the same heads share the receivers.
     """
-    made = []
+    result = []
     for source_stage, dest_stage in itertools.product(range(sender[1]), range(receiver[1])):
-        held = RankLayout(sender[0], sender[1], pp_rank=source_stage).layers(config)
-        wanted = RankLayout(receiver[0], receiver[1], pp_rank=dest_stage).layers(config)
-        n = min(n_pieces, len(held))
-        for layers in (_common(held[share(len(held), i, n)], wanted) for i in range(n)):
+        source_layers = RankLayout(sender[0], sender[1], pp_rank=source_stage).layers(config)
+        dest_layers = RankLayout(receiver[0], receiver[1], pp_rank=dest_stage).layers(config)
+        n = min(n_pieces, len(source_layers))
+        for layers in (
+            _common(source_layers[share(len(source_layers), i, n)], dest_layers) for i in range(n)
+        ):
             for dest in range(receiver[0]) if layers else ():
                 needed = _kv_range(config, receiver[0], dest)
                 sources: dict[range, list[int]] = {}
@@ -177,10 +179,10 @@ def cuts(
                         sources.setdefault(heads, []).append(source)
                 for heads, holders in sources.items():
                     source = holders[dest % len(holders)]
-                    made.append(
+                    result.append(
                         Cut(source_stage * sender[0] + source, dest_stage * receiver[0] + dest, layers, heads)
                     )
-    return made
+    return result
 
 
 def _kv_range(config: ModelConfig, tp_size: int, tp_rank: int) -> range:

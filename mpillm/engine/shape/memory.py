@@ -12,15 +12,15 @@ from mpillm.engine.shape.dtypes import N_BYTES
 from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.entries import rank_bytes
 from mpillm.engine.shape.layout import RankLayout
-from mpillm.engine.shape.quantization import held
+from mpillm.engine.shape.quantization import weight_type
 from mpillm.engine.shape.speculative_config import decode_rows
 
 if TYPE_CHECKING:
     from mpillm.engine.shape.model_config import ModelConfig
 
-_MOST_COPIED = 1 << 16  # rows
+_MAX_COPIED_ROWS = 1 << 16  # rows
 PADDED = 64  # rows of a sequence that are copied begin and end at multiples of it
-# Rows of logits that are copied at once: choosing a token other than the likeliest takes float32, sorts the
+# Rows of logits that are copied together: choosing a token other than the likeliest takes float32, sorts the
 # vocabulary, and sums in float64: on an H200 up to 69 bytes a number (tests/gpu measures it). A batch of
 # 1,024 would take 9 GB.
 CHOSEN_AT_ONCE = 64
@@ -29,7 +29,7 @@ BYTES_TO_CHOOSE = 72
 _GPU_OVERHEAD = 3 << 29
 # Rows of a step with contexts whose layers are graphs, at most; for more, an H200 takes longer than its host
 # with every model.
-MOST_GRAPH_ROWS = 1024
+MAX_GRAPH_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def gpu_needs(
     n_rows = decode_rows(config)
     # Graphs keep the memory of their largest step; others have theirs beside it.
     n_tokens = config.scheduler.max_num_tokens
-    in_graphs = max(n_rows, min(n_tokens, MOST_GRAPH_ROWS))
+    in_graphs = max(n_rows, min(n_tokens, MAX_GRAPH_ROWS))
     step = (
         width * per_row * (max(n_tokens, n_rows) + in_graphs)
         + model.vocab_size * (width * n_rows + BYTES_TO_CHOOSE * min(n_rows, CHOSEN_AT_ONCE))
@@ -71,7 +71,7 @@ def gpu_needs(
         * 2
         * max(1, model.n_kv_heads // config.tp_size)
         * model.head_dim
-        * most_copied(config.max_seq_len or model.max_position_embeddings)
+        * max_copied_rows(config.max_seq_len or model.max_position_embeddings)
     )
     return GpuNeeds(weights, step, model.kv_bytes_per_token(kv_dtype, config.tp_size, config.pp_size))
 
@@ -119,28 +119,28 @@ def cache_bytes(config: EngineConfig, model: ModelConfig, kv_dtype: str, per_tok
     n_blocks = scheduler.max_batch_size * (-(-model.partial_window // size) + 2)
     n_blocks += -(-scheduler.max_num_tokens * pp // size)
     if scheduler.enable_kv_cache_reuse:
-        n_blocks *= 2  # what nobody holds any more stays for a while
+        n_blocks *= 2  # blocks without a sequence stay cached
     return CacheBytes(per_token - (n_all - n_others) * of_layer, n_window_layers * of_layer, n_blocks * size)
 
 
-def gpu_room(config: EngineConfig, needs: GpuNeeds, there: int) -> int:
-    """Return the bytes of `there` that are left on each GPU for the KV cache.
+def free_cache_bytes(config: EngineConfig, needs: GpuNeeds, free: int) -> int:
+    """Return how many of the `free` bytes of each GPU are left for the KV cache.
 
-    Raises ConfigError if they hold no block. `needs`: also those of a draft model or a head.
+    Raises ConfigError if they hold no block. `needs` includes a draft model or a draft head.
     """
-    room, scheduler = there - needs.weights - needs.step - _GPU_OVERHEAD, config.scheduler
-    if room < scheduler.tokens_per_block * needs.per_token:
-        guesses = (config.speculative_config or {}).get("speculative_model")
-        beside = f" with {guesses} beside it" if guesses and config.role != "context" else ""
+    left, scheduler = free - needs.weights - needs.step - _GPU_OVERHEAD, config.scheduler
+    if left < scheduler.tokens_per_block * needs.per_token:
+        draft_model = (config.speculative_config or {}).get("speculative_model")
+        with_draft = f" with {draft_model} beside it" if draft_model and config.role != "context" else ""
         raise ConfigError(
-            f"{config.model_path}{beside} does not fit: a GPU of instance {config.instance} has"
-            f" {gibibytes(there)} free, and {gibibytes(needs.weights)} of weights and"
+            f"{config.model_path}{with_draft} does not fit: a GPU of instance {config.instance} has"
+            f" {gibibytes(free)} free, and {gibibytes(needs.weights)} of weights and"
             f" {gibibytes(needs.step + _GPU_OVERHEAD)} for a step of"
             f" max_num_tokens {scheduler.max_num_tokens} and max_batch_size {scheduler.max_batch_size}"
             " leave no room for a KV cache; use more GPUs for an instance (--tensor_parallelism)",
             about=["tensor_parallelism"],
         )
-    return room
+    return left
 
 
 def padded(n_tokens: int) -> int:
@@ -148,9 +148,9 @@ def padded(n_tokens: int) -> int:
     return -(-n_tokens // PADDED) * PADDED
 
 
-def most_copied(max_seq_len: int) -> int:
-    """Return how many rows of keys and values attention copies out of blocks at once (see `ContextPlan`)."""
-    return min(_MOST_COPIED, padded(max_seq_len))
+def max_copied_rows(max_seq_len: int) -> int:
+    """Return how many rows of keys and values attention copies out of blocks together (see `ContextPlan`)."""
+    return min(_MAX_COPIED_ROWS, padded(max_seq_len))
 
 
 def stages(layout: RankLayout) -> list[RankLayout]:
@@ -169,7 +169,7 @@ def load_bytes(model: ModelConfig, layout: RankLayout, dtype: str, quantization:
     is_widened = quantization != "none" or model.stored in ("blocks", "mxfp4")
     under_way = 3 * 4 if is_widened else 2 * width
     return (
-        rank_bytes(model, layout, dtype, held(quantization, on_gpu=False))
+        rank_bytes(model, layout, dtype, weight_type(quantization, on_gpu=False))
         + tied * width
         + under_way * max(sizes.values())
     )

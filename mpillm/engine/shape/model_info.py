@@ -21,17 +21,17 @@ from mpillm.engine.shape.memory import (
     CacheBytes,
     GpuNeeds,
     cache_bytes,
+    free_cache_bytes,
     gibibytes,
     gpu_needs,
-    gpu_room,
     load_bytes,
     stages,
 )
 from mpillm.engine.shape.model_config import ModelConfig
 from mpillm.engine.shape.mtp_config import MtpConfig, mtp_config
-from mpillm.engine.shape.quantization import TYPES, held
+from mpillm.engine.shape.quantization import TYPES, weight_type
 from mpillm.engine.shape.read_config import check_architecture, locate, parse_model, presets, with_own_head
-from mpillm.engine.shape.speculative_config import draft_config, most_rows
+from mpillm.engine.shape.speculative_config import draft_config, max_rows
 from mpillm.files import excerpt, read_object
 from mpillm.telemetry.free_memory import available_bytes
 
@@ -89,11 +89,11 @@ def check_model(config: EngineConfig) -> ModelInfo:
 
 
 @about("model_path")
-def check_fit(config: EngineConfig, info: ModelInfo, beside: int = 0) -> int:
+def check_fit(config: EngineConfig, info: ModelInfo, other_bytes: int = 0) -> int:
     """Return the bytes that the ranks of this node need for their parts of the model.
 
-    Raises ConfigError if they do not fit beside so many other bytes. Call it before any rank loads. Assumes
-    that nodes are alike, and that each rank holds as much as the largest of its instance.
+    Raises ConfigError if they do not fit beside `other_bytes` of other models. Call it before any rank loads.
+    Assumes that nodes are alike, and that each rank holds as much as the largest of its instance.
     """
     weights = max(
         load_bytes(info.config, stage, info.dtype, info.quantization) for stage in stages(info.layout)
@@ -103,7 +103,7 @@ def check_fit(config: EngineConfig, info: ModelInfo, beside: int = 0) -> int:
     tokens = info.max_seq_len if config.kv_cache_tokens is None else info.kv_cache_tokens
     kv_cache = tokens * info.config.kv_bytes_per_token(info.kv_dtype, config.tp_size, config.pp_size)
     kind = info.dtype if info.quantization == "none" else info.quantization
-    needed, available = (weights + kv_cache) * config.node_ranks, available_bytes() - beside
+    needed, available = (weights + kv_cache) * config.node_ranks, available_bytes() - other_bytes
     if needed > available:
         each = (
             f"each of the {config.node_ranks} ranks on this node needs"
@@ -116,7 +116,7 @@ def check_fit(config: EngineConfig, info: ModelInfo, beside: int = 0) -> int:
             f" ({gibibytes(weights)} to load the weights in {kind},"
             f" {gibibytes(kv_cache)} of KV cache for {tokens} tokens){together},"
             f" and {gibibytes(max(0, available))} are available"
-            f"{f' beside {gibibytes(beside)} of the model that it guesses for' if beside else ''};"
+            f"{f' beside {gibibytes(other_bytes)} of the model that it guesses for' if other_bytes else ''};"
             " spread it over more nodes (tensor or pipeline parallelism),"
             " or set a smaller --kv_cache_tokens or --max_seq_len",
             about=["kv_cache_tokens", "max_seq_len"],
@@ -189,14 +189,14 @@ def model_info(config: EngineConfig) -> ModelInfo:
     kv_dtype = _kv_dtype(config, model, dtype)
     _check_fp8_contexts(config, model, quantization, kv_dtype)
     head = eagle_config(config, model) or mtp_config(config, raw, model, folder, quantization)
-    cache, room = CacheBytes(model.kv_bytes_per_token(kv_dtype, config.tp_size, config.pp_size)), None
+    cache, free_bytes = CacheBytes(model.kv_bytes_per_token(kv_dtype, config.tp_size, config.pp_size)), None
     if config.gpu_bytes is not None:
         needs = _gpu_needs(config, model, dtype, kv_dtype, quantization)
         if head is not None:
             needs += _head_needs(config, head, dtype)
-        room = gpu_room(config, needs, config.gpu_bytes)
+        free_bytes = free_cache_bytes(config, needs, config.gpu_bytes)
         cache = cache_bytes(config, model, kv_dtype, needs.per_token)
-    kv_cache_tokens, max_seq_len = _lengths(config, model, cache, room)
+    kv_cache_tokens, max_seq_len = _lengths(config, model, cache, free_bytes)
     return ModelInfo(
         config=model,
         vocab_size=model.vocab_size,
@@ -207,7 +207,7 @@ def model_info(config: EngineConfig) -> ModelInfo:
         end_ids=_end_ids(config, raw, folder),
         stop_words=_stop_words(config, model, folder),
         layout=layout,
-        n_bytes=rank_bytes(model, layout, dtype, held(quantization, config.gpu_bytes is not None)),
+        n_bytes=rank_bytes(model, layout, dtype, weight_type(quantization, config.gpu_bytes is not None)),
         dtype=dtype,
         kv_dtype=kv_dtype,
         quantization=quantization,
@@ -215,7 +215,7 @@ def model_info(config: EngineConfig) -> ModelInfo:
         folder=folder,
         engine=engine,
         head=head,
-        feature_rows=0 if head is None else most_rows(config),
+        feature_rows=0 if head is None else max_rows(config),
         window_cache_tokens=cache.window_cache_tokens(kv_cache_tokens),
     )
 
@@ -280,8 +280,8 @@ def _quantization(config: EngineConfig, model: ModelConfig, layout: RankLayout, 
     elif model.quantization in ("none", config.quantization):
         quantization = config.quantization
     else:
-        asked = f"--quantization {config.quantization}"
-        raise ConfigError(f"{asked}: the weights of {config.model_path} are {model.quantization}")
+        option = f"--quantization {config.quantization}"
+        raise ConfigError(f"{option}: the weights of {config.model_path} are {model.quantization}")
     if quantization == "mxfp4" and why_floats is not None:
         raise ConfigError(f"{config.model_path}: its experts can't be in MXFP4: {why_floats}")
     if quantization == "int4" and (model.n_experts or model.latent is not None):
@@ -345,11 +345,11 @@ def _kv_dtype(config: EngineConfig, model: ModelConfig, dtype: str) -> str:
 def _gpu_needs(
     config: EngineConfig, model: ModelConfig, dtype: str, kv_dtype: str, quantization: str
 ) -> GpuNeeds:
-    """Return what the model needs of each GPU, and what the draft model beside it does, if there is one."""
-    needs = gpu_needs(config, model, dtype, kv_dtype, held(quantization, on_gpu=True))
-    if (beside := draft_config(config)) is not None:
-        draft = model_info(beside)
-        needs += _gpu_needs(beside, draft.config, draft.dtype, draft.kv_dtype, draft.quantization)
+    """Return what the model needs of each GPU, and what its draft model needs, if there is one."""
+    needs = gpu_needs(config, model, dtype, kv_dtype, weight_type(quantization, on_gpu=True))
+    if (drafting := draft_config(config)) is not None:
+        draft = model_info(drafting)
+        needs += _gpu_needs(drafting, draft.config, draft.dtype, draft.kv_dtype, draft.quantization)
     return needs
 
 
@@ -360,10 +360,10 @@ def _head_needs(config: EngineConfig, head: EagleConfig | MtpConfig, dtype: str)
     """
     n_ranks = config.tp_size
     config = dataclasses.replace(config, tp_size=1, ep_size=1)
-    quantization = held(head.quantization, on_gpu=True) if isinstance(head, MtpConfig) else "none"
+    quantization = weight_type(head.quantization, on_gpu=True) if isinstance(head, MtpConfig) else "none"
     needs, hidden_state = gpu_needs(config, head.model, dtype, dtype, quantization), head.model.hidden_size
     hidden_state *= N_BYTES[dtype]
-    rows = (len(head.layers) + 3) * most_rows(config)
+    rows = (len(head.layers) + 3) * max_rows(config)
     # Its own, or the model's, of which a rank of several has a part.
     has_embedding = n_ranks > 1 or (isinstance(head, EagleConfig) and EMBEDDING in head.names)
     embedding = head.vocab_size * hidden_state if has_embedding else 0
@@ -372,40 +372,42 @@ def _head_needs(config: EngineConfig, head: EagleConfig | MtpConfig, dtype: str)
 
 
 def _lengths(
-    config: EngineConfig, model: ModelConfig, cache: CacheBytes, gpu_room: int | None
+    config: EngineConfig, model: ModelConfig, cache: CacheBytes, gpu_bytes: int | None
 ) -> tuple[int, int]:
     """Return the tokens in the KV cache and the longest sequence.
 
-    `cache`: what it takes. On a GPU `gpu_room` bytes are free for it.
+    `cache`: what it takes. On a GPU, `gpu_bytes` are free for it.
     """
-    wanted = config.max_seq_len
-    if wanted is not None and not 1 <= wanted <= model.max_position_embeddings:
+    max_seq_len = config.max_seq_len
+    if max_seq_len is not None and not 1 <= max_seq_len <= model.max_position_embeddings:
         raise ConfigError(
-            f"max_seq_len {wanted}: {config.model_path} allows 1 to {model.max_position_embeddings}",
+            f"max_seq_len {max_seq_len}: {config.model_path} allows 1 to {model.max_position_embeddings}",
             about=["max_seq_len"],
         )
-    longest = wanted or model.max_position_embeddings
+    longest = max_seq_len or model.max_position_embeddings
     block = config.scheduler.tokens_per_block
-    held_by_one = -(-longest // block) * block
-    if config.kv_cache_tokens is None and gpu_room is None:
-        room = max(longest, cache.tokens_in(_DEFAULT_KV_BYTES))
-        return -(-min(room, config.scheduler.max_batch_size * held_by_one) // block) * block, longest
+    tokens_per_sequence = -(-longest // block) * block
+    if config.kv_cache_tokens is None and gpu_bytes is None:
+        capacity = max(longest, cache.tokens_in(_DEFAULT_KV_BYTES))
+        return -(
+            -min(capacity, config.scheduler.max_batch_size * tokens_per_sequence) // block
+        ) * block, longest
     size = config.kv_cache_tokens
     if size is None:
-        assert gpu_room is not None
+        assert gpu_bytes is not None
         size = min(
-            cache.tokens_in(int(config.kv_cache_free_gpu_mem_fraction * gpu_room)),
-            config.scheduler.max_batch_size * held_by_one + block,
+            cache.tokens_in(int(config.kv_cache_free_gpu_mem_fraction * gpu_bytes)),
+            config.scheduler.max_batch_size * tokens_per_sequence + block,
         )
-    elif gpu_room is not None and cache.of(size) > gpu_room:
+    elif gpu_bytes is not None and cache.of(size) > gpu_bytes:
         needed = f"a KV cache of {size} tokens needs {gibibytes(cache.of(size))} on a GPU"
-        raise ConfigError(f"{needed}, and the model leaves {gibibytes(gpu_room)}", about=["kv_cache_tokens"])
+        raise ConfigError(f"{needed}, and the model leaves {gibibytes(gpu_bytes)}", about=["kv_cache_tokens"])
     tokens = size // block * block
-    given = "" if config.kv_cache_tokens is None else f"--kv_cache_tokens {size}: "
-    if tokens == 0 or (wanted is not None and wanted > tokens):
+    option = "" if config.kv_cache_tokens is None else f"--kv_cache_tokens {size}: "
+    if tokens == 0 or (max_seq_len is not None and max_seq_len > tokens):
         raise ConfigError(
-            f"{given}a KV cache of {size} tokens (blocks of {block})"
-            f" does not hold one sequence of {wanted or longest} tokens",
+            f"{option}a KV cache of {size} tokens (blocks of {block})"
+            f" does not hold one sequence of {max_seq_len or longest} tokens",
             about=["kv_cache_tokens", "max_seq_len"],
         )
     return tokens, min(longest, tokens)

@@ -1,4 +1,4 @@
-"""The layer behind a model's last that guesses (multi-token prediction), read and checked without torch.
+"""The draft layer behind a model's last (multi-token prediction), read and checked without torch.
 
 DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 2.2. A checkpoint has it as one more layer: `eh_proj`
 makes its input of the next token's embedding (`enorm`) and of what the model thought of the token (`hnorm`),
@@ -21,10 +21,10 @@ from mpillm.engine.shape.speculative_config import MTP, SpeculativeConfig
 
 @dataclass(frozen=True)
 class MtpConfig:
-    """What is known of such a layer before it is loaded."""
+    """A draft layer before it is loaded."""
 
     folder: Path  # the model's
-    whole: ModelConfig  # the model with this layer
+    full_model: ModelConfig  # with this layer
     model: ModelConfig  # of this layer alone
     quantization: str  # of its products, as the model's: see `ModelInfo`
 
@@ -35,14 +35,14 @@ class MtpConfig:
     @property
     def layers(self) -> tuple[int, ...]:
         """Whose outputs it reads: the last one's, normed, which has the number of the layer that guesses."""
-        return (self.whole.n_layers,)
+        return (self.full_model.n_layers,)
 
 
 @about("speculative_config", "model_path")
 def mtp_config(
     config: EngineConfig, raw: Mapping[str, Any], target: ModelConfig, folder: Path | None, quantization: str
 ) -> MtpConfig | None:
-    """Return the layer that guesses for `target`, whose config.json is `raw`; None if an instance wants none.
+    """Return the draft layer of `target`, whose config.json is `raw`; None if the instance does not use one.
 
     Raises ConfigError if the model has none.
     """
@@ -64,7 +64,7 @@ def mtp_config(
             f"--speculative_config decoding_type {MTP}: {config.model_path} has no layer that guesses ({why})"
         )
     assert folder is not None
-    whole = replace(target, n_draft_layers=1)
-    checkpoint_files(folder, whole)
+    full_model = replace(target, n_draft_layers=1)
+    checkpoint_files(folder, full_model)
     model = replace(target, n_layers=1, n_dense_layers=0, windows=(), tie_word_embeddings=False)
-    return MtpConfig(folder, whole, model, quantization)
+    return MtpConfig(folder, full_model, model, quantization)

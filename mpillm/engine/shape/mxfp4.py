@@ -27,7 +27,7 @@ MAGNITUDES = (
 )  # of a number, by its lower three bits; the fourth is its sign
 _LARGEST_POWER = 2  # of two, among the magnitudes
 # From where on a number is rounded to the next magnitude: half way, where the even one of both is nearer.
-_HALF_WAY = [(low + high) / 2 for low, high in itertools.pairwise(MAGNITUDES)]
+_MIDPOINTS = [(low + high) / 2 for low, high in itertools.pairwise(MAGNITUDES)]
 
 
 def numbers_of(blocks: Tensor) -> Tensor:
@@ -46,8 +46,8 @@ def widened(blocks: Tensor, exponents: Tensor) -> Tensor:
     pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1)  # of each byte
     numbers = F.embedding(blocks.int(), pairs).view(*exponents.shape, BLOCK)
     factors = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - BIAS)
-    whole: Tensor = numbers * factors[..., None]
-    return whole.flatten(-2)
+    scaled: Tensor = numbers * factors[..., None]
+    return scaled.flatten(-2)
 
 
 def rounded(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,7 +61,7 @@ def rounded(matrix: Tensor) -> tuple[Tensor, Tensor]:
     powers = torch.frexp(blocks.abs().amax(-1)).exponent - 1 - _LARGEST_POWER
     exponents = (powers + BIAS).clamp(0, NO_NUMBER - 1)
     scaled = torch.ldexp(blocks, (BIAS - exponents)[..., None])
-    edges = torch.tensor(_HALF_WAY, device=matrix.device)
+    edges = torch.tensor(_MIDPOINTS, device=matrix.device)
     # A tie goes to the even one: upwards from the odd ones, that is from the second, fourth and sixth.
     edges[::2] = edges[::2].nextafter(edges.new_tensor(torch.inf))
     bits = torch.bucketize(scaled.abs(), edges, right=True).to(torch.uint8)

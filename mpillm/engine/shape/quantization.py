@@ -40,7 +40,7 @@ GROUPS = (32, 64, 128, -1)  # inputs with one scale in int4; -1: all
 _STRATEGIES: dict[str, Stored] = {"channel": "rows", "tensor": "matrix"}  # compressed-tensors' words
 
 
-def held(quantization: str, on_gpu: bool) -> str:
+def weight_type(quantization: str, on_gpu: bool) -> str:
     """Return the weights' type in the engine's memory: on a CPU fp8 weights are floats (see `linear`)."""
     return "none" if quantization == "fp8" and not on_gpu else quantization
 
@@ -91,7 +91,7 @@ def quantization_config(
     }
 
 
-class Quantized(NamedTuple):
+class Quantization(NamedTuple):
     """The quantization of a checkpoint."""
 
     weights: str = "none"  # or int8 or fp8: what the engine computes with
@@ -100,7 +100,7 @@ class Quantized(NamedTuple):
     group: int = 0  # one of `GROUPS`, in int4
 
 
-def parse_quantization(raw: Raw, source: Path, more: Sequence[str]) -> Quantized:
+def parse_quantization(raw: Raw, source: Path, more: Sequence[str]) -> Quantization:
     """Read `quantization_config`, or ModelOpt's file beside `source`.
 
     Raises ConfigError if it is not supported. `more`: the methods of the model's family.
@@ -113,7 +113,7 @@ def parse_quantization(raw: Raw, source: Path, more: Sequence[str]) -> Quantized
             modelopt,
         )
     if config is None:
-        return Quantized()
+        return Quantization()
 
     def refuse(name: str, value: Any, supported: str) -> ConfigError:
         return ConfigError(
@@ -128,10 +128,10 @@ def parse_quantization(raw: Raw, source: Path, more: Sequence[str]) -> Quantized
     return methods[method](config, refuse)
 
 
-def _compressed(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
+def _compressed(config: Raw, refuse: Callable[..., ConfigError]) -> Quantization:
     groups, kv_algorithm = config.get("config_groups"), _kv_algorithm(config, refuse)
     if groups == {} and kv_algorithm != "none":
-        return Quantized("none", kv_algorithm)
+        return Quantization("none", kv_algorithm)
     if (
         not isinstance(groups, dict)
         or len(groups) != 1
@@ -150,10 +150,10 @@ def _compressed(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
     _check("weights.", weights, weights["type"], tuple(_STRATEGIES), refuse)
     if "lm_head" not in (config.get("ignore") or ()):
         raise refuse("ignore", config.get("ignore"), 'a list with "lm_head" in it')
-    return Quantized(_TYPES[weights["type"]], kv_algorithm, _STRATEGIES[weights["strategy"]])
+    return Quantization(_TYPES[weights["type"]], kv_algorithm, _STRATEGIES[weights["strategy"]])
 
 
-def _modelopt(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
+def _modelopt(config: Raw, refuse: Callable[..., ConfigError]) -> Quantization:
     """`hf_quant_config.json` of NVIDIA's ModelOpt, or what it writes into `config.json` since."""
     if (algorithm := config.get("quant_algo")) != "FP8":
         raise refuse("quant_algo", algorithm, '"FP8"')
@@ -163,21 +163,21 @@ def _modelopt(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
     cache = config.get("kv_cache_quant_algo")
     if cache not in (None, "FP8"):
         raise refuse("kv_cache_quant_algo", cache, 'null, "FP8"')
-    return Quantized("fp8", "fp8" if cache else _kv_algorithm(config, refuse), "matrix")
+    return Quantization("fp8", "fp8" if cache else _kv_algorithm(config, refuse), "matrix")
 
 
-def _fp8(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
+def _fp8(config: Raw, refuse: Callable[..., ConfigError]) -> Quantization:
     """Read the format of DeepSeek and Qwen: a scale for each block. The engine multiplies these as floats."""
     if (size := config.get("weight_block_size")) is None:
-        return Quantized("fp8", stored="matrix")
+        return Quantization("fp8", stored="matrix")
     if size != [BLOCK_SIZE] * 2:
         raise refuse("weight_block_size", size, f"[{BLOCK_SIZE}, {BLOCK_SIZE}]")
     if (scales := config.get("scale_fmt", "float")) not in ("float", None):
         raise refuse("scale_fmt", scales, "floats")
-    return Quantized(stored="blocks")
+    return Quantization(stored="blocks")
 
 
-def _awq(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
+def _awq(config: Raw, refuse: Callable[..., ConfigError]) -> Quantization:
     """Read the format of AutoAWQ: `gemm`, its only one for many rows."""
     values = {"version": "gemm", "zero_point": True, "modules_to_not_convert": None, **config}
     for name, allowed in (
@@ -189,10 +189,10 @@ def _awq(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
     ):
         if values.get(name) not in allowed:
             raise refuse(name, values.get(name), ", ".join(map(json.dumps, allowed)))
-    return Quantized("int4", stored="awq", group=values["group_size"])
+    return Quantization("int4", stored="awq", group=values["group_size"])
 
 
-def _gptq(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
+def _gptq(config: Raw, refuse: Callable[..., ConfigError]) -> Quantization:
     """Read the format of AutoGPTQ and GPTQModel, with inputs in their order."""
     values = {"checkpoint_format": "gptq", **config}
     for name, allowed in (
@@ -208,11 +208,11 @@ def _gptq(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
         if values.get(name) not in allowed:
             raise refuse(name, values.get(name), ", ".join(map(json.dumps, allowed)))
     form: Stored = "gptq2" if values["checkpoint_format"] == "gptq_v2" else "gptq"
-    return Quantized("int4", stored=form, group=values["group_size"])
+    return Quantization("int4", stored=form, group=values["group_size"])
 
 
-def _mxfp4(config: Raw, refuse: Callable[..., ConfigError]) -> Quantized:
-    return Quantized(stored="mxfp4")
+def _mxfp4(config: Raw, refuse: Callable[..., ConfigError]) -> Quantization:
+    return Quantization(stored="mxfp4")
 
 
 def _kv_algorithm(config: Raw, refuse: Callable[..., ConfigError]) -> str:
@@ -244,9 +244,9 @@ def _check(
             raise refuse(prefix + name, value, ", ".join(map(json.dumps, allowed)))
 
 
-_METHODS: dict[str, Callable[..., Quantized]] = {
+_METHODS: dict[str, Callable[..., Quantization]] = {
     "compressed-tensors": _compressed,
     "modelopt": _modelopt,
     "fp8": _fp8,
 }
-_FAMILY_METHODS: dict[str, Callable[..., Quantized]] = {"awq": _awq, "gptq": _gptq, "mxfp4": _mxfp4}
+_FAMILY_METHODS: dict[str, Callable[..., Quantization]] = {"awq": _awq, "gptq": _gptq, "mxfp4": _mxfp4}

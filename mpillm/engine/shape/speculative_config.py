@@ -23,21 +23,21 @@ _OPTION = "--speculative_config"
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """How the engine guesses tokens."""
+    """How the engine proposes draft tokens."""
 
     decoding_type: str
-    max_draft_len: int  # tokens guessed at once; MTP's name of it is num_nextn_predict_layers
-    max_matching_ngram_size: int = 2  # NGram: tokens whose earlier occurrence is looked for, at most
+    max_draft_len: int  # draft tokens of a step; MTP calls it num_nextn_predict_layers
+    max_matching_ngram_size: int = 2  # NGram: the most tokens whose earlier occurrence is searched
     # Draft_Target: a folder or preset, of the same vocabulary; Eagle: a head's folder
     speculative_model: str = ""
-    max_concurrency: int | None = None  # guess nothing while more sequences run
+    max_concurrency: int | None = None  # no draft tokens while more sequences run
 
     @classmethod
     @about("speculative_config")
-    def read(cls, said: Mapping[str, Any]) -> SpeculativeConfig:
-        """Return what an option or a YAML says. Raises ConfigError for a wrong name or value."""
-        said = {str(name): value for name, value in said.items()}  # YAML's may be numbers
-        kind = str(said.get("decoding_type"))
+    def read(cls, raw: Mapping[str, Any]) -> SpeculativeConfig:
+        """Return the configuration from an option or a YAML. Raises ConfigError for a wrong name or value."""
+        values = {str(name): value for name, value in raw.items()}  # YAML's may be numbers
+        kind = str(values.get("decoding_type"))
         if kind not in _OF_TYPE:
             raise ConfigError(
                 f"{_OPTION} decoding_type {kind}: the torch core has {', '.join(_OF_TYPE)}"
@@ -45,7 +45,7 @@ class SpeculativeConfig:
             )
         length, *more = _OF_TYPE[kind]
         known = ("decoding_type", length, "max_concurrency", *more)
-        for name, value in said.items():
+        for name, value in values.items():
             if name not in known:
                 raise ConfigError(
                     f"{_OPTION} {name}: decoding_type {kind} of the torch core has {', '.join(known)}"
@@ -53,26 +53,26 @@ class SpeculativeConfig:
                 )
             is_text = name in ("decoding_type", "speculative_model")
             if not (isinstance(value, str) and value if is_text else type(value) is int and value > 0):
-                wanted = "a path" if is_text else "a whole number of at least 1"
-                raise ConfigError(f"{_OPTION} {name} {value}: must be {wanted}")
+                expected = "a path" if is_text else "a whole number of at least 1"
+                raise ConfigError(f"{_OPTION} {name} {value}: must be {expected}")
         for name in (_LENGTH, _MTP_LENGTH, "speculative_model"):
-            if name in known and name not in said:
+            if name in known and name not in values:
                 raise ConfigError(f"{_OPTION}: decoding_type {kind} needs {name}")
-        return cls(**{_LENGTH if name == length else name: value for name, value in said.items()})
+        return cls(**{_LENGTH if name == length else name: value for name, value in values.items()})
 
 
 def decode_rows(config: EngineConfig) -> int:
-    """Return the rows of the largest step without contexts: last tokens, and guesses if there are some."""
+    """Return the rows of the largest step without contexts: last tokens and any draft tokens."""
     n_sequences = config.scheduler.max_batch_size
     if not config.speculative_config or config.role == "context":
         return n_sequences
     how = SpeculativeConfig.read(config.speculative_config)
-    n_guessed = min(n_sequences, how.max_concurrency or n_sequences)
-    return max(n_sequences, min(n_guessed * (1 + how.max_draft_len), config.scheduler.max_num_tokens))
+    n_drafting = min(n_sequences, how.max_concurrency or n_sequences)
+    return max(n_sequences, min(n_drafting * (1 + how.max_draft_len), config.scheduler.max_num_tokens))
 
 
-def most_rows(config: EngineConfig) -> int:
-    """Return the rows that no step has more of."""
+def max_rows(config: EngineConfig) -> int:
+    """Return the rows of the largest step."""
     return max(config.scheduler.max_num_tokens, decode_rows(config))
 
 

@@ -57,7 +57,7 @@ def read_header(file: Path) -> dict[str, Entry]:
             f"{file}: truncated, or not a safetensors file (its header cannot be read)"
         ) from None
     if size != expected:
-        raise ConfigError(f"{file}: truncated: its header says {expected} bytes, it has {size}")
+        raise ConfigError(f"{file}: truncated: its header describes {expected} bytes, it has {size}")
     return entries
 
 
@@ -73,11 +73,11 @@ def weight_files(folder: Path) -> list[Path]:
     if not isinstance(weight_map, dict):
         raise ConfigError(f"{index}: no weight_map")
     for name in weight_map.values():
-        # A stranger's index must not choose among this machine's files. Links are whose folder it is.
+        # An untrusted index must not choose among this machine's files. Links belong to the folder's owner.
         if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
             raise ConfigError(f"{index}: weight_map names {str(name)[:200]!r}, which is not in its folder")
         if not name.isprintable() or max(map(len, name.encode().split(b"/"))) > _MAX_NAME:
-            raise ConfigError(f"{index}: weight_map names {name[:200]!r}, which is no file's name")
+            raise ConfigError(f"{index}: weight_map names {name[:200]!r}, which is not a file name")
     return sorted({folder / name for name in weight_map.values()})
 
 

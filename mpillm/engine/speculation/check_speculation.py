@@ -18,7 +18,7 @@ def check_speculation(config: EngineConfig, info: ModelInfo) -> None:
     if (draft := draft_config(config)) is not None:
         draft_info = model_info(draft)
         if config.gpu_bytes is None:  # on a GPU `model_info` counts both
-            check_fit(draft, draft_info, beside=check_fit(config, info))
+            check_fit(draft, draft_info, other_bytes=check_fit(config, info))
         if draft_info.vocab_size != info.vocab_size:
             raise ConfigError(
                 f"--speculative_config speculative_model {draft.model_path}: its vocabulary has"

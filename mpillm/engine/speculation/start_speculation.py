@@ -21,12 +21,12 @@ from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.layout import RankLayout
 from mpillm.engine.shape.model_info import ModelInfo, model_info
 from mpillm.engine.shape.mtp_config import MtpConfig
-from mpillm.engine.shape.speculative_config import SpeculativeConfig, decode_rows, draft_config, most_rows
+from mpillm.engine.shape.speculative_config import SpeculativeConfig, decode_rows, draft_config, max_rows
 from mpillm.engine.speculation.draft_model import DraftModel
 from mpillm.engine.speculation.eagle import EagleDrafter
 from mpillm.engine.speculation.ngram import NGramDrafter
 from mpillm.engine.speculation.speculation import Drafter, Speculation
-from mpillm.engine.weights.rank_weights import whole_embedding
+from mpillm.engine.weights.rank_weights import read_embedding
 
 
 def start_speculation(config: EngineConfig, worker: Worker, scheduler: Scheduler) -> Speculation:
@@ -83,8 +83,8 @@ def _head_drafter(config: EngineConfig, head: EagleConfig | MtpConfig, worker: W
         embedding = part.model.embedding
         if part.groups.layout.tp_size > 1:  # each rank has a part of it, but the head needs all of it
             dummy = config.load_format == "dummy"
-            embedding = whole_embedding(part.info, str(part.device), dummy=dummy)
-        of_model = embedding, part.info.max_seq_len, part.dtype, kernels or ops, most_rows(config)
+            embedding = read_embedding(part.info, str(part.device), dummy=dummy)
+        of_model = embedding, part.info.max_seq_len, part.dtype, kernels or ops, max_rows(config)
         head_model = EagleHead(head, *of_model) if isinstance(head, EagleConfig) else MtpHead(head, *of_model)
     info = replace(
         part.info,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from disagg.errors import ConfigError
 from mpillm.engine.shape.checkpoint_folder import (
-    check_room,
+    check_disk_space,
     checkpoint_files,
     copy_companions,
     digests,
@@ -90,7 +90,7 @@ def quantize(
         "relative_errors": {},
     }
     with new_folder(target, overwrite) as work:
-        check_room(work, n_bytes)
+        check_disk_space(work, n_bytes)
         for i, file in enumerate(files):
             tensors = _quantized(file, algo, model, record["relative_errors"])
             write_safetensors(

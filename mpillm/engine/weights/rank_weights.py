@@ -19,10 +19,10 @@ from mpillm.engine.shape.dtypes import torch_dtype
 from mpillm.engine.shape.engine_folder import EngineFolder, layouts
 from mpillm.engine.shape.entries import (
     blocks_name,
-    held_kv_scales,
     int4_group,
     is_experts,
     kv_scale_names,
+    rank_kv_scales,
     scale_name,
 )
 from mpillm.engine.shape.layout import RankLayout
@@ -201,7 +201,7 @@ class EngineWeights(Weights):
     def kv_scales(self, layers: range) -> Tensor | None:
         if self.config.kv_quantization == "none":
             return None
-        return torch.stack([self._tensor(held_kv_scales(layer)) for layer in layers])
+        return torch.stack([self._tensor(rank_kv_scales(layer)) for layer in layers])
 
     def _tensor(self, name: str) -> Tensor:
         try:
@@ -211,7 +211,7 @@ class EngineWeights(Weights):
         return tensor
 
 
-def whole_embedding(info: ModelInfo, device: str, *, dummy: bool) -> Tensor:
+def read_embedding(info: ModelInfo, device: str, *, dummy: bool) -> Tensor:
     """Return the embedding [vocabulary, hidden] of a model of one stage; as `open_weights`."""
     each = layouts(info.layout) if info.engine is not None else [RankLayout()]
     parts = [open_weights(info, layout, device, dummy=dummy).get("model.embed_tokens") for layout in each]

@@ -103,8 +103,8 @@ def config(load: LoadSpec) -> dict[str, Any]:
 
 def _workers(n_urls: int) -> int:
     """Return how many processes send requests, each URL by as many; its own number is 10 at least."""
-    wanted = min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
-    return n_urls * math.ceil(wanted / n_urls)
+    n_cores = min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
+    return n_urls * math.ceil(n_cores / n_urls)
 
 
 def _write(load: LoadSpec) -> None:

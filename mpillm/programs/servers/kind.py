@@ -141,7 +141,7 @@ class ServerKind(ProgramKind[ServerSpec]):
     in_file: tuple[str, ...] = ()
     health: str = "/health"
     # It can listen on a port that another process has bound without listening: it sets SO_REUSEADDR.
-    binds_held_port: bool = True
+    binds_reserved_port: bool = True
     core_type: str = "trtllm_endpoint"  # of its clients
     model_option: str = "model_path"  # which option names its model
     more_ports: tuple[str, ...] = ()  # besides that of HTTP
@@ -206,7 +206,7 @@ def server_log(folder: Path, index: int) -> Path:
     return folder / f"{base_name(index)}.log"
 
 
-PORT_TAKEN = COMMON_FAILURES[1]
+PORT_IN_USE = COMMON_FAILURES[1]
 """Another process has bound the port first: the next attempt takes another one."""
 
 

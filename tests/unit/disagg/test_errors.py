@@ -48,5 +48,5 @@ def test_a_long_field_of_nvidia_smi_is_an_unexpected_line(request: pytest.Fixtur
 @pytest.mark.parametrize("name", ["A" * 300, "é" * 200, f"a/{'b' * 256}/c"])
 def test_a_long_name_in_an_index_of_weights_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / INDEX).write_text(f'{{"weight_map": {{"w": "{name}"}}}}', encoding="utf-8")
-    with pytest.raises(ConfigError, match="which is no file's name"):
+    with pytest.raises(ConfigError, match="which is not a file name"):
         weight_files(tmp_path)

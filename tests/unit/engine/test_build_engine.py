@@ -21,7 +21,7 @@ from mpillm.engine.shape.layout import RankLayout
 from mpillm.engine.shape.model_info import check_model, model_info
 from mpillm.engine.shape.read_config import load_model_config
 from mpillm.engine.weights.quantize import quantize
-from mpillm.engine.weights.rank_weights import EngineWeights, Shards, whole_embedding
+from mpillm.engine.weights.rank_weights import EngineWeights, Shards, read_embedding
 from mpillm.engine.weights.sources import Checkpoint, save_preset
 from tests.helpers.engine_configs import engine_config
 from tests.helpers.oracle import Tokens
@@ -108,9 +108,9 @@ def test_the_whole_embedding_of_several_ranks(llama: Path, tmp_path: Path) -> No
     wanted = Checkpoint(llama, model).get("model.embed_tokens.weight")
     for options in ({"engine_dir": str(tmp_path / "engine")}, {}):
         info = check_model(config(llama, tp_size=4, tp_rank=0, dtype="float32", **options))
-        assert torch.equal(whole_embedding(info, "cpu", dummy=False), wanted.float())
+        assert torch.equal(read_embedding(info, "cpu", dummy=False), wanted.float())
     info = check_model(config("tiny-llama", tp_size=4, tp_rank=0, dtype="float32"))
-    assert torch.equal(whole_embedding(info, "cpu", dummy=True), wanted.float())
+    assert torch.equal(read_embedding(info, "cpu", dummy=True), wanted.float())
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])

@@ -25,7 +25,7 @@ from tests.helpers.fuzzing import damaged, fuzz
 from tests.helpers.http_api import DEADLINE_S, api
 from tests.helpers.led_servers import BODY as ASKED
 from tests.helpers.led_servers import led
-from tests.helpers.odd_requests import CHUNKED, LEAVING, NEXT, WHOLE, request, talk
+from tests.helpers.odd_requests import CHUNKED, EXITING, NEXT, WHOLE, request, talk
 
 WORDS = [
     *(
@@ -64,7 +64,7 @@ SEEDS = [
 ]
 # A moment: what is damaged may have no end.
 RAW = st.tuples(damaged(SEEDS, WORDS), st.sampled_from([0.0, 0.002, 0.02]))
-CLIENTS = st.lists(st.tuples(WHOLE | LEAVING | RAW, st.none() | st.integers(0, 200)), min_size=1, max_size=6)
+CLIENTS = st.lists(st.tuples(WHOLE | EXITING | RAW, st.none() | st.integers(0, 200)), min_size=1, max_size=6)
 ANSWERED = re.compile(rb"(HTTP/1\.[01] ([1-4]\d\d|505) |$)")
 
 

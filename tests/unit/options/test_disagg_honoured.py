@@ -22,7 +22,7 @@ from mpillm.options.mitten import configured
 from mpillm.options.options import parse_run, parse_serve
 from mpillm.options.unused_options import check_unused
 from mpillm.roles.prefix_pool import PrefixRouting
-from mpillm.runtime.core_configs import check_handoff, core_configs, what_runs
+from mpillm.runtime.core_configs import check_handoff, core_configs, effective_yaml
 from mpillm.runtime.rank_roles import prefix_routing
 from mpillm.runtime.yaml_effects import check_leaders_yaml, check_yaml
 from tests.helpers.configured import DUMMY
@@ -82,7 +82,7 @@ def test_a_generated_yaml_is_what_ran_and_where() -> None:
     )
     yaml = disagg_config(config, 4)
     plan = disagg.plan(yaml, 4, ["a", "b", "b", "c"])
-    made = what_runs(
+    made = effective_yaml(
         config,
         yaml,
         plan,

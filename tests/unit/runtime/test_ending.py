@@ -143,7 +143,7 @@ def test_a_rank_that_fails_tells_rank_0_and_waits_to_be_stopped(monkeypatch: pyt
         "finalize",
         "exit 3",
     ]
-    assert world.states == [State.TELLING, State.STOPPING, State.STOPPING, State.LEAVING, State.LEAVING]
+    assert world.states == [State.TELLING, State.STOPPING, State.STOPPING, State.EXITING, State.EXITING]
 
 
 def test_a_rank_that_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_rank_0_tells_the_person_and_stops_all(monkeypatch: pytest.MonkeyPatch) 
     world = World(monkeypatch, 0)
     events = ["launcher 3", "told broken", "stop all", "role stops", "quiet", "finalize", "exit 3"]
     assert world.ended(world.ending.fail, BROKEN) == events
-    assert world.states == [State.TELLING, State.STOPPING, State.STOPPING, State.LEAVING, State.LEAVING]
+    assert world.states == [State.TELLING, State.STOPPING, State.STOPPING, State.EXITING, State.EXITING]
 
 
 def test_a_rank_that_ended_sooner_changes_nothing_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +208,7 @@ def test_a_run_that_ends_well(monkeypatch: pytest.MonkeyPatch, rank: int, launch
     comms: Any = SimpleNamespace(free=world.note("free"))
     assert world.ending.finish(0, comms) == 0
     assert world.events == [*launcher, "free", "quiet", "finalize"]
-    assert world.ending.state is State.LEAVING
+    assert world.ending.state is State.EXITING
 
 
 def test_a_rank_lost_after_the_last_phase_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpillm.engine.model.context_plan import MIN_QUERIES, ContextPlan
 from mpillm.engine.schedule.step import Span
-from mpillm.engine.shape.memory import most_copied
+from mpillm.engine.shape.memory import max_copied_rows
 
 MANY = MIN_QUERIES
 
@@ -42,4 +42,4 @@ def test_copies_are_bounded() -> None:
     found = plan(spans, most=2 * 1152)
     assert [slot for slot, _, _ in found.copies.tolist()] == [0, 1]
     assert {tile[3] for tile in found.tiles[2].tolist()} == {2}
-    assert most_copied(4096) == 4096 and most_copied(4097) == 4160 and most_copied(1 << 20) == 65536
+    assert [max_copied_rows(n) for n in (4096, 4097, 1 << 20)] == [4096, 4160, 65536]

@@ -372,7 +372,7 @@ def test_bad_files(tmp_path: Path) -> None:
         assert str(tmp_path) in str(caught.value)
 
     file.write_bytes(good[:-1])
-    says(r"model.safetensors: truncated: its header says \d+ bytes, it has \d+")
+    says(r"model.safetensors: truncated: its header describes \d+ bytes, it has \d+")
     for n in (0, 5, 100):
         file.write_bytes(good[:n])
         says("model.safetensors: truncated, or not a safetensors file")
