@@ -1,4 +1,4 @@
-"""Harness: converts LoadGen's samples to requests, and responses to LoadGen's responses."""
+"""Harness: turns LoadGen's samples into requests, and the instances' responses into LoadGen's."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from mpillm.roles.role import Role
 if TYPE_CHECKING:  # its import starts MPI
     from mpillm.comms.transport import Transport
 
-# Plain numbers: NumPy takes three times as long for an operation on flags.
+# Plain ints: a NumPy operation with an enum flag takes three times as long.
 _IGNORE_STOP = int(RequestFlag.IGNORE_STOP)
 _FIRST, _FINAL, _ERROR = int(ResponseFlag.FIRST), int(ResponseFlag.FINAL), int(ResponseFlag.ERROR)
 _CONTEXT_DONE, _LOST = int(ResponseFlag.CONTEXT_DONE), int(ResponseFlag.LOST)
 _MAX_BATCH = 1024  # requests per message
 _NO_MEMORY = (
-    "out of memory: it lists all queries before the test; lower --min_query_count, --min_duration"
-    " or the expected rate (--offline_expected_qps, --server_target_qps)"
+    "out of memory: it builds the list of all queries before the test; lower --min_query_count,"
+    " --min_duration or the expected rate (--offline_expected_qps, --server_target_qps)"
 )
 
 
@@ -78,7 +78,7 @@ class Totals:
     ttft: Histogram = field(default_factory=Histogram)
     tpot: Histogram = field(default_factory=Histogram)
     latency: Histogram = field(default_factory=Histogram)  # from issue to the complete response
-    losses: dict[int, LossCosts] = field(default_factory=dict)  # by lost instance with open requests
+    losses: dict[int, LossCosts] = field(default_factory=dict)  # key: a lost instance that had open requests
 
     @property
     def lasted_s(self) -> float:
@@ -103,7 +103,7 @@ class Log(Protocol):
         tokens: NDArray[np.int64],
         error: NDArray[np.bool_],
     ) -> None:
-        """Add responses that arrived at `ended`; times are seconds of the test."""
+        """Add responses that arrived at `ended`; times are in seconds since the test's start."""
 
     def add_one(
         self, issued: float, first: float, ended: float, index: int, tokens: int, error: bool
@@ -112,7 +112,10 @@ class Log(Protocol):
 
 
 class Harness(Role):
-    """Role with LoadGen and the data set. The number of a sample's slot is its request's wire id."""
+    """Role with LoadGen and the data set.
+
+    Each open sample has a slot. The slot's number is the id of the sample's request in messages.
+    """
 
     sends_requests = True
 
@@ -128,7 +131,7 @@ class Harness(Role):
         totals: Totals,
         log: Log | None = None,
     ) -> None:
-        """`leader`: its rank.
+        """`leader`: the leader's rank.
 
         `has_handoff`: context instances hand off requests to generation instances. `on_answer(index in the
         data set, tokens)` is called for each response. The harness updates `totals`, and adds every response
@@ -145,17 +148,17 @@ class Harness(Role):
         self._pending: deque[Query] = deque()
         self._totals = totals
         self._log = log
-        # By slot.
-        self._retried: dict[int, LossCosts] = {}  # open requests that were resent
-        self._free = np.zeros(0, np.uint32)  # a stack: the first `_n_free` of them
+        self._free = np.zeros(0, np.uint32)  # free slots, a stack: its first `_n_free` elements
         self._n_free = 0
+        # Indexed by slot:
+        self._retried: dict[int, LossCosts] = {}  # open requests that were resent
         self._active = np.zeros(0, np.bool_)  # the sample has no final response yet
-        self._n_senders = np.zeros(0, np.int64)  # instances that may still send responses of the request
+        self._n_senders = np.zeros(0, np.int64)  # instances that may still respond to it
         self._sample_ids = np.zeros(0, np.uint64)
         self._indices = np.zeros(0, np.int64)
         self._issued_at = np.zeros(0)
         self._first_at = np.zeros(0)  # NaN: no token has arrived
-        self._place = np.zeros(0, np.int64)  # in the last message with the slot
+        self._place = np.zeros(0, np.int64)  # in the last message with several final responses
         self._requests = self._make_requests()
         ANSWER.handle(route, self._on_answers)
         WINDOW.handle(route, self._on_window)
@@ -203,7 +206,7 @@ class Harness(Role):
         self._send(slots)
 
     def _send(self, slots: NDArray[np.uint32]) -> None:
-        """Send the requests of these slots, for new samples or again."""
+        """Send the requests of these slots, for the first time or again."""
         at = index_of(slots)
         indices = self._indices[at]
         self._active[at] = True
@@ -251,7 +254,7 @@ class Harness(Role):
         return slots
 
     def _send_again(self, slots: NDArray[np.uint32], instance: int, now: float) -> None:
-        """Resend the outstanding requests of a lost instance, without LoadGen's notice."""
+        """Resend the outstanding requests of a lost instance. LoadGen does not notice."""
         loss = self._totals.losses.setdefault(instance, LossCosts())
         loss.retried += len(slots)
         loss.waited_s += float((now - self._issued_at[slots]).sum())
@@ -275,14 +278,15 @@ class Harness(Role):
             return
         lengths = batch.rows["n_tokens"].astype(np.int64)
         starts = lengths.cumsum() - lengths
-        # Usually all rows have one kind. FIRST before FINAL: a message may contain both of a response.
+        # Usually all rows are of one kind. A message may contain FIRST and FINAL of one response: `unique`
+        # sorts, so FIRST is handled first.
         kinds = np.unique(flags).tolist()
         for kind in kinds:
             part = slice(None) if len(kinds) == 1 else flags == kind
             self._on_kind(kind, ids[part], batch.tokens, starts[part], lengths[part], now)
 
     def _on_one(self, slot: int, kind: int, tokens: NDArray[np.int32], now: float) -> None:
-        """Handle one response as `_on_kind`: for arrays of one element, NumPy takes four times as long."""
+        """Handle one response as `_on_kind` does. NumPy takes four times as long for arrays of one."""
         test, totals, length = self._test, self._totals, len(tokens)
         id_, issued, first = (
             values[slot].item() for values in (self._sample_ids, self._issued_at, self._first_at)
@@ -325,7 +329,7 @@ class Harness(Role):
         lengths: NDArray[np.int64],
         now: float,
     ) -> None:
-        """Handle responses of one kind: `ResponseFlag`s."""
+        """Handle responses of one `kind`, a combination of `ResponseFlag`s."""
         if kind & (_FIRST | _FINAL):
             # FINAL from the generation instance may overtake FIRST from the context instance. It then also
             # contains the first token.
@@ -363,7 +367,7 @@ class Harness(Role):
         if np.count_nonzero(self._active[at]) < n:
             raise RunError(Failure("a sample was answered twice"))
         self._active[at] = False
-        if n > 1:  # a slot that occurs twice has only its last position
+        if n > 1:  # of a slot that occurs twice, `_place` keeps only the last position
             places = np.arange(n)
             self._place[at] = places
             if np.count_nonzero(self._place[at] == places) < n:

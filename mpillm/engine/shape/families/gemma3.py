@@ -15,7 +15,7 @@ from mpillm.engine.shape.config_fields import ConfigFields, FamilyFields, Raw
 from mpillm.engine.shape.model_config import Family, ModelConfig
 
 
-def _all_but_each_sixth(layer: int, raw: Raw) -> bool:
+def _all_but_every_sixth(layer: int, raw: Raw) -> bool:
     return (layer + 1) % int(raw["sliding_window_pattern"]) != 0
 
 
@@ -42,7 +42,7 @@ FIELDS = FamilyFields(
         "final_logit_softcapping": (None,),
         "use_bidirectional_attention": (False, None),
     },
-    slides=_all_but_each_sixth,
+    slides=_all_but_every_sixth,
     layer_types=True,
     local_rope=True,
     more=_query_scalar,
