@@ -236,7 +236,7 @@ def test_a_request_that_hangs_while_others_are_answered(reply: Reply, begun: boo
             wait_until(ask_on, "a failure")
     who, what = (
         f"{server.url}/v1/completions: the request with the prompt [1, 2] (2 tokens)",
-        "has got nothing",
+        "received nothing",
     )
     came = f"answered before: {int(begun)} of its tokens"
     assert caught.value.failures[0].cause == f"{who} {what} for 0.9 s, while others were answered; {came}"

@@ -90,7 +90,7 @@ def test_merges_of_merges_end(tmp_path: Path) -> None:
 
 
 def test_json_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_MOST_JSON", 1000)
+    monkeypatch.setattr(files, "_MAX_JSON", 1000)
     path = tmp_path / "a.json"
     path.write_text(f'"{"x" * 998}"')
     assert read_json(path) == "x" * 998
