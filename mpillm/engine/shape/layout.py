@@ -144,7 +144,7 @@ class RankLayout:
         return shapes
 
 
-class Cut(NamedTuple):
+class CachePiece(NamedTuple):
     """A part of a KV cache that moves from a rank of one instance to a rank of another in one message."""
 
     source: int  # rank in its instance
@@ -158,7 +158,7 @@ MAX_PIECES = 4  # for a stage's layers: the first move while later layers comput
 
 def cuts(
     config: ModelConfig, sender: tuple[int, int], receiver: tuple[int, int], n_pieces: int = MAX_PIECES
-) -> list[Cut]:
+) -> list[CachePiece]:
     """Re-cut a KV cache between layouts (TP size, PP size), layer by layer, a sender's part in `n_pieces`.
 
     Each receiver gets all that it holds. Senders that hold the same heads share the receivers.
@@ -168,6 +168,7 @@ def cuts(
         source_layers = RankLayout(sender[0], sender[1], pp_rank=source_stage).layers(config)
         dest_layers = RankLayout(receiver[0], receiver[1], pp_rank=dest_stage).layers(config)
         n = min(n_pieces, len(source_layers))
+        first_source, first_dest = source_stage * sender[0], dest_stage * receiver[0]
         for layers in (
             _common(source_layers[share(len(source_layers), i, n)], dest_layers) for i in range(n)
         ):
@@ -179,9 +180,7 @@ def cuts(
                         sources.setdefault(heads, []).append(source)
                 for heads, holders in sources.items():
                     source = holders[dest % len(holders)]
-                    result.append(
-                        Cut(source_stage * sender[0] + source, dest_stage * receiver[0] + dest, layers, heads)
-                    )
+                    result.append(CachePiece(first_source + source, first_dest + dest, layers, heads))
     return result
 
 
