@@ -314,7 +314,7 @@ def test_options_in_messages_exist() -> None:
     for path in (path for package in packages for path in (ROOT / package).rglob("*.py")):
         known.update(
             re.findall(
-                r'(?:Field\(|add_argument\(|\badd\(|Given\()\s*(?:"-\w",\s*)?"-*([a-z_]+)"',
+                r'(?:Field\(|add_argument\(|\badd\(|TensorOption\()\s*(?:"-\w",\s*)?"-*([a-z_]+)"',
                 path.read_text(encoding="utf-8"),
             )
         )

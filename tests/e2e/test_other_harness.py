@@ -130,7 +130,7 @@ def test_one_url_and_two_servers(one: Starter) -> None:
     assert re.search("no tokenizer; .* with --model_path", " ".join(refused.message.split())), "it took bytes"
     make_tokenizer(one.folder)
     ended = start(one, 3, *words, "--model_path", one.folder, core="trtllm_endpoint").end(120).must(DONE)
-    assert "through the run's own endpoint, for it takes one server, not 2" in ended.out
+    assert "through the run's own endpoint, because it supports one server, not 2" in ended.out
     assert min(instance["samples"] for instance in ended.result["per_instance"]) > 0
 
 

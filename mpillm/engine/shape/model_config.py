@@ -43,6 +43,10 @@ class Family(NamedTuple):
     checkpoint: Form = "parameters"  # how files store parameters: see `checkpoint_forms`
     norms_less_one: bool = False  # the weights of norms are stored less 1
 
+    def __repr__(self) -> str:
+        """Return a text that is equal in each process: servers compare models by it."""
+        return f"Family({self.name!r})"
+
 
 @dataclass(frozen=True)
 class ModelConfig:

@@ -14,7 +14,7 @@ import pytest
 from disagg.errors import ConfigError
 from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.model_info import check_model
-from mpillm.engine.shape.read_config import load_model_config, preset_json
+from mpillm.engine.shape.read_config import load_model_config, preset_json, presets
 from mpillm.engine.shape.tensor_shapes import tensor_shapes
 from tests.helpers.engine_configs import engine_config
 
@@ -406,3 +406,9 @@ def test_bad_files(tmp_path: Path) -> None:
 def read_header(raw: bytes) -> tuple[dict[str, Any], int]:
     length = struct.unpack("<Q", raw[:8])[0]
     return json.loads(raw[8 : 8 + length]), len(raw) - 8 - length
+
+
+@pytest.mark.parametrize("preset", presets())
+def test_the_text_of_a_model_is_equal_in_each_process(preset: str) -> None:
+    """Context and generation servers compare it. So it contains no address of a function."""
+    assert " at 0x" not in repr(load_model_config(preset))
