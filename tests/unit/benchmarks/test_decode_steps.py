@@ -14,10 +14,10 @@ from mpillm.engine.schedule.sequence import Sequence
 from mpillm.engine.schedule.step import Step
 from mpillm.engine.speculation.start_speculation import start_drafter
 from mpillm.engine.weights.sources import save_preset
+from tests.helpers.draft_tokens import draft_target
 from tests.helpers.eagle_heads import eagle, save_head
 from tests.helpers.engine_configs import engine_config
 from tests.helpers.gpu_steps_on_cpu import gpu_worker
-from tests.helpers.guesses import draft_target
 
 N_STEPS, CONTEXT = 5, 40
 

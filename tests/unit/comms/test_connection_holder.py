@@ -74,7 +74,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("rank", [{}, {"SLURM_PROCID": "0"}], indirect=True, ids=["rank 1", "rank 0"])
-def test_a_killed_rank_is_known_by_its_lifeline_alone(rank: Rank) -> None:
+def test_a_killed_rank_is_known_by_its_connection_alone(rank: Rank) -> None:
     """Until the server that started it closes its connection: the step has ended.
 
     Rank 0 is known by those that end at its port.

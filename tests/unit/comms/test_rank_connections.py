@@ -34,7 +34,7 @@ def connections() -> RankConnections:
 
 @pytest.fixture
 def holders(connections: RankConnections) -> Iterator[list[subprocess.Popen[str]]]:
-    """Yield processes that hold the lifelines of ranks 1 and 2."""
+    """Yield processes that hold the connections of ranks 1 and 2."""
     address = connections.address
     command = [sys.executable, "-c", HOLD, str(address.port), address.key.hex()]
     made = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in (1, 2)]

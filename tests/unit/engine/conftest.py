@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpillm.engine.weights.sources import save_preset
-from tests.helpers import guesses
+from tests.helpers import draft_tokens
 from tests.helpers.oracle import Oracle, Tokens
 from tests.helpers.torch_cores import N_OUTPUT, answer, make_batch, make_core
 
@@ -54,11 +54,11 @@ def repetitive() -> Tokens:
 def draft_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a draft model: the first half of tiny-llama's layers."""
     path = tmp_path_factory.mktemp("draft")
-    guesses.save_half(folder, path)
+    draft_tokens.save_half(folder, path)
     return path
 
 
 @pytest.fixture(scope="session")
 def plain(folder: Path, repetitive: Tokens) -> Tokens:
-    """Return the answers to `repetitive` without guesses."""
-    return answer(make_core(folder), make_batch(repetitive, max_output=guesses.N_OUTPUT))
+    """Return the answers to `repetitive` without draft_tokens."""
+    return answer(make_core(folder), make_batch(repetitive, max_output=draft_tokens.N_OUTPUT))

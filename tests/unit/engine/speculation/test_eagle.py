@@ -19,11 +19,11 @@ from mpillm.engine.kernels.cpu_products import cpu_products
 from mpillm.engine.run.cpu_steps import CpuSteps
 from mpillm.engine.shape.eagle_config import read_eagle
 from mpillm.engine.shape.model_info import check_model
+from tests.helpers.draft_tokens import N_OUTPUT
 from tests.helpers.eagle_heads import NaiveHead, Seen, answer_with_guesses, check_guesses, eagle, save_head
 from tests.helpers.engine_configs import changed
 from tests.helpers.gpu_cores import random_prompts
 from tests.helpers.gpu_steps_on_cpu import KINDS, GpuCore
-from tests.helpers.guesses import N_OUTPUT
 from tests.helpers.oracle import Oracle, Tokens
 from tests.helpers.torch_cores import answer, make_batch, make_core
 

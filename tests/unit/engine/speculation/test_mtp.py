@@ -14,11 +14,11 @@ from disagg.errors import ConfigError
 from mpillm.cores.base import CoreConfig
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.shape.model_info import check_model
+from tests.helpers.draft_tokens import N_OUTPUT
 from tests.helpers.eagle_heads import answer_with_guesses, check_guesses
 from tests.helpers.engine_configs import changed
 from tests.helpers.gpu_cores import random_prompts
 from tests.helpers.gpu_steps_on_cpu import KINDS
-from tests.helpers.guesses import N_OUTPUT
 from tests.helpers.mtp_heads import NaiveMtp, mtp, save_model
 from tests.helpers.oracle import Tokens
 from tests.helpers.torch_cores import answer, make_batch, make_core

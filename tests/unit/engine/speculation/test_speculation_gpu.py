@@ -23,9 +23,9 @@ from mpillm.engine.shape.speculative_config import decode_rows
 from mpillm.engine.speculation import start_speculation
 from mpillm.engine.speculation.draft_model import DraftModel
 from tests.helpers import plain_kernels
+from tests.helpers.draft_tokens import N_OUTPUT, NGRAM, draft_target
 from tests.helpers.engine_configs import changed
 from tests.helpers.gpu_steps_on_cpu import LateGpuCore
-from tests.helpers.guesses import N_OUTPUT, NGRAM, draft_target
 from tests.helpers.oracle import Tokens
 from tests.helpers.torch_cores import Answers, make_batch, make_core
 
