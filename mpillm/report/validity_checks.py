@@ -85,7 +85,7 @@ def server_checks(
         outcomes["no_cached_prompts"] = message, is_counted or bool(repeats)
     if speculation_forbidden:
         accepted = "servers accepted {:,.0f} draft tokens, which the workload's rules forbid"
-        outcomes["no_guesses"] = _counted_check(result, "accepted_drafts", accepted, clients)
+        outcomes["no_guesses"] = _counted_check(result, "accepted_guesses", accepted, clients)
     failed = "{:,.0f} transfers of KV caches failed: generation servers may have computed prompts again"
     outcomes["no_failed_transfers"] = _counted_check(result, "failed_transfers", failed, clients)
     # A restarted server counts only from its restart.

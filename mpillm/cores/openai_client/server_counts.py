@@ -27,7 +27,7 @@ class ServerCounts(NamedTuple):
     prompt_tokens: float | None = None  # since its start, like all further counts
     generated_tokens: float | None = None
     cached_tokens: float | None = None  # of prompts, from its own prefix cache
-    accepted_drafts: float | None = None  # tokens
+    accepted_guesses: float | None = None  # tokens
     preemptions: float | None = None
     transfers: float | None = None  # of KV caches from other servers
     failed_transfers: float | None = None
@@ -54,7 +54,7 @@ _NAMES = {
         "sglang:cached_tokens_total",
         "mpillm:prefix_cache_hits_total",
     ),
-    "accepted_drafts": ("vllm:spec_decode_num_accepted_tokens_total",),
+    "accepted_guesses": ("vllm:spec_decode_num_accepted_tokens_total",),
     "preemptions": ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total"),
     "transfers": ("vllm:nixl_xfer_time_seconds_count", "mpillm:kv_transfers_total"),
     "failed_transfers": (
@@ -112,7 +112,7 @@ def _sglang_counts(counts: dict[str, float]) -> dict[str, float]:
     verified, requests = all_counts.pop("verified"), all_counts.pop("requests")
     # A prompt yields a token, and each verification one besides the accepted draft tokens.
     accepted = all_counts["generated_tokens"] - requests - verified if verified else 0.0
-    return all_counts | {"accepted_drafts": max(0.0, accepted)}
+    return all_counts | {"accepted_guesses": max(0.0, accepted)}
 
 
 def of_iterations(text: str, before: ServerCounts) -> ServerCounts:
@@ -136,9 +136,9 @@ def of_iterations(text: str, before: ServerCounts) -> ServerCounts:
         waiting=_number(last, "numQueuedRequests"),
         kv_cache_usage=used / n_blocks if used is not None and n_blocks else before.kv_cache_usage,
         cached_tokens=before.cached_tokens if reused is None or size is None else reused * size,
-        accepted_drafts=(before.accepted_drafts or 0.0) + sum(accepted)
+        accepted_guesses=(before.accepted_guesses or 0.0) + sum(accepted)
         if accepted
-        else before.accepted_drafts,
+        else before.accepted_guesses,
     )
     return finite(counts)
 

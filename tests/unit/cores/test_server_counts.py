@@ -67,7 +67,9 @@ vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} 30
 vllm:prompt_tokens_by_source_total{engine="1",source="external_kv_transfer"} 40
 vllm:spec_decode_num_accepted_tokens_total 5
 """
-    said = ServerCounts(7, None, 0.5, generated_tokens=10, transfers=6, failed_transfers=3, accepted_drafts=5)
+    said = ServerCounts(
+        7, None, 0.5, generated_tokens=10, transfers=6, failed_transfers=3, accepted_guesses=5
+    )
     said = said._replace(expired_leases=34, late_reads=26, computed_tokens=4, received_tokens=70)
     assert reading_of(page) == said
 
@@ -89,7 +91,7 @@ sglang:num_requests_total{engine_type="unified",is_streaming="true",model_name="
 def test_a_count_that_sglang_does_not_give_is_0() -> None:
     """So what its cache gives for the first time in a test is seen: it was counted by no page before."""
     fresh = reading_of("sglang:num_running_reqs{} 0.0\n")
-    assert (fresh.cached_tokens, fresh.generated_tokens, fresh.accepted_drafts) == (0.0, 0.0, 0.0)
+    assert (fresh.cached_tokens, fresh.generated_tokens, fresh.accepted_guesses) == (0.0, 0.0, 0.0)
     said = reading_of(SGLANG)
     assert said[:6] == (2, 14, 0.08, 26, 16, 0) and (said.preemptions, said.failed_transfers) == (0, 0)
     assert said.transfers is None, "it has no such count"
@@ -99,8 +101,8 @@ def test_a_count_that_sglang_does_not_give_is_0() -> None:
 
 def test_guesses_of_sglang() -> None:
     """Of three requests with 16 tokens, 5 come from verifications, and 3 from prompts."""
-    assert reading_of(SGLANG + "sglang:spec_verify_calls_total{} 5\n").accepted_drafts == 16 - 5 - 3
-    assert reading_of(SGLANG + "sglang:spec_verify_calls_total{} 14\n").accepted_drafts == 0
+    assert reading_of(SGLANG + "sglang:spec_verify_calls_total{} 5\n").accepted_guesses == 16 - 5 - 3
+    assert reading_of(SGLANG + "sglang:spec_verify_calls_total{} 14\n").accepted_guesses == 0
 
 
 def test_guesses_and_lost_transfers_are_doubtful() -> None:
@@ -270,11 +272,11 @@ ITERATION = {
 def test_iterations_of_tensorrt_llm() -> None:
     """Each answer has the iterations since the one before: counts are added up, the rest is the last's."""
     first = of_iterations(json.dumps([ITERATION, ITERATION]), ServerCounts())
-    assert first == ServerCounts(5.0, 3.0, 0.6, cached_tokens=448.0, accepted_drafts=30.0)
+    assert first == ServerCounts(5.0, 3.0, 0.6, cached_tokens=448.0, accepted_guesses=30.0)
     none = of_iterations("[]", first)
     assert none == first._replace(running=0.0, waiting=0.0)
     second = of_iterations(json.dumps([ITERATION]), none)
-    assert grown([first], [second]) == {"cached_tokens": 0.0, "accepted_drafts": 15.0}
+    assert grown([first], [second]) == {"cached_tokens": 0.0, "accepted_guesses": 15.0}
 
 
 @pytest.mark.parametrize(
@@ -282,7 +284,7 @@ def test_iterations_of_tensorrt_llm() -> None:
 )
 def test_iterations_that_are_none(text: str) -> None:
     found = of_iterations(text, ServerCounts(cached_tokens=4.0))
-    assert (found.kv_cache_usage, found.cached_tokens, found.accepted_drafts) == (None, 4.0, None)
+    assert (found.kv_cache_usage, found.cached_tokens, found.accepted_guesses) == (None, 4.0, None)
 
 
 def test_a_server_with_iterations_is_read_again() -> None:
@@ -299,4 +301,4 @@ def test_a_server_with_iterations_is_read_again() -> None:
         return [await read_one(endpoint) for _ in range(3)]
 
     first, _, last = asyncio.run(read())
-    assert grown([first], [last]) == {"cached_tokens": 0.0, "accepted_drafts": 15.0}
+    assert grown([first], [last]) == {"cached_tokens": 0.0, "accepted_guesses": 15.0}
