@@ -1,4 +1,4 @@
-"""Harness: turns LoadGen's samples into requests, and the instances' responses into LoadGen's."""
+"""Harness: turns LoadGen samples into requests, and instance responses into LoadGen responses."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class LossCosts:
 
 @dataclass
 class Totals:
-    """Counts of a test, updated as responses arrive; constant size."""
+    """Counts of a test, updated on responses; no data for each sample."""
 
     issued: int = 0
     samples: int = 0
@@ -114,7 +114,7 @@ class Log(Protocol):
 class Harness(Role):
     """Role with LoadGen and the data set.
 
-    Each open sample has a slot. The slot's number is the id of the sample's request in messages.
+    Each open sample has a slot. In messages, the slot number is the id of the sample's request.
     """
 
     sends_requests = True
@@ -148,7 +148,7 @@ class Harness(Role):
         self._pending: deque[Query] = deque()
         self._totals = totals
         self._log = log
-        self._free = np.zeros(0, np.uint32)  # free slots, a stack: its first `_n_free` elements
+        self._free = np.zeros(0, np.uint32)  # its first `_n_free` elements are the stack of free slots
         self._n_free = 0
         # Indexed by slot:
         self._retried: dict[int, LossCosts] = {}  # open requests that were resent
@@ -158,7 +158,7 @@ class Harness(Role):
         self._indices = np.zeros(0, np.int64)
         self._issued_at = np.zeros(0)
         self._first_at = np.zeros(0)  # NaN: no token has arrived
-        self._place = np.zeros(0, np.int64)  # in the last message with several final responses
+        self._place = np.zeros(0, np.int64)  # position in the last batch of final responses
         self._requests = self._make_requests()
         ANSWER.handle(route, self._on_answers)
         WINDOW.handle(route, self._on_window)
@@ -278,15 +278,14 @@ class Harness(Role):
             return
         lengths = batch.rows["n_tokens"].astype(np.int64)
         starts = lengths.cumsum() - lengths
-        # Usually all rows are of one kind. A message may contain FIRST and FINAL of one response: `unique`
-        # sorts, so FIRST is handled first.
+        # Usually all rows are of one kind. FIRST and FINAL of one request may come in any order.
         kinds = np.unique(flags).tolist()
         for kind in kinds:
             part = slice(None) if len(kinds) == 1 else flags == kind
             self._on_kind(kind, ids[part], batch.tokens, starts[part], lengths[part], now)
 
     def _on_one(self, slot: int, kind: int, tokens: NDArray[np.int32], now: float) -> None:
-        """Handle one response as `_on_kind` does. NumPy takes four times as long for arrays of one."""
+        """Handle one response as `_on_kind` does. With NumPy arrays it takes four times as long."""
         test, totals, length = self._test, self._totals, len(tokens)
         id_, issued, first = (
             values[slot].item() for values in (self._sample_ids, self._issued_at, self._first_at)
@@ -331,8 +330,8 @@ class Harness(Role):
     ) -> None:
         """Handle responses of one `kind`, a combination of `ResponseFlag`s."""
         if kind & (_FIRST | _FINAL):
-            # FINAL from the generation instance may overtake FIRST from the context instance. It then also
-            # contains the first token.
+            # FINAL from the generation instance may overtake FIRST from the context instance. FINAL then
+            # also serves as FIRST.
             first = np.isnan(self._first_at[index_of(slots)]) & (lengths > 0)
             n_first = np.count_nonzero(first)
             if n_first == len(slots):
@@ -367,7 +366,7 @@ class Harness(Role):
         if np.count_nonzero(self._active[at]) < n:
             raise RunError(Failure("a sample was answered twice"))
         self._active[at] = False
-        if n > 1:  # of a slot that occurs twice, `_place` keeps only the last position
+        if n > 1:  # `_place` keeps only the last position of a slot that occurs twice
             places = np.arange(n)
             self._place[at] = places
             if np.count_nonzero(self._place[at] == places) < n:
