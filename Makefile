@@ -32,8 +32,11 @@ export PYTHONDONTWRITEBYTECODE :=
 PIPELINE := generate_engines generate_triton_config generate_disagg_config run_llm_server run_harness
 # The reference harness's targets that prepare containers and build TensorRT-LLM and Triton.
 PREPARING := prebuild clone_trt_llm build_trt_llm clone_triton build_triton
-.PHONY: lock audit slurm test-wheel test-slurm test-hosts test-browser triton test-triton docs help run test check test-short test-long test-slow test-cross test-kills fuzz test-peers test-mpi lint size install clean again $(PIPELINE) $(PREPARING)
+.PHONY: lock audit slurm test-wheel test-slurm test-hosts test-browser triton test-triton docs help run test test-in-order check test-short test-long test-slow test-cross test-kills fuzz test-peers test-mpi lint size install clean again $(PIPELINE) $(PREPARING)
+# One target after another, but for `make test`.
+ifndef BESIDE
 .NOTPARALLEL:
+endif
 
 help:
 	@echo "make run        install, fetch $(MODEL), and run a disaggregated test on $(RANKS) ranks (RUN_ARGS='--save_outputs …')"
@@ -73,11 +76,13 @@ $(PREPARING):
 
 # Lint and type checks take a minute of one core. They run beside the short tests, which wait half of their time.
 test: $(STAMP)
-	@mkdir -p build; $(MAKE) lint > build/lint.txt 2>&1 & lint=$$!; trap 'kill $$lint 2> /dev/null' INT TERM; \
-	$(MAKE) test-short test-mpi; status=$$?; wait $$lint || status=1; cat build/lint.txt; exit $$status
+	@exec $(MAKE) --no-print-directory -j2 BESIDE=yes lint test-in-order
+
+test-in-order:
+	@exec $(MAKE) --no-print-directory BESIDE= test-short test-mpi
 
 test-short: $(STAMP)
-	$(PY) -m pytest $(UNTESTED) $(PARALLEL) -m "not (long or $(ELSEWHERE))" $(if $(CPU_LIMIT),--cpu_limit $(CPU_LIMIT)) $(PYTEST_ARGS) tests
+	exec $(PY) -m pytest $(UNTESTED) $(PARALLEL) -m "not (long or $(ELSEWHERE))" $(if $(CPU_LIMIT),--cpu_limit $(CPU_LIMIT)) $(PYTEST_ARGS) tests
 
 test-long: $(STAMP)
 	$(PY) -m pytest $(UNTESTED) $(PARALLEL) -m "long and not ($(ELSEWHERE))" $(PYTEST_ARGS) tests

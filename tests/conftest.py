@@ -40,6 +40,9 @@ TOGETHER = {
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 
+# A make that a test starts must not take over the variables and the job server of `make test`.
+os.environ.pop("MAKEFLAGS", None)
+
 # What the engine compiles for CPUs, tests and what they start leave here, not in the user's cache.
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / "build" / "cache")
 
