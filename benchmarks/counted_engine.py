@@ -52,7 +52,7 @@ class CountedEngine:
 
     def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
         scheduler = config.scheduler
-        worker = _CountingWorker(Worker.on_cpu(info, scheduler.tokens_per_block, Groups(), dummy=False))
+        worker = _CountingWorker(Worker.on_cpu(config, info, Groups()))
         self._steps = worker.counts
         self._engine = Engine(info, scheduler, worker)
         if config.speculative_config:

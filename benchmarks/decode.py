@@ -16,7 +16,7 @@ from mpillm.engine.shape.dtypes import N_BYTES
 from mpillm.engine.shape.engine_config import EngineConfig, SchedulerConfig
 from mpillm.engine.shape.entries import layer_bytes
 from mpillm.engine.shape.model_info import ModelInfo, check_model
-from mpillm.engine.shape.speculative_config import EAGLE, SpeculativeConfig, decode_rows
+from mpillm.engine.shape.speculative_config import EAGLE, SpeculativeConfig
 from mpillm.engine.speculation.check_speculation import check_speculation
 from mpillm.experiments.bench.roofline import Roofline
 from mpillm.options.field import option
@@ -167,15 +167,7 @@ def _worker(engine: EngineConfig, info: ModelInfo) -> Worker:
     from mpillm.engine.parallel.groups import Groups
     from mpillm.engine.run.worker import Worker
 
-    worker = Worker.on_gpu(
-        info,
-        engine.scheduler.tokens_per_block,
-        Groups(),
-        engine.scheduler.max_batch_size,
-        dummy=info.folder is None,
-        device="cuda:0",
-        decode_rows=decode_rows(engine),
-    )
+    worker = Worker.on_gpu(engine, info, Groups())
     worker.warm_up(engine.scheduler.max_num_tokens)
     torch.cuda.synchronize()
     return worker

@@ -167,7 +167,7 @@ def _load(config: EngineConfig, sender: Connection[Loaded, None]) -> None:
     started, cpu_before = time.perf_counter(), time.process_time()
     info = model_info(config)
     # Without the sums over the TP group, which change nothing about loading.
-    worker = Worker.on_cpu(info, config.scheduler.tokens_per_block, Groups(info.layout), dummy=False)
+    worker = Worker.on_cpu(config, info, Groups(info.layout))
     load_s = time.perf_counter() - started
     with torch.inference_mode():
         worker.logits(Step([Span(0, 0, 1, 0, [1])], [0], [0]))

@@ -27,7 +27,6 @@ from mpillm.cores.torch_rows import new_sequence, responses
 from mpillm.devices import Gpu
 from mpillm.engine.run import compilations
 from mpillm.engine.schedule.context_piece import context_piece
-from mpillm.engine.shape.engine_config import CUSTOM_ALL_REDUCE, FP8_CONTEXTS
 from mpillm.engine.tensors.load_torch import load_torch
 from mpillm.engine.weights import bytes_held
 from mpillm.errors import Failure, RunError
@@ -188,27 +187,15 @@ class TorchCore(LLMCore):
         from mpillm.engine.run.worker import Worker
 
         config, layout = self.config.engine, self.info.layout
-        scheduler, dummy = config.scheduler, config.load_format == "dummy"
         alone = self.comms is None or self.comms.instance.size == 1
         if config.gpu_bytes is None:
             groups = Groups(layout) if self.comms is None or alone else MpiGroups(layout, self.comms)
-            return Worker.on_cpu(self.info, scheduler.tokens_per_block, groups, dummy=dummy)
+            return Worker.on_cpu(config, self.info, groups)
         from mpillm.engine.parallel.nccl import NcclGroups
-        from mpillm.engine.shape.speculative_config import decode_rows
 
         torch.cuda.set_device(config.gpu or 0)
         groups = Groups(layout) if self.comms is None or alone else NcclGroups(layout, self.comms)
-        return Worker.on_gpu(
-            self.info,
-            scheduler.tokens_per_block,
-            groups,
-            scheduler.max_batch_size,
-            dummy=dummy,
-            device=f"cuda:{config.gpu or 0}",
-            shares_rows=config.core_options.get(CUSTOM_ALL_REDUCE, True),
-            fp8_contexts=config.core_options.get(FP8_CONTEXTS, False),
-            decode_rows=decode_rows(config),
-        )
+        return Worker.on_gpu(config, self.info, groups)
 
     def doing(self) -> str:
         if self._runs is None:

@@ -45,17 +45,16 @@ def kv_scales(
     Raises ConfigError as `check_model` does, also if the model does not fit in memory.
     """
     longest = max(map(len, prompts))
-    info = check_model(
-        EngineConfig(
-            SchedulerConfig(max_num_tokens=longest, tokens_per_block=_TOKENS_PER_BLOCK),
-            model_path=str(folder),
-            n_threads=n_threads,
-            max_seq_len=longest,
-            kv_cache_tokens=-(-longest // _TOKENS_PER_BLOCK) * _TOKENS_PER_BLOCK,
-        )
+    config = EngineConfig(
+        SchedulerConfig(max_num_tokens=longest, tokens_per_block=_TOKENS_PER_BLOCK),
+        model_path=str(folder),
+        n_threads=n_threads,
+        max_seq_len=longest,
+        kv_cache_tokens=-(-longest // _TOKENS_PER_BLOCK) * _TOKENS_PER_BLOCK,
     )
+    info = check_model(config)
     torch.set_num_threads(n_threads)
-    part = ModelPart.load(info, _TOKENS_PER_BLOCK, Groups(), dummy=False)
+    part = ModelPart.load(config, info, Groups())
     model, blocks = part.model, list(range(1, 1 + -(-longest // _TOKENS_PER_BLOCK)))
     largest = torch.zeros(info.config.n_layers, 2)
     with torch.inference_mode():

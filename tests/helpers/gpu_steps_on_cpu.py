@@ -14,7 +14,6 @@ from mpillm.engine.engine import Engine
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.run.worker import Worker
 from mpillm.engine.schedule.step import Step
-from mpillm.engine.shape.speculative_config import decode_rows
 from mpillm.engine.tensors.staging import SampledTokens
 from tests.helpers import plain_kernels
 from tests.helpers.engine_configs import engine_config
@@ -60,17 +59,7 @@ KINDS: dict[str, type[TorchCore]] = {"of a CPU": TorchCore, "of a GPU": LateGpuC
 
 def gpu_worker(core: TorchCore, kind: type[Worker] = Worker) -> Worker:
     """Return a worker that computes on a CPU as on a GPU, with plain kernels."""
-    config = core.config.engine
-    return kind.on_gpu(
-        core.info,
-        config.scheduler.tokens_per_block,
-        Groups(),
-        config.scheduler.max_batch_size,
-        dummy=False,
-        device="cpu",
-        kernels=plain_kernels,
-        decode_rows=decode_rows(config),
-    )
+    return kind.on_gpu(core.config.engine, core.info, Groups(), plain_kernels)
 
 
 def make_engine(model: Path, kind: type[Worker] = LateWorker, on_gpu: bool = True, **options: Any) -> Engine:
@@ -78,8 +67,5 @@ def make_engine(model: Path, kind: type[Worker] = LateWorker, on_gpu: bool = Tru
     defaults: dict[str, Any] = {"tokens_per_block": 8, "end_ids": (), "max_seq_len": 256}
     core = TorchCore(CoreConfig("torch", engine_config(model, **defaults | options)))
     scheduler = dataclasses.replace(core.config.engine.scheduler, enable_chunked_context=True)
-    if on_gpu:
-        worker = gpu_worker(core, kind)
-    else:
-        worker = kind.on_cpu(core.info, scheduler.tokens_per_block, Groups(), dummy=False)
+    worker = gpu_worker(core, kind) if on_gpu else kind.on_cpu(core.config.engine, core.info, Groups())
     return Engine(core.info, scheduler, worker)

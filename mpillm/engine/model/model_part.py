@@ -13,6 +13,7 @@ from mpillm.engine.model.features import Features
 from mpillm.engine.model.step_parts import Ops
 from mpillm.engine.parallel.groups import Groups, MpiGroups
 from mpillm.engine.shape.dtypes import torch_dtype
+from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.model_info import ModelInfo
 from mpillm.engine.weights.rank_weights import open_weights
 
@@ -76,17 +77,16 @@ class ModelPart:
     @classmethod
     def load(
         cls,
+        config: EngineConfig,
         info: ModelInfo,
-        tokens_per_block: int,
         groups: Groups,
         *,
-        dummy: bool,
         device: str = "cpu",
         ops: Ops = ops,
     ) -> ModelPart:
         """Load the weights: minutes for a large model. Raises ConfigError as `open_weights`."""
         with torch.inference_mode():
-            weights = open_weights(info, groups.layout, device, dummy=dummy)
+            weights = open_weights(info, groups.layout, device, dummy=config.load_format == "dummy")
             model = Decoder(info.config, weights, info.max_seq_len, groups, ops)
             layers = groups.layout.layers(info.config)
             scales = weights.kv_scales(layers) if info.kv_dtype == "fp8" else None
@@ -94,7 +94,7 @@ class ModelPart:
                 width = len(info.feature_layers) * info.config.hidden_size
                 rows = torch.zeros(info.feature_rows, width, dtype=weights.dtype, device=device)
                 model.keep_features(Features(info.feature_layers, rows))
-        return cls(info, tokens_per_block, groups, model, weights.dtype, scales)
+        return cls(info, config.scheduler.tokens_per_block, groups, model, weights.dtype, scales)
 
     def receive_hidden(self, n_rows: int) -> Tensor:
         """Return the rows of a step from the previous stage: [n_rows, hidden]."""

@@ -32,6 +32,7 @@ from mpillm.engine.run.layer_graphs import LayerGraphs
 from mpillm.engine.schedule.block_allocator import NULL_BLOCK
 from mpillm.engine.schedule.sampling_params import SamplingParams
 from mpillm.engine.schedule.step import Span, Step
+from mpillm.engine.shape.engine_config import SchedulerConfig
 from mpillm.engine.shape.memory import MAX_GRAPH_ROWS, max_copied_rows
 from mpillm.engine.shape.model_info import ModelInfo
 from mpillm.engine.tensors.graphs import capture, gpu_ms, ladder, too_slow
@@ -71,20 +72,23 @@ class GpuSteps:
     def __init__(
         self,
         part: ModelPart,
-        max_batch_size: int,
+        config: SchedulerConfig,
         kernels: Any,
-        decode_rows: int | None = None,
+        decode_rows: int,
         fp8_contexts: bool = False,
     ) -> None:
-        """Capture the graphs, which takes seconds. `decode_rows`, `fp8_contexts`: see `Worker.on_gpu`."""
-        info, device = part.info, part.device
+        """Capture the graphs, which takes seconds.
+
+        `decode_rows`: of the largest step without contexts; `fp8_contexts`: see `PagedAttention`.
+        """
+        info, device, max_batch_size = part.info, part.device, config.max_batch_size
         self._part = part
         self.kernels = kernels
         # Every rank of the TP group feeds a token to its sequence's next step itself. With several stages,
         # another rank needs the token.
         self.n_ahead = 1 if part.groups.layout.pp_size == 1 else 0
         self._max_batch_size = max_batch_size
-        self._decode_rows = decode_rows or max_batch_size
+        self._decode_rows = decode_rows
         self._padding_slot = max_batch_size  # of rows that pad a graph
         with torch.inference_mode():
             self._rotations = torch.view_as_real(part.model.rotations).flatten(1).contiguous()

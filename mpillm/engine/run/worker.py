@@ -26,7 +26,10 @@ from mpillm.engine.schedule.sequence import Progress
 from mpillm.engine.schedule.step import Step
 from mpillm.engine.schedule.transfer import Kind
 from mpillm.engine.shape.dtypes import torch_dtype
+from mpillm.engine.shape.engine_config import CUSTOM_ALL_REDUCE, FP8_CONTEXTS, EngineConfig
+from mpillm.engine.shape.layout import length
 from mpillm.engine.shape.model_info import ModelInfo
+from mpillm.engine.shape.speculative_config import decode_rows
 from mpillm.engine.tensors.staging import SampledTokens
 from mpillm.telemetry.recorder import Recorder
 
@@ -43,45 +46,37 @@ class Worker:
         self.extended = ExtendedRun(part, steps, self.chooser)
 
     @classmethod
-    def on_cpu(cls, info: ModelInfo, tokens_per_block: int, groups: Groups, *, dummy: bool) -> Worker:
+    def on_cpu(cls, config: EngineConfig, info: ModelInfo, groups: Groups) -> Worker:
         """Load the weights, which takes minutes for a large model."""
-        config, layout = info.config, groups.layout
-        kv_heads = layout.kv_heads(config)
-        group = layout.n_heads(config) // (kv_heads.stop - kv_heads.start)
-        kernels = cpu_kernels(torch_dtype(info.dtype), config.head_dim, group)
-        part = ModelPart.load(info, tokens_per_block, groups, dummy=dummy, ops=kernels or ops)
+        model, layout = info.config, groups.layout
+        group = layout.n_heads(model) // length(layout.kv_heads(model))
+        kernels = cpu_kernels(torch_dtype(info.dtype), model.head_dim, group)
+        part = ModelPart.load(config, info, groups, ops=kernels or ops)
         return cls(part, CpuSteps(part, kernels))
 
     @classmethod
     def on_gpu(
         cls,
+        config: EngineConfig,
         info: ModelInfo,
-        tokens_per_block: int,
         groups: Groups,
-        max_batch_size: int,
-        *,
-        dummy: bool,
-        device: str,
         kernels: Any = None,
-        shares_rows: bool = False,
-        decode_rows: int | None = None,
-        fp8_contexts: bool = False,
+        n_decode_rows: int | None = None,
     ) -> Worker:
         """Load the weights and capture the graphs, which takes seconds, or minutes for a large model.
 
         Args:
-            device: May be a CPU with plain `kernels`, slowly and without graphs.
-            shares_rows: A kernel, not NCCL, adds the rows of a TP group, if its GPUs access each other's
-                memory.
-            decode_rows: The limit for rows of last tokens and draft tokens in a step; `max_batch_size`
-                without draft tokens.
-            fp8_contexts: Multiply long contexts in FP8 (see `kernels.fp8_contexts`).
+            kernels: Plain ones run on a CPU, slowly and without graphs.
+            n_decode_rows: Rows of the largest step without contexts; None: `decode_rows`.
         """
+        device = "cpu" if config.gpu_bytes is None else f"cuda:{config.gpu or 0}"
         kernels = kernels or use_gpu(device)
-        part = ModelPart.load(info, tokens_per_block, groups, dummy=dummy, device=device, ops=kernels)
-        if shares_rows:
+        part = ModelPart.load(config, info, groups, device=device, ops=kernels)
+        if config.core_options.get(CUSTOM_ALL_REDUCE, True):
             groups.share_rows(info.config.hidden_size, part.dtype)
-        return cls(part, GpuSteps(part, max_batch_size, kernels, decode_rows, fp8_contexts))
+        fp8_contexts = config.core_options.get(FP8_CONTEXTS, False)
+        steps = GpuSteps(part, config.scheduler, kernels, n_decode_rows or decode_rows(config), fp8_contexts)
+        return cls(part, steps)
 
     @torch.inference_mode()
     def run(self, step: Step) -> SampledTokens | None:

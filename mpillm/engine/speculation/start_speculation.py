@@ -54,19 +54,12 @@ def start_drafter(config: EngineConfig, worker: Worker) -> Drafter:
 
 def draft_worker(config: EngineConfig, info: ModelInfo) -> Worker:
     """Return a warmed-up worker of the draft model. Both arguments are the draft model's."""
-    scheduler, dummy = config.scheduler, config.load_format == "dummy"
     if config.gpu_bytes is None:
-        return Worker.on_cpu(info, scheduler.tokens_per_block, Groups(), dummy=dummy)
-    worker = Worker.on_gpu(
-        info,
-        scheduler.tokens_per_block,
-        Groups(),
-        scheduler.max_batch_size,
-        dummy=dummy,
-        device=f"cuda:{config.gpu or 0}",
-        decode_rows=DraftModel.decode_rows(scheduler),
-    )
-    worker.warm_up(scheduler.max_num_tokens)
+        return Worker.on_cpu(config, info, Groups())
+    config = replace(config, core_options={})  # they are the target model's
+    n_decode_rows = DraftModel.decode_rows(config.scheduler)
+    worker = Worker.on_gpu(config, info, Groups(), n_decode_rows=n_decode_rows)
+    worker.warm_up(config.scheduler.max_num_tokens)
     return worker
 
 
@@ -98,7 +91,7 @@ def _head_drafter(config: EngineConfig, head: EagleConfig | MtpConfig, worker: W
     own = ModelPart(info, config.scheduler.tokens_per_block, Groups(), head_model, part.dtype)
     steps: CpuSteps | GpuSteps = CpuSteps(own, kernels)
     if on_gpu is not None:
-        steps = GpuSteps(own, config.scheduler.max_batch_size, kernels, decode_rows(config))
+        steps = GpuSteps(own, config.scheduler, kernels, decode_rows(config))
     drafter = EagleDrafter(Worker(own, steps), head_model, features, config.scheduler, how.max_draft_len)
     if on_gpu is not None:
         drafter.warm_up()

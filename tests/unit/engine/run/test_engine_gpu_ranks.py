@@ -24,6 +24,8 @@ from mpillm.engine.shape.model_info import check_model
 from tests.helpers import plain_kernels
 from tests.helpers.engine_configs import engine_config
 
+_SIZES: dict[str, Any] = {"max_seq_len": 64, "tokens_per_block": 8, "max_batch_size": 5}
+
 
 class ThreadGroups(MpiGroups):
     """Runs the ranks of an instance as threads: a collective goes on when all of a TP group have come to the
@@ -80,13 +82,10 @@ def test_all_ranks_of_an_instance_warm_up_together(
 
     def warm_up(rank: int) -> None:
         tp_rank, pp_rank = (rank, 0) if shape == (2, 1) else (0, rank)
-        config = engine_config(
-            folder, tp_size=shape[0], pp_size=shape[1], tp_rank=tp_rank, pp_rank=pp_rank, max_seq_len=64
-        )
+        layout = {"tp_size": shape[0], "pp_size": shape[1], "tp_rank": tp_rank, "pp_rank": pp_rank}
+        config = engine_config(folder, **layout, **_SIZES)
         groups = ThreadGroups(RankLayout(*shape, 1, tp_rank, pp_rank), meeting, provided, hidden)
-        worker = Worker.on_gpu(
-            check_model(config), 8, groups, 5, dummy=False, device="cpu", kernels=plain_kernels
-        )
+        worker = Worker.on_gpu(config, check_model(config), groups, plain_kernels)
         if sizes:
             steps: Any = worker.steps
             steps._layers = steps._new_layers(max(sizes))
@@ -112,7 +111,7 @@ def test_a_residual_is_right_in_a_ranks_own_rows_only(folder: Path, sizes: tuple
     ]
 
     def run(rank: int, tp_size: int) -> list[list[int]]:
-        config = engine_config(folder, dtype="float32", tp_size=tp_size, tp_rank=rank, max_seq_len=64)
+        config = engine_config(folder, dtype="float32", tp_size=tp_size, tp_rank=rank, **_SIZES)
         groups = ThreadGroups(RankLayout(tp_size, 1, tp_rank=rank), meeting, provided, queue.Queue())
         kernels = types.SimpleNamespace(**vars(plain_kernels))
 
@@ -127,7 +126,7 @@ def test_a_residual_is_right_in_a_ranks_own_rows_only(folder: Path, sizes: tuple
             return normed
 
         kernels.add_norm = add_norm
-        worker = Worker.on_gpu(check_model(config), 8, groups, 5, dummy=False, device="cpu", kernels=kernels)
+        worker = Worker.on_gpu(config, check_model(config), groups, kernels)
         if tp_size > 1:
             groups.shared_rows = SharedRows.at([0, 0], rank, 64, torch.device("cpu"))
         if sizes:

@@ -102,17 +102,8 @@ def test_a_draft_model(
     steps: list[Step] = []
 
     def draft_worker(config: EngineConfig, info: ModelInfo) -> Worker:
-        scheduler = config.scheduler
-        worker = Worker.on_gpu(
-            info,
-            scheduler.tokens_per_block,
-            Groups(),
-            scheduler.max_batch_size,
-            dummy=False,
-            device="cpu",
-            kernels=plain_kernels,
-            decode_rows=DraftModel.decode_rows(scheduler),
-        )
+        n_decode_rows = DraftModel.decode_rows(config.scheduler)
+        worker = Worker.on_gpu(config, info, Groups(), plain_kernels, n_decode_rows)
         run = worker.run
 
         def noting(step: Step) -> Any:
