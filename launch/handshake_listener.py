@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 
 _MAX_UNAUTHENTICATED = 32
-_GREETING_S = 10.0  # for the complete greeting
 _CROWDED_S = 0.001  # between two connections at the limit, so each has 32 ms at least
 _PAUSE_S = 0.1  # no file descriptor is left, and no unauthenticated connection can be closed
 _READ = 1  # selectors.EVENT_READ
@@ -23,11 +22,17 @@ class HandshakeListener:
     """Watches a listening socket in a separate thread."""
 
     def __init__(
-        self, name: str, listener: socket.socket, n_bytes: int, admit: Callable[[socket.socket, bytes], None]
+        self,
+        name: str,
+        listener: socket.socket,
+        n_bytes: int,
+        admit: Callable[[socket.socket, bytes], None],
+        greeting_s: float = 10.0,
     ) -> None:
         """`name`: the thread's.
 
         `admit` receives and owns a non-blocking connection, with its greeting of `n_bytes`. It must not wait.
+        A client has `greeting_s` for the complete greeting.
         """
         import selectors  # not needed by processes that only connect: the import delays their start
 
@@ -35,6 +40,7 @@ class HandshakeListener:
         listener.setblocking(False)
         self._n_bytes = n_bytes
         self._admit = admit
+        self._greeting_s = greeting_s
         self._closed = False
         # Deadline, bytes received so far, and address; oldest first.
         self._unauthenticated: dict[socket.socket, tuple[float, bytearray, str]] = {}
@@ -88,7 +94,7 @@ class HandshakeListener:
                 self._drop_oldest()
             return
         connection.setblocking(False)
-        self._unauthenticated[connection] = time.monotonic() + _GREETING_S, bytearray(), address[0]
+        self._unauthenticated[connection] = time.monotonic() + self._greeting_s, bytearray(), address[0]
         self._events.register(connection, _READ, lambda: self._read(connection))
 
     def _drop_oldest(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,11 +60,10 @@ def _number(path: Path) -> int:
     return int(path.read_text(encoding="ascii"))
 
 
-def own_addresses() -> tuple[str, ...]:
+def own_addresses(own: Sequence[Interface] | None = None) -> tuple[str, ...]:
     """Return this host's addresses that others may reach, the one behind its name first."""
-    own = interfaces()
     named = ""
     with contextlib.suppress(OSError):
         named = socket.gethostbyname(socket.gethostname())
-    own.sort(key=lambda one: (one.address != named, is_local(one)))
+    own = sorted(own or interfaces(), key=lambda one: (one.address != named, is_local(one)))
     return tuple(one.address for one in own)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from disagg import rank_list
-from launch.interfaces import Interface
+from launch.interfaces import Interface, interfaces
 from launch.liveness_server import unreachable
 from launch.openmpi_tcp import explain_disconnection
 from launch.safe_text import whole_number
@@ -67,7 +67,7 @@ def explain_separation(
     if problems:
         return f"all ranks have started, but {'; '.join(problems)}: {FIREWALL} {_ports_needed(env)}"
     of_hosts = {one.host: _parse_interfaces(one.interfaces) for one in ports}
-    why = (explain_disconnection(of_hosts, env) if _openmpi(env) else "") or _MAY_BE_STOPPED
+    why = (explain_disconnection(interfaces(), of_hosts, env) if _openmpi(env) else "") or _MAY_BE_STOPPED
     return f"all ranks have started, and this host reaches the others, but MPI does not connect them: {why}"
 
 
@@ -99,7 +99,7 @@ def explain_missing_ranks(
         others = sorted(set(range(size)) - {*here})
         if not others:
             return missing
-        if _openmpi(env) and (why := explain_disconnection({}, env)):
+        if _openmpi(env) and (why := explain_disconnection(interfaces(), {}, env)):
             return f"MPI does not connect this host and others: {why}"
         has = "has" if len(others) == 1 else "have"
         missing = f"{rank_list(others)}, on other hosts, {has} not started, or can't be reached"

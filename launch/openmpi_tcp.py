@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launch.interfaces import Interface, interfaces, is_local
+from launch.interfaces import Interface, is_local
 
 _INCLUDE, _EXCLUDE, _BTL = "btl_tcp_if_include", "btl_tcp_if_exclude", "btl"
 _DEFAULT_EXCLUDE = "127.0.0.1/8,sppp"  # Open MPI's; our value replaces it
@@ -54,13 +54,12 @@ def exclusion(own: Sequence[Interface], env: Mapping[str, str] = os.environ) -> 
 
 
 def explain_disconnection(
-    of_hosts: Mapping[str, Sequence[Interface]], env: Mapping[str, str] = os.environ
+    own: Sequence[Interface], of_hosts: Mapping[str, Sequence[Interface]], env: Mapping[str, str] = os.environ
 ) -> str:
     """Return why Open MPI's TCP does not connect hosts that reach each other; "" if no reason is known.
 
     `of_hosts`: the addresses of each host, as far as they are known. The settings of this host count for all.
     """
-    own = interfaces()
     if problem := _wrong_setting(own, env):
         return problem
     env = {**env, **exclusion(own, env)}

@@ -26,9 +26,7 @@ _STATES = {
 }
 
 _STOPPED = "Tt"
-_STOPPED_S = 0.6
 _EXITED = "ZX"
-_ALL_STARTED_S = 10.0  # from the start of a host's first rank to the start of all its ranks
 
 
 class RankProcess(NamedTuple):
@@ -131,12 +129,13 @@ def ended_here() -> list[int]:
 class EndedRanks:
     """Finds the ranks of this host that have exited unexpectedly."""
 
-    def __init__(self) -> None:
+    def __init__(self, all_started_s: float = 10.0) -> None:
+        """`all_started_s`: from now to the start of all ranks of this host."""
         self._pids: dict[int, int] = {}
         self._places: dict[int, int | None] = {}
         self.exits = Exits[int]()  # once it is readable, call `look` immediately
         self._watched: set[int] = set()
-        self._since = time.monotonic()
+        self._all_started_at = time.monotonic() + all_started_s
 
     def look(self) -> str:
         """Name the ranks that ran at an earlier look and have exited; "" if none has.
@@ -157,7 +156,7 @@ class EndedRanks:
         }
         self._pids |= now
         here, own = ranks_here(), find_launcher()
-        if here is None or len(self._pids) >= here or time.monotonic() < self._since + _ALL_STARTED_S:
+        if here is None or len(self._pids) >= here or time.monotonic() < self._all_started_at:
             return ""
         if len(self._pids) < 2:
             return ""  # maybe each rank is in its own container, and cannot see the others
@@ -217,9 +216,10 @@ def how_it_is_stopped(pid: int) -> str:
 
 
 class StoppedProcesses:
-    """Finds processes that have been stopped for longer than a snapshot tool stops them."""
+    """Finds processes that have been stopped for longer than a snapshot tool stops them (`min_stop_s`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, min_stop_s: float = 0.6) -> None:
+        self._min_stop_s = min_stop_s
         self._since: dict[int, float] = {}
         self._reported: set[int] = set()
 
@@ -236,7 +236,8 @@ class StoppedProcesses:
         stopped = [pid for pid, state in states.items() if state in _STOPPED]
         self._since = {pid: self._since.get(pid, now) for pid in stopped}
         self._reported &= {*stopped}
-        late = [pid for pid in stopped if self._since[pid] <= now - _STOPPED_S and pid not in self._reported]
+        early = now - self._min_stop_s
+        late = [pid for pid in stopped if self._since[pid] <= early and pid not in self._reported]
         self._reported |= {*late}
         return [(pid, _STATES[states[pid]].format(pid)) for pid in late]
 

@@ -21,11 +21,11 @@ PATIENCE_S = 60.0
 class Admitted:
     """Counts the clients that a listener of its own has admitted."""
 
-    def __init__(self) -> None:
+    def __init__(self, greeting_s: float = PATIENCE_S) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
         self.greetings: list[bytes] = []
-        self.listener = HandshakeListener("test", listener, len(GREETING), self._admit)
+        self.listener = HandshakeListener("test", listener, len(GREETING), self._admit, greeting_s)
 
     def _admit(self, connection: socket.socket, greeting: bytes) -> None:
         self.greetings.append(greeting)
@@ -36,8 +36,9 @@ class Admitted:
 
 
 @pytest.fixture
-def admitted() -> Iterator[Admitted]:
-    made = Admitted()
+def admitted(request: pytest.FixtureRequest) -> Iterator[Admitted]:
+    """Yield a listener. Its parameter: how long a greeting may take."""
+    made = Admitted(getattr(request, "param", PATIENCE_S))
     yield made
     made.listener.close()
     with pytest.raises(ConnectionRefusedError):
@@ -74,9 +75,9 @@ def test_connections_of_another_address_are_kept(admitted: Admitted) -> None:
         assert closed(slow) and admitted.greetings == [GREETING]
 
 
-def test_a_greeting_has_a_deadline_for_all_of_it(admitted: Admitted, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("admitted", [0.5], indirect=True)
+def test_a_greeting_has_a_deadline_for_all_of_it(admitted: Admitted) -> None:
     """Not for each byte, nor for the next event."""
-    monkeypatch.setattr(handshake_listener, "_GREETING_S", 0.5)
     with admitted.call() as silent, admitted.call() as slow:
         began, sent = time.monotonic(), 0
         with contextlib.suppress(OSError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -50,12 +49,17 @@ def test_other_interfaces(tmp_path: Path) -> None:
     assert not is_local(Interface("br0", "10.0.0.1"), tmp_path), "its ports cannot be read"
 
 
-def test_an_address_that_others_reach_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    def entry(address: str) -> SimpleNamespace:
-        return SimpleNamespace(family=socket.AF_INET, address=address)
+def test_an_address_that_others_reach_comes_first() -> None:
+    own = [Interface("usb0", "169.254.3.1"), Interface("eth0", "192.0.2.1")]
+    assert own_addresses(own) == ("192.0.2.1", "169.254.3.1")
 
-    both = {"lo": [entry("127.0.0.1")], "usb0": [entry("169.254.3.1")], "eth0": [entry("10.0.0.1")]}
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: both)
-    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
-    assert interfaces() == [Interface("usb0", "169.254.3.1"), Interface("eth0", "10.0.0.1")]
-    assert own_addresses() == ("10.0.0.1", "169.254.3.1")
+
+def test_the_interfaces_of_this_host() -> None:
+    """All but loopback: the addresses that sockets here may bind to."""
+    own = interfaces()
+    n_entries = sum(one.family == socket.AF_INET for many in psutil.net_if_addrs().values() for one in many)
+    assert len(own) < n_entries, "the loopback interface counts"
+    for name, address in own:
+        assert name in psutil.net_if_addrs() and not address.startswith("127.")
+        with socket.create_server((address, 0)):
+            assert address in own_addresses()

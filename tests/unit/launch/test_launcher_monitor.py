@@ -147,8 +147,8 @@ def test_the_shell_of_another_host_may_end_first(registry: RankRegistry, is_sile
     assert made.exits_before_rank_0(255).startswith(lost)
 
 
-def test_ranks_that_exited_before_rank_0(registry: RankRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_exited_before_rank_0(registry: RankRegistry) -> None:
     assert LauncherMonitor().exits_before_rank_0(1) == LauncherMonitor(registry).exits_before_rank_0(1) == ""
-    monkeypatch.setattr(registry, "exits_before_rank_0", lambda: [RankExit(2, "h2", 7)])
+    registry._exited = (RankExit(2, "h2", 7, at=8.0), RankExit(0, "h1", 5, at=10.0))
     said = LauncherMonitor(registry).exits_before_rank_0(137)
     assert said == "rank 2 on h2 (pid 7) has ended; then mpirun, with 137, and all ranks"

@@ -50,19 +50,18 @@ def test_ports_that_the_system_chooses() -> None:
     assert "UCX_TCP_PORT_RANGE" in explain_separation("h2", [], {"PMI_RANK": "0"})
 
 
-def test_one_rank_of_each_other_host_is_tried(closed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = "127.0.0.1"
-    monkeypatch.setattr(socket, "gethostname", lambda: "h1")
+def test_one_rank_of_each_other_host_is_tried(closed: int) -> None:
+    here, h1 = "127.0.0.1", socket.gethostname()
     with socket.create_server((here, 0)) as listener:
         port = listener.getsockname()[1]
-        ports = [Port(0, "h1", here, closed), Port(1, "h2", here, port), Port(2, "h2", here, closed)]
-        assert unreachable_ranks(ports, "h1") == ""
+        ports = [Port(0, h1, here, closed), Port(1, "h2", here, port), Port(2, "h2", here, closed)]
+        assert unreachable_ranks(ports, h1) == ""
         apart = explain_separation("", ports, OPEN_MPI)
         assert "MPI does not connect them: a rank or a daemon of mpirun may be stopped" in apart
         assert "firewall" not in apart
         ports += [Port(3, "h3", here, closed), Port(4, "h3", here, port)]
-        said = f"host h3 (ranks 3-4) can't be reached from h1 (127.0.0.1 port {closed}: Connection refused)"
-        assert unreachable_ranks(ports, "h1") == said
+        said = f"host h3 (ranks 3-4) can't be reached from {h1} (127.0.0.1 port {closed}: Connection refused)"
+        assert unreachable_ranks(ports, h1) == said
         said = f"all ranks have started, but rank 0 … from head; {said}: is there a firewall"
         assert explain_separation("rank 0 … from head", ports, OPEN_MPI).startswith(said)
 

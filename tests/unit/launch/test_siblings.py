@@ -100,16 +100,12 @@ def test_of_several_the_one_that_ended_first_is_named(ranks: dict[int, subproces
         assert ended.look() == f"rank 2 on {os.uname().nodename} (pid {ranks[2].pid}) has ended"
 
 
-def test_a_rank_that_was_never_there_is_named_later(
-    ranks: dict[int, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_was_never_there_is_named_later(ranks: dict[int, subprocess.Popen[bytes]]) -> None:
     ranks[1].kill()
     ranks[1].wait()
     wait_until(lambda: siblings().keys() == {0, 2}, "the other ranks")
-    ended = EndedRanks()
-    assert ended.look() == ""
-    monkeypatch.setattr("launch.siblings._ALL_STARTED_S", -1.0)
-    assert ended.look() == "rank 1 has ended, or was not started"
+    assert EndedRanks().look() == ""
+    assert EndedRanks(all_started_s=-1.0).look() == "rank 1 has ended, or was not started"
 
 
 def test_a_child_that_was_taken_for_its_rank_and_ends_is_no_loss(
@@ -125,15 +121,12 @@ def test_a_child_that_was_taken_for_its_rank_and_ends_is_no_loss(
     assert ended.look() == ""
 
 
-def test_ranks_that_see_no_other_say_nothing_of_them(
-    ranks: dict[int, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_see_no_other_say_nothing_of_them(ranks: dict[int, subprocess.Popen[bytes]]) -> None:
     for rank in (1, 2):
         ranks[rank].kill()
         ranks[rank].wait()
     wait_until(lambda: siblings().keys() == {0}, "the rank that is left")
-    monkeypatch.setattr("launch.siblings._ALL_STARTED_S", -1.0)
-    assert EndedRanks().look() == ""
+    assert EndedRanks(all_started_s=-1.0).look() == ""
 
 
 def test_without_a_launcher_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,9 +168,8 @@ def test_which_of_a_hosts_ranks_is_missing(
     assert _missing(3, alone, places) == missing
 
 
-def test_a_process_is_returned_once_each_time_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launch.siblings._STOPPED_S", 0.0)
-    stopped = StoppedProcesses()
+def test_a_process_is_returned_once_each_time_it_is_stopped() -> None:
+    stopped = StoppedProcesses(min_stop_s=0.0)
     with subprocess.Popen(["sleep", "60"]) as process:
         try:
             for _ in range(2):
