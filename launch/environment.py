@@ -36,8 +36,6 @@ SECRETS = {"api_key": "MPILLM_API_KEY", "kv_secret": "MPILLM_KV_SECRET"}
 LAUNCH_TYPE = "MLPERF_DISAGG_LAUNCH_TYPE"
 """Program that `run-llm-server` starts: worker or leader. Other commands ignore this variable."""
 
-_RANK_0_S = 5.0  # rank 0 may start this much later than another rank
-
 # Variables that a launcher sets for one rank of one job. A process that inherits them acts as that rank.
 _JOB = re.compile(
     r"""
@@ -212,12 +210,12 @@ def read_directory(exit_file: Path) -> Path | None:
         return None
 
 
-def let_rank_0_report(env: Mapping[str, str] = os.environ) -> None:
-    """Wait, at most 5 s, until rank 0 has reported an error that every rank detects.
+def let_rank_0_report(env: Mapping[str, str] = os.environ, max_s: float = 5.0) -> None:
+    """Wait until rank 0, which may start later, has reported an error that every rank detects.
 
     Most launchers end all ranks as soon as one fails. Without the wait, rank 0's message can be lost.
     """
-    end = time.monotonic() + _RANK_0_S
+    end = time.monotonic() + max_s
     while time.monotonic() < end and not (
         EXIT_FILE in env and read_exit_code(Path(env[EXIT_FILE])) is not None
     ):

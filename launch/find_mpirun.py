@@ -27,7 +27,6 @@ mpi4py.rc.initialize = False
 from mpi4py import MPI
 print(MPI.Get_library_version())
 """
-_ANSWER_S = 60.0  # enough for a slow network file system
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part[:9]) for part in text.split("."))
 
 
-def choose(launchers: Sequence[tuple[str, str]], library: str) -> Mpi:
+def choose(launchers: Sequence[tuple[str, str]], library: str, python: str = sys.executable) -> Mpi:
     """Return the first of `launchers` (path, output of ``--version``) that belongs to mpi4py's `library`."""
     kind = parse_library_version(library)
     title = library.strip().splitlines()[0].split(", package")[0] if library.strip() else "an unnamed MPI"
@@ -72,7 +71,7 @@ def choose(launchers: Sequence[tuple[str, str]], library: str) -> Mpi:
             f" {_INSTALL}"
         )
     if not launchers:
-        raise ConfigError(f"no mpirun beside {sys.executable} or in PATH: {_INSTALL}")
+        raise ConfigError(f"no mpirun beside {python} or in PATH: {_INSTALL}")
     candidates = []
     for path, text in launchers:
         parsed = parse_mpirun_version(text)
@@ -81,7 +80,7 @@ def choose(launchers: Sequence[tuple[str, str]], library: str) -> Mpi:
         lines = text.strip().splitlines() or ["no output"]
         candidates.append(f"{path} ({_NAMES[parsed[0]] if parsed else f'unknown kind: {lines[-1]}'})")
     raise ConfigError(
-        f"mpi4py of {sys.executable} is bound to {title}, but mpirun is {', '.join(candidates)}: each rank"
+        f"mpi4py of {python} is bound to {title}, but mpirun is {', '.join(candidates)}: each rank"
         " would run alone. Install both from one source"
         f" ({_INSTALL}) or put the matching mpirun first in PATH"
     )
@@ -94,33 +93,34 @@ def find_launchers(python: str, path: str) -> list[str]:
     return list(dict.fromkeys(launcher for launcher in paths if launcher))
 
 
-def detect() -> Mpi:
+def detect(python: str = sys.executable, max_s: float = 60.0) -> Mpi:
     """Find the `mpirun` that fits the MPI library of this Python's mpi4py. Raises ConfigError without one.
 
     A separate process reads the version from mpi4py without `MPI_Init`: the launcher is not an MPI process.
+    `max_s`, for all answers, is enough for a slow network file system.
     """
     clean = clean_environment(os.environ)
-    paths = find_launchers(sys.executable, clean.get("PATH", os.defpath))
-    mpi4py = _start([sys.executable, "-c", _PRINT_LIBRARY], clean)
+    paths = find_launchers(python, clean.get("PATH", os.defpath))
+    mpi4py = _start([python, "-c", _PRINT_LIBRARY], clean)
     versions = [(path, _start([path, "--version"], clean)) for path in paths]
-    give_up_at = time.monotonic() + _ANSWER_S
-    library, problem = _output(mpi4py, give_up_at)
-    launchers = [(path, "".join(_output(process, give_up_at))) for path, process in versions]
+    began = time.monotonic()
+    library, problem = _output(mpi4py, began, max_s)
+    launchers = [(path, "".join(_output(process, began, max_s))) for path, process in versions]
     if mpi4py.returncode != 0:
         reason = problem.strip().splitlines()[-1] if problem.strip() else f"exit code {mpi4py.returncode}"
-        raise ConfigError(f"mpi4py of {sys.executable} finds no MPI library ({reason}): {_INSTALL}")
-    return choose(launchers, library)
+        raise ConfigError(f"mpi4py of {python} finds no MPI library ({reason}): {_INSTALL}")
+    return choose(launchers, library, python)
 
 
-def _output(process: subprocess.Popen[str], give_up_at: float) -> tuple[str, str]:
-    """Return a process's stdout and stderr. Kill it at the time `give_up_at`."""
+def _output(process: subprocess.Popen[str], began: float, max_s: float) -> tuple[str, str]:
+    """Return a process's stdout and stderr. Kill it `max_s` after the time `began`."""
     try:
-        return process.communicate(timeout=max(0.1, give_up_at - time.monotonic()))
+        return process.communicate(timeout=max(0.1, began + max_s - time.monotonic()))
     except subprocess.TimeoutExpired:
         process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # a file system hangs
             process.wait(timeout=1.0)
-        return "", f"no answer within {_ANSWER_S:g} s"
+        return "", f"no answer within {max_s:g} s"
 
 
 def _start(command: list[str], env: Mapping[str, str]) -> subprocess.Popen[str]:

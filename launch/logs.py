@@ -87,11 +87,13 @@ class _LogStream(logging.StreamHandler[TextIO]):
 def log_to(
     stream: TextIO, form: str, times: str | None = None, level: int = logging.INFO, *, force: bool = False
 ) -> None:
-    """Send all logging of this process to a stream.
+    """Send all logging of this process to a stream. `force`: replace existing handlers."""
+    logging.basicConfig(level=level, handlers=[log_handler(stream, form, times)], force=force)
 
-    `form`, `times`: as for `logging.Formatter`. `force`: replace existing handlers.
-    """
+
+def log_handler(stream: TextIO, form: str, times: str | None = None) -> logging.Handler:
+    """Return a handler that writes records to a stream. `form`, `times`: as for `logging.Formatter`."""
     handler = _LogStream(stream)
     handler.setFormatter(_RecordFormatter(form, times))
     handler.addFilter(_RateLimit())
-    logging.basicConfig(level=level, handlers=[handler], force=force)
+    return handler

@@ -309,6 +309,7 @@ def main(
         )
         rank0_code = read_exit_code(exit_file)
         started = read_started(exit_file)
+        without_ranks = _without_ranks(n_here, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         if rank0_code is None and supervisor.never_started:
             rank0_code = NOT_READY
         lost = supervisor.lost or sentence(registry.first_exits() if registry is not None else ())
@@ -317,13 +318,13 @@ def main(
             print(f"{FAILED}in phase 'join'\n  {text}", file=sys.stderr, flush=True)
             rank0_code = INSTANCE_LOST
         if rank0_code is None and interrupted is None and not started and not supervisor.killed:
-            why = f"it has no daemon on {monitor.host}" if monitor.host else _without_ranks(n_here)
+            why = f"it has no daemon on {monitor.host}" if monitor.host else without_ranks
             print_message(f"mpirun ended with {status} before rank 0 had started: {why}")
             rank0_code = NOT_READY
         directory = read_directory(exit_file)
         code, cause = exit_code(rank0_code, status, interrupted, survive), None
         if rank0_code is None and survive and directory is None and INSTANCE_LOST < code < 128:
-            print_message(f"mpirun ended with {status} before the ranks had joined: {_without_ranks(n_here)}")
+            print_message(f"mpirun ended with {status} before the ranks had joined: {without_ranks}")
             rank0_code = code = NOT_READY
         if survive and interrupted is None and (started or supervisor.killed):
             if cause := _why(monitor, supervisor, rank0_code, code, status):
@@ -342,12 +343,12 @@ def main(
     return code
 
 
-def _without_ranks(n_ranks: int) -> str:
-    """Return the likely cause if an mpirun has not started `n_ranks` ranks on this host.
+def _without_ranks(n_ranks: int, limit: int) -> str:
+    """Return the likely cause if an mpirun has not started `n_ranks` ranks here, with `limit` open files.
 
     If Open MPI's mpirun cannot open a pipe, it may print "Unknown error", or nothing.
     """
-    limit, need = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _FILES + n_ranks * _FILES_OF_A_RANK
+    need = _FILES + n_ranks * _FILES_OF_A_RANK
     if limit == resource.RLIM_INFINITY or limit >= need:
         return f"see its output; if there is none: `python -m mpillm mpirun -n {n_ranks} doctor`"
     return (

@@ -44,7 +44,6 @@ Raises ConfigError if the command would fail at its start."""
 STARTS_RUNS = ("run-harness", "find-max-qps", "ab", "sweep", "advise")
 """The commands that run as one process, and start an mpirun for each of several runs."""
 
-_POLL_S = 2.0
 _PIECE = 1 << 20  # bytes of output printed at a time
 _ANSWER_S = 60.0  # Slurm's commands give up on a silent controller after about as long
 _SLOW_END_S = 60.0  # time for an epilog, and for Slurm to kill processes that ignore SIGTERM (KillWait)
@@ -320,24 +319,24 @@ def _submit(job: Job, path: Path, wait: bool) -> int:
     return _follow(number) if wait else 0
 
 
-def _run(*command: str, text: str = "") -> str:
+def _run(*command: str, text: str = "", max_s: float = _ANSWER_S) -> str:
     """Return the output of one of Slurm's commands, which reads `text`. Raises ConfigError if it fails."""
     env = clean_environment(os.environ)
     try:
-        done = subprocess.run(command, env=env, input=text, capture_output=True, text=True, timeout=_ANSWER_S)
+        done = subprocess.run(command, env=env, input=text, capture_output=True, text=True, timeout=max_s)
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"{shlex.join(command)}: no answer within {_ANSWER_S:g} s") from None
+        raise ConfigError(f"{shlex.join(command)}: no answer within {max_s:g} s") from None
     if done.returncode != 0:
         raise ConfigError(f"{shlex.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
     return done.stdout.strip()
 
 
-def _follow(number: str) -> int:
+def _follow(number: str, poll_s: float = 2.0, clock: Callable[[], float] = time.monotonic) -> int:
     """Print the job's changes of state and its output until it has ended; return its exit code.
 
     The state is COMPLETING until all nodes have confirmed the end: see `_SlowEnd`.
     """
-    before, n_printed, end = "", 0, _SlowEnd()
+    before, n_printed, end = "", 0, _SlowEnd(clock)
     try:
         while True:
             job = _read_job(_run("scontrol", "show", "job", "--oneliner", number))
@@ -349,7 +348,7 @@ def _follow(number: str) -> int:
             n_printed = _print_output(Path(job.get("StdOut", "")), n_printed)
             if state.startswith(_ENDED) or end.is_overdue(number, job):
                 return _exit_code(job)
-            time.sleep(_POLL_S)
+            time.sleep(poll_s)
     except (KeyboardInterrupt, SystemExit):  # the command line turns a stop signal into SystemExit
         print(f"job {number} goes on; end it with: scancel {number}", file=sys.stderr)
         raise
@@ -358,13 +357,14 @@ def _follow(number: str) -> int:
 class _SlowEnd:
     """Time of a job in state COMPLETING: its command has ended, but a node has not confirmed the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._since = math.inf
         self._is_reported = False
 
     def is_overdue(self, number: str, job: Mapping[str, str]) -> bool:
         """Report the nodes that Slurm waits for after a minute; return whether the wait is too long."""
-        now = time.monotonic()
+        now = self._clock()
         if not job["JobState"].startswith(_COMPLETING):
             self._since, self._is_reported = math.inf, False
             return False

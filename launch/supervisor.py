@@ -35,9 +35,6 @@ MPIRUN_GRACE_S = STOP_GRACE_S + 2 * KILL_GRACE_S
 START_DEADLINE_S = 300.0
 """Seconds that `mpirun` has to start rank 0, which enforces all later deadlines."""
 
-
-# After rank 0 has started, MPI starts within this time. A single rank on a node makes no segment.
-_LOOK_S = 10.0
 _GUARD_TURNS = 2  # during which a server's guard may clean up after the server is killed
 
 
@@ -68,6 +65,7 @@ class Supervisor:
         drains: bool = False,
         draws: bool = False,
         monitor: LauncherMonitor | None = None,
+        mpi_start_s: float = 10.0,
     ) -> None:
         """Store the parameters.
 
@@ -79,6 +77,7 @@ class Supervisor:
                 time starts when it has written its exit code.
             draws: the ranks' output goes through this process, which draws their progress on a terminal.
             monitor: reads the output of the ranks and of mpirun.
+            mpi_start_s: time in which MPI starts after rank 0. A single rank on a node makes no segment.
         """
         self.never_started = False
         self.lost = ""
@@ -86,6 +85,7 @@ class Supervisor:
         self.killed = 0  # the signal that ended mpirun, if this process has not sent one
         self.pid = 0  # mpirun's
         self._start_deadline_s = start_deadline_s
+        self._mpi_start_s = mpi_start_s
         self._openmpi = openmpi
         self._grace_s = stop_grace_s
         self._first_grace_s = math.inf if drains else stop_grace_s
@@ -217,7 +217,7 @@ class Supervisor:
                 stop_at = self.finished_at + self._grace_s
             elif start_by is not None and started():
                 start_by = None
-                look_until = time.monotonic() + _LOOK_S
+                look_until = time.monotonic() + self._mpi_start_s
             elif stop_at is None and (ranks := lost()):
                 self.lost = ranks
                 stop_at = time.monotonic()

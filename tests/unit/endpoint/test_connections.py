@@ -11,7 +11,7 @@ import resource
 
 import pytest
 
-from launch.logs import log_to
+from launch.logs import log_handler
 from mpillm.endpoint import connections
 from tests.helpers.http_api import HOUR_MS, api, run
 
@@ -153,14 +153,11 @@ def test_connections_leave_files_for_the_run(monkeypatch: pytest.MonkeyPatch) ->
     ids=["no HTTP", "a header", "a version", "a line without end", "a length"],
 )
 def test_what_is_no_http_is_neither_logged_nor_echoed_as_it_came(
-    sent: bytes, monkeypatch: pytest.MonkeyPatch
+    sent: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     """However many come."""
     log = io.StringIO()
-    root = logging.getLogger()
-    monkeypatch.setattr(root, "handlers", [])
-    monkeypatch.setattr(root, "level", root.level)
-    log_to(log, "%(message)s")
+    handler = log_handler(log, "%(message)s")
 
     async def test() -> None:
         async with api() as a:
@@ -174,7 +171,12 @@ def test_what_is_no_http_is_neither_logged_nor_echoed_as_it_came(
                 assert json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["message"].isprintable()
             await a.idle()
 
-    run(test)
+    caplog.set_level(logging.INFO)
+    logging.getLogger().addHandler(handler)
+    try:
+        run(test)
+    finally:
+        logging.getLogger().removeHandler(handler)
     assert len(log.getvalue()) < 20_000
     assert log.getvalue().replace("\n", "").isprintable()
 

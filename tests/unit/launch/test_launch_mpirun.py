@@ -9,16 +9,17 @@ import math
 import os
 import resource
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from disagg.errors import ConfigError
@@ -360,6 +361,15 @@ def test_a_start_deadline_is_a_number_of_seconds(words: list[str]) -> None:
         )
 
 
+class Looks(supervisor.Supervisor):
+    """Counts its looks at the ranks' memory, and notes nothing of it."""
+
+    n_looks = 0
+
+    def _note_segments(self, process: subprocess.Popen[bytes]) -> None:
+        self.n_looks += 1
+
+
 def test_shared_memory_of_a_short_run_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run may end between two looks at its processes. The ranks' own records name its segments."""
     monkeypatch.setattr(segments, "_SHM", tmp_path)
@@ -375,26 +385,18 @@ with path.open("r+b") as file:
 segments.note()
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    monkeypatch.setattr(supervisor.Supervisor, "_note_segments", lambda self, process: None)
-    made = supervisor.Supervisor(openmpi=False)
+    made = Looks(openmpi=False)
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     assert made.run([sys.executable, "-c", rank], env, lambda: True, lambda: False) == (-signal.SIGKILL, None)
     assert not (tmp_path / "mpich_shm_1_0").exists()
 
 
-def test_shared_memory_is_not_looked_for_during_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_is_not_looked_for_during_the_test() -> None:
     """A rank alone on its node makes none, so the launcher looks only while MPI may be starting."""
-    looks: list[int] = []
-    monkeypatch.setattr(supervisor, "_LOOK_S", 0.1)
-    monkeypatch.setattr(
-        supervisor.Supervisor, "_note_segments", lambda self, process: looks.append(process.pid)
-    )
+    made = Looks(openmpi=False, mpi_start_s=0.1)
     line = [sys.executable, "-c", "import time; time.sleep(2)"]
-    assert supervisor.Supervisor(openmpi=False).run(line, os.environ, lambda: True, lambda: False) == (
-        0,
-        None,
-    )
-    assert 1 <= len(looks) <= 3  # the last one is at the end
+    assert made.run(line, os.environ, lambda: True, lambda: False) == (0, None)
+    assert 1 <= made.n_looks <= 3  # the last one is at the end
 
 
 def test_a_slurm_job_has_as_many_slots_as_tasks() -> None:
@@ -434,22 +436,19 @@ def test_an_mpirun_that_outlives_a_good_run_is_not_called_remaining_ranks(
 
 def test_silent_mpiruns_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All at the same moment; none stays behind, not even as a zombie."""
-    silent = script(tmp_path / "mpirun", "exec sleep 600")
-    monkeypatch.setattr(find_mpirun, "find_launchers", lambda *_: [str(silent)] * 4)
-    monkeypatch.setattr(find_mpirun, "_ANSWER_S", 3.0)  # within which Python itself must answer
-    asked, started = [sys.executable, "-c", "print('Open MPI v5.0.11')"], []
-    start = find_mpirun._start
-
-    def kept(line: list[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
-        started.append(start(asked if line[0] == sys.executable else line, env))
-        return started[-1]
-
-    monkeypatch.setattr(find_mpirun, "_start", kept)
+    pids = tmp_path / "pids"
+    folders = [tmp_path / name for name in "abcd"]
+    for folder in folders:
+        folder.mkdir()
+        silent = script(folder / "mpirun", f"echo $$ >> {pids}; exec {shutil.which('sleep')} 600")
+    python = script(tmp_path / "python", "echo 'Open MPI v5.0.11'")
+    monkeypatch.setenv("PATH", os.pathsep.join(map(str, folders)))
     began = time.monotonic()
     with pytest.raises(ConfigError, match=rf"{silent} \(unknown kind: no answer within 3 s\)"):
-        find_mpirun.detect()
+        find_mpirun.detect(str(python), max_s=3.0)  # within which the shells must start
     assert time.monotonic() - began < 4 * 3.0
-    assert [process.returncode for process in started[1:]] == [-signal.SIGKILL] * 4
+    started = [int(pid) for pid in pids.read_text().split()]
+    assert len(started) == 4 and not any(psutil.pid_exists(pid) for pid in started)
 
 
 def test_an_mpirun_that_fails_before_rank_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -472,17 +471,22 @@ def test_an_mpirun_that_fails_before_rank_0(tmp_path: Path, capsys: pytest.Captu
     ],
 )
 def test_an_mpirun_that_prints_nothing_is_explained_by_the_limit_of_open_files(
-    limit: int,
-    cause: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    limit: int, cause: str
 ) -> None:
     """Open MPI's prints "Unknown error" where it can open no more pipes."""
+    assert mpirun._without_ranks(8, limit).startswith(cause)
+
+
+def test_the_limit_of_this_process_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fails = script(tmp_path / "mpirun", "exit 186")
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
-    assert mpirun.main(["-n", "8", "run"], mpi=Mpi("openmpi", (5,), str(fails))) == 3
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1000, limits[1]))
+    try:
+        assert mpirun.main(["-n", "200", "run"], mpi=Mpi("openmpi", (5,), str(fails))) == 3
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     message = " ".join(capsys.readouterr().err.split())
+    cause = "a process here may open 1000 files, and mpirun needs up to 1632 for 200 ranks: ulimit -n 1632"
     assert f"mpirun ended with 186 before rank 0 had started: {cause}" in message
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +20,14 @@ _HOLDS = (
 @pytest.fixture(autouse=True)
 def own_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
     (tmp_path / "elsewhere").mkdir()
+
+
+def sweep() -> None:
+    """Sweep in a process that has this TMPDIR from its start."""
+    subprocess.run(
+        [sys.executable, "-c", "from launch.run_folders import sweep\nsweep()"], check=True, timeout=60
+    )
 
 
 @contextmanager
@@ -42,7 +47,7 @@ def test_folders_of_killed_commands_are_removed(tmp_path: Path) -> None:
         killed.kill()
         killed.wait(60)
         assert left.is_dir() and kept.is_dir()
-        run_folders.sweep()
+        sweep()
         assert not left.exists() and kept.is_dir()
         living.communicate("\n", 60)
         assert not kept.exists()
@@ -50,7 +55,7 @@ def test_folders_of_killed_commands_are_removed(tmp_path: Path) -> None:
 
 def test_folders_that_are_not_known_to_be_left_stay(tmp_path: Path) -> None:
     """The process may live on another host; a name may lead elsewhere."""
-    with run_folders.temporary() as own:
+    with run_folders.temporary(tmp_path) as own:
         head, place, pid, ticks, end = Path(own).name.rsplit("-", 4)
         gone = "-".join((head, place, pid, f"{ticks}1", end))
         strangers = [
@@ -62,10 +67,10 @@ def test_folders_that_are_not_known_to_be_left_stay(tmp_path: Path) -> None:
             folder.mkdir()
         link = tmp_path / gone
         link.symlink_to(tmp_path / "elsewhere")
-        run_folders.sweep()
+        sweep()
         assert all(folder.is_dir() for folder in strangers)
         assert link.is_symlink() and (tmp_path / "elsewhere").is_dir() and Path(own).is_dir()
         link.unlink()
         link.mkdir()
-        run_folders.sweep()
+        sweep()
         assert not link.exists()

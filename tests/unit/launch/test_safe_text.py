@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from launch.live_lines import LiveLines, frame
-from launch.logs import log_to
+from launch.logs import log_handler
 from launch.safe_text import one_line, printable
 
 CLEAR = "\x1b[2J"
@@ -124,35 +124,38 @@ def test_a_bar_is_drawn_and_nothing_else_moves_the_cursor() -> None:
 
 
 @pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """Send the root logger's records to a text, for this test."""
-    stream = io.StringIO()
-    root = logging.getLogger()
-    monkeypatch.setattr(root, "handlers", [])
-    monkeypatch.setattr(root, "level", root.level)
-    log_to(stream, "LOG %(levelname)s %(message)s")
-    return stream
+def log() -> io.StringIO:
+    """Return the text that `logger` writes."""
+    return io.StringIO()
 
 
-def test_no_line_of_a_stranger_looks_like_a_record(log: io.StringIO) -> None:
-    logging.warning("from outside: %s", f"{EVIL}\nLOG ERROR forged")
+@pytest.fixture
+def logger(log: io.StringIO) -> logging.Logger:
+    """Return a logger of this test."""
+    made = logging.Logger("test")
+    made.addHandler(log_handler(log, "LOG %(levelname)s %(message)s"))
+    return made
+
+
+def test_no_line_of_a_stranger_looks_like_a_record(logger: logging.Logger, log: io.StringIO) -> None:
+    logger.warning("from outside: %s", f"{EVIL}\nLOG ERROR forged")
     try:
         raise ValueError("no\nLOG ERROR forged")
     except ValueError:
-        logging.exception("it failed")
+        logger.exception("it failed")
     text = log.getvalue()
     assert is_tame(text) and "Traceback" in text
     assert [line[:9] for line in text.splitlines() if line.startswith("LOG")] == ["LOG WARNI", "LOG ERROR"]
     assert text.count("forged") == 3  # the second one in its own source, too
 
 
-def test_a_record_has_a_limit(log: io.StringIO) -> None:
-    logging.warning("%s", "x" * 10**7)
+def test_a_record_has_a_limit(logger: logging.Logger, log: io.StringIO) -> None:
+    logger.warning("%s", "x" * 10**7)
     assert len(log.getvalue()) < 20_000 and "(10000012 characters)" in log.getvalue()
 
 
 @pytest.mark.long
-def test_a_stranger_fills_no_disk(log: io.StringIO) -> None:
+def test_a_stranger_fills_no_disk(logger: logging.Logger, log: io.StringIO) -> None:
     """So many records come from one place in the code; others are there, and it says how many are not."""
     at = 1e9
 
@@ -160,10 +163,10 @@ def test_a_stranger_fills_no_disk(log: io.StringIO) -> None:
         for _ in range(n):
             record = logging.LogRecord("a", logging.WARNING, "file", 1, text, (), None)
             record.created = at
-            logging.getLogger().handle(record)
+            logger.handle(record)
 
     say("bad request", 100_000)
-    logging.warning("something else")
+    logger.warning("something else")
     assert log.getvalue().count("bad request") == 50 and "something else" in log.getvalue()
     at += 11
     say("bad request", 2)

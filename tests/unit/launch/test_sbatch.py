@@ -206,10 +206,8 @@ def test_a_silent_sbatch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     silent.write_text("#!/bin/sh\nexec sleep 600\n")
     silent.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr("launch.sbatch._ANSWER_S", 0.2)
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"sbatch --parsable --job-name=job\.sub: no answer within 0\.2 s"):
-        main(["--nodes", "1", "--submit", "--", "true"])
+        sbatch._run("sbatch", "--parsable", "--job-name=job.sub", max_s=0.2)
 
 
 SLURM = """\
@@ -242,9 +240,6 @@ def test_who_stops_following_a_job_is_told_that_it_goes_on(tmp_path: Path, numbe
 
 SLOW_END = """\
 #!/bin/sh
-case "$0" in
-  *sbatch) echo 7; exit ;;
-esac
 echo x >> "$COUNT"
 case $(wc -l < "$COUNT") in
   1) echo "JobState=RUNNING NodeList=h[1-2] StdOut=/dev/null ExitCode=0:0" ;;
@@ -260,19 +255,15 @@ def test_a_job_that_slurm_keeps_completing_is_named_with_its_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], last: str
 ) -> None:
     """A node without its slurmd confirms nothing, and `--wait` followed the job for ever."""
-    for name in ("sbatch", "scontrol"):
-        (tmp_path / name).write_text(SLOW_END)
-        (tmp_path / name).chmod(0o755)
+    (tmp_path / "scontrol").write_text(SLOW_END)
+    (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("COUNT", str(tmp_path / "count"))
     monkeypatch.setenv("LAST", last)
     clock = iter(range(0, 10_000, 20))  # seconds: one look in 20
-    monkeypatch.setattr("launch.sbatch.time.monotonic", lambda: next(clock))
-    monkeypatch.setattr("launch.sbatch.time.sleep", lambda seconds: None)
-    monkeypatch.chdir(tmp_path)
-    assert main(["--nodes", "1", "--wait", "--", "true"]) == 5
-    submitted, running, completing, *warning, end = capsys.readouterr().err.splitlines()
-    assert (submitted, running) == ("submitted job 7", "job 7: RUNNING on h[1-2]")
+    assert sbatch._follow("7", poll_s=0.0, clock=lambda: next(clock)) == 5
+    running, completing, *warning, end = capsys.readouterr().err.splitlines()
+    assert running == "job 7: RUNNING on h[1-2]"
     assert completing == "job 7: COMPLETING"
     assert warning[0] == "job 7: COMPLETING for 60 s: Slurm waits for h2 to confirm the end"
     assert warning[2] == "  look at: scontrol show node h2" and warning[4] == "  followed for 540 s more"
