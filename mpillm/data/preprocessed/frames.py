@@ -21,20 +21,19 @@ from numpy.typing import NDArray
 from disagg.errors import ConfigError, nearest
 from mpillm.data.json_array import not_lines
 
-_CHUNK = 1 << 20  # characters
 _BETWEEN = re.compile(r"[\s,]*")
 
 
-def json_rows(file: Path) -> Iterator[dict[str, Any]]:
+def json_rows(file: Path, chunk: int = 1 << 20) -> Iterator[dict[str, Any]]:
     """Yield the objects of the list in `file`; lists of integers become arrays, shape [length], int32.
 
-    The file is read piece by piece: it has hundreds of megabytes, with one token in each line. Raises
-    ConfigError if it cannot be read, is truncated, or has other content.
+    The file is read in pieces of `chunk` characters: it has hundreds of megabytes, with one token in each
+    line. Raises ConfigError if it cannot be read, is truncated, or has other content.
     """
     try:
         with file.open(encoding="utf-8-sig") as stream:
             decode = json.JSONDecoder(object_hook=_packed).raw_decode
-            text = stream.read(_CHUNK).lstrip()
+            text = stream.read(chunk).lstrip()
             if not text.startswith("["):
                 raise ConfigError(f"{file}: not a JSON list of objects, which a data set is")
             place = 1
@@ -47,7 +46,7 @@ def json_rows(file: Path) -> Iterator[dict[str, Any]]:
                     row, end = decode(text, place)
                 except ValueError as error:  # the row may continue in the next piece
                     # Doubling the size bounds how often a long row is parsed.
-                    if not (more := stream.read(max(_CHUNK, len(text) - place))):
+                    if not (more := stream.read(max(chunk, len(text) - place))):
                         raise ConfigError(f"{file}: truncated, or not JSON: {error}") from None
                     text, place = text[place:] + more, 0
                     continue

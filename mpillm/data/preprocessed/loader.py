@@ -10,6 +10,7 @@ mlcommons/inference). They are converted to arrays on first use. Only the harnes
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -41,13 +42,19 @@ def loader_of(path: Path, workload: Workload | None) -> PreprocessedLoader:
 class PreprocessedLoader(LLMDataLoader):
     """A preprocessed data set: a folder with the arrays, or a data frame (or its folder)."""
 
-    def __init__(self, path: Path, columns: Columns | None = None, frame_file: str | None = None) -> None:
-        """`frame_file`: the data frame's name in a folder without arrays.
+    def __init__(
+        self,
+        path: Path,
+        columns: Columns | None = None,
+        frame_file: str | None = None,
+        read: Callable[[Path], Frame] = read_frame,
+    ) -> None:
+        """`frame_file`: the data frame's name in a folder without arrays; `read`: reads it.
 
         Raises ConfigError if the folder has neither, or `path` is a pipe or a device.
         """
         check_file(path)
-        self._columns = columns or Columns()
+        self._columns, self._read_frame = columns or Columns(), read
         self._arrays: Path | None = None  # the folder
         self._frame: Path | None = None
         if path.is_dir():
@@ -96,7 +103,7 @@ class PreprocessedLoader(LLMDataLoader):
             return {
                 column: _unpacked(arrays[name], arrays[f"{name}{_ENDS}"]) for column, name in names.items()
             }
-        frame = read_frame(self._frame)  # raises ConfigError if the references are wrong
+        frame = self._read_frame(self._frame)  # raises ConfigError if the references are wrong
         return {column: frame.texts(column) for column in names}
 
     def _load_arrays(self, folder: Path) -> Samples:
@@ -148,15 +155,15 @@ class PreprocessedLoader(LLMDataLoader):
         return Samples(self._frame, arrays["lengths"], arrays["tokens"], arrays.get("stop_words"), note)
 
     def _converted(self, file: Path) -> tuple[Arrays, str]:
-        return converted(file, repr(self._columns), lambda: _convert(file, self._columns))
+        return converted(file, repr(self._columns), lambda: _convert(self._read_frame(file), self._columns))
 
 
-def _convert(file: Path, columns: Columns) -> Arrays:
+def _convert(frame: Frame, columns: Columns) -> Arrays:
     """Return the columns as arrays, without wrong references: not every run needs them.
 
     Raises ConfigError if the prompts are wrong.
     """
-    frame = read_frame(file)
+    file = frame.file
     lengths, tokens = frame.tokens(columns.tokens)
     if not len(lengths):
         raise ConfigError(f"data set {file} is empty")

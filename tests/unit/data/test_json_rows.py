@@ -11,7 +11,6 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm import workloads
-from mpillm.data.preprocessed import frames as reader
 from mpillm.data.preprocessed.frames import json_rows
 from mpillm.data.preprocessed.loader import loader_of
 from mpillm.submission.references import read_references
@@ -34,11 +33,10 @@ def write(folder: Path, text: str, name: str = "cnn_eval.json") -> Path:
 
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
 @pytest.mark.parametrize("indent", [None, 4])
-def test_rows(chunk: int, indent: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows(chunk: int, indent: int | None, tmp_path: Path) -> None:
     """Wherever the file is cut for reading, its rows are the same."""
-    monkeypatch.setattr(reader, "_CHUNK", chunk)
     rows = ROWS[:2] if chunk == 1 else ROWS
-    found = list(json_rows(write(tmp_path, json.dumps(rows, indent=indent, ensure_ascii=False))))
+    found = list(json_rows(write(tmp_path, json.dumps(rows, indent=indent, ensure_ascii=False)), chunk))
     assert [row["tok_input"].tolist() for row in found] == [row["tok_input"] for row in rows]
     assert all(row["tok_input"].dtype == np.int32 for row in found)
     rest = [{name: value for name, value in row.items() if name != "tok_input"} for row in found]
@@ -85,7 +83,6 @@ def test_a_wrong_file(text: str, message: str, tmp_path: Path) -> None:
 def test_a_long_row_is_not_read_again_for_each_piece_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "_CHUNK", 16)
     tried: list[int] = []
     decode = json.JSONDecoder.raw_decode
 
@@ -95,7 +92,7 @@ def test_a_long_row_is_not_read_again_for_each_piece_of_it(
 
     monkeypatch.setattr(json.JSONDecoder, "raw_decode", counting)
     text = json.dumps([{"text": "a" * 100_000}])
-    assert len(list(json_rows(write(tmp_path, text)))) == 1
+    assert len(list(json_rows(write(tmp_path, text), 16))) == 1
     assert sum(tried) < 4 * len(text)
 
 
