@@ -36,14 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return audit([str(folder / "bin" / "pip-audit")], Path(sysconfig.get_path("purelib")))
 
 
-def audit(program: Sequence[str], packages: Path) -> int:
+def audit(program: Sequence[str], packages: Path, deadline_s: float = _DEADLINE_S) -> int:
     """Run pip-audit on the packages in a folder; print the vulnerabilities, or why it cannot check."""
     options = ("--progress-spinner", "off", "--skip-editable", "--format", "json")
     command = [*program, "--path", str(packages), *options]
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_DEADLINE_S)
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=deadline_s)
     except subprocess.TimeoutExpired:
-        return _skipped(f"it has not ended within {_DEADLINE_S:g} s")
+        return _skipped(f"it has not ended within {deadline_s:g} s")
     try:
         looked_at = json.loads(ended.stdout)["dependencies"]
     except (ValueError, KeyError, TypeError):

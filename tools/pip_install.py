@@ -15,31 +15,39 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-_LOOK_S = 1.0
-_SIZE_S = 15.0  # between two lines about the size
 _MIN_GROWTH_MB = 10
 _LARGE_FILE = re.compile(r" *Downloading ([\w.]+-[\w.]+)\S* \((\d\d[\d.]* MB|[\d.]+ GB)\)")
 _UNPACKS = "Installing collected packages: "
 
 
-def main(argv: Sequence[str]) -> int:
-    """Return pip's exit code."""
+def main(argv: Sequence[str], environment: Path = Path(sys.prefix)) -> int:
+    """Return pip's exit code. `environment`: the folder that grows, and has pip's log."""
     command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", *argv]
     if sys.stdout.isatty():
-        return follow(subprocess.Popen(command), None)
-    log = Path(sys.prefix) / "pip.log"
+        return follow(subprocess.Popen(command), None, environment)
+    log = environment / "pip.log"
     with log.open("wb") as output, log.open(encoding="utf-8", errors="replace") as lines:
-        code = follow(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT), lines)
+        pip = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        code = follow(pip, lines, environment)
     if code:
         sys.stderr.write(log.read_text(encoding="utf-8", errors="replace"))
     return code
 
 
-def follow(process: subprocess.Popen[bytes], output: IO[str] | None) -> int:
-    """Print the progress until the process ends; return its exit code. `output`: pip's log."""
-    began, due, printed_mb, partial_line = time.monotonic(), _SIZE_S, megabytes(), ""
+def follow(
+    process: subprocess.Popen[bytes],
+    output: IO[str] | None,
+    environment: Path,
+    look_s: float = 1.0,
+    size_s: float = 15.0,
+) -> int:
+    """Print the progress until the process ends; return its exit code.
+
+    `output`: pip's log; `size_s`: between two lines about the size.
+    """
+    began, due, printed_mb, partial_line = time.monotonic(), size_s, megabytes(environment), ""
     while process.poll() is None:
-        time.sleep(_LOOK_S)
+        time.sleep(look_s)
         if output is not None:
             *lines, partial_line = (partial_line + output.read()).split("\n")
             for line in lines:
@@ -48,16 +56,16 @@ def follow(process: subprocess.Popen[bytes], output: IO[str] | None) -> int:
                 elif line.startswith(_UNPACKS):
                     print(f"  unpacks {line.count(',') + 1} packages", flush=True)
         if (now := time.monotonic() - began) > due:
-            due = now + _SIZE_S
-            if (mb := megabytes()) > printed_mb + _MIN_GROWTH_MB:
+            due = now + size_s
+            if (mb := megabytes(environment)) > printed_mb + _MIN_GROWTH_MB:
                 printed_mb = mb
-                print(f"  {now:.0f} s: {mb:,} MB in {sys.prefix}", flush=True)
+                print(f"  {now:.0f} s: {mb:,} MB in {environment}", flush=True)
     return process.returncode
 
 
-def megabytes() -> int:
-    """Return the size of this environment in MB."""
-    done = subprocess.run(["du", "-sm", sys.prefix], stdout=subprocess.PIPE, check=True, text=True)
+def megabytes(folder: Path) -> int:
+    """Return the size of a folder in MB."""
+    done = subprocess.run(["du", "-sm", str(folder)], stdout=subprocess.PIPE, check=True, text=True)
     return int(done.stdout.split()[0])
 
 

@@ -26,14 +26,6 @@ Resolve = Callable[[str], "Mapping[str, Any] | None"]
 """Returns the metadata of the file that pip finds for a requirement; None if there is none."""
 
 
-def main() -> int:
-    """Print the requirement, and the size."""
-    requirement, build = choose(pinned(), resolve, has_driver=_NVIDIA_DRIVER.exists())
-    print(f"Installing into .venv: {_SIZES[build]}", file=sys.stderr, flush=True)
-    print(requirement)
-    return 0
-
-
 def pinned() -> str:
     """Return the requirement of torch in constraints.txt."""
     lines = _CONSTRAINTS.read_text(encoding="utf-8").splitlines()
@@ -58,6 +50,14 @@ def resolve(requirement: str) -> Mapping[str, Any] | None:
         return None
     metadata: Mapping[str, Any] = json.loads(done.stdout)["install"][0]["metadata"]
     return metadata
+
+
+def main(resolve: Resolve = resolve) -> int:
+    """Print the requirement, and the size."""
+    requirement, build = choose(pinned(), resolve, has_driver=_NVIDIA_DRIVER.exists())
+    print(f"Installing into .venv: {_SIZES[build]}", file=sys.stderr, flush=True)
+    print(requirement)
+    return 0
 
 
 if __name__ == "__main__":

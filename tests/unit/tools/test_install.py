@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-import sys
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,55 +32,50 @@ def test_the_build_for_cpus_where_there_is_one(
     assert torch_build.choose("torch==2.13.0", files.get, has_driver) == chosen
 
 
-def test_the_size_is_printed_before_pip_starts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_size_is_printed_before_pip_starts(capsys: pytest.CaptureFixture[str]) -> None:
     """stdout has the requirement alone, which `make` gives to pip."""
-    monkeypatch.setattr(torch_build, "resolve", {torch_build.pinned(): _CUDA}.get)
-    assert torch_build.main() == 0
+    assert torch_build.main({torch_build.pinned(): _CUDA}.get) == 0
     printed = capsys.readouterr()
     assert printed.out == f"{torch_build.pinned()}\n"
     assert printed.err.startswith("Installing into .venv: 5.3 GB") and "CUDA" in printed.err
 
 
 class _Pip:
-    """A process that is still there at the first looks."""
+    """A process that is still there at the first looks. Before each of them, a file gets a size, in MB."""
 
     returncode = 0
 
-    def __init__(self, looks: int) -> None:
-        self._left = looks
+    def __init__(self, file: Path, sizes: list[int]) -> None:
+        self._file, self._sizes = file, sizes
 
     def poll(self) -> int | None:
-        self._left -= 1
-        return None if self._left >= 0 else 0
+        if not self._sizes:
+            return 0
+        if (size := self._sizes.pop(0)) > 0:
+            with self._file.open("wb") as stream:
+                os.posix_fallocate(stream.fileno(), 0, size << 20)
+        return None
 
 
 def test_lines_of_large_files_and_sizes_that_grow_are_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = iter([20, 20, 900, 905])
-    monkeypatch.setattr(pip_install, "megabytes", lambda: next(sizes))
-    monkeypatch.setattr(pip_install, "_LOOK_S", 0)
-    monkeypatch.setattr(pip_install, "_SIZE_S", 0)
     output = io.StringIO(
         "Collecting torch\n  Downloading torch-2.13.0-cp311-linux.whl (888.1 MB)\n"
         "  Downloading six-1.whl (11 kB)\n"
         "  Downloading all-1.0-py3.whl (1.2 GB)\nInstalling collected packages: torch, six\n"
     )
-    pip: Any = _Pip(looks=3)
-    assert pip_install.follow(pip, output) == 0
-    assert capsys.readouterr().out.splitlines() == [
+    pip: Any = _Pip(tmp_path / "torch.so", [0, 20, 24])
+    assert pip_install.follow(pip, output, tmp_path, look_s=0, size_s=0) == 0
+    *lines, size = capsys.readouterr().out.splitlines()
+    assert lines == [
         "  downloads torch-2.13.0, 888.1 MB",
         "  downloads all-1.0, 1.2 GB",
         "  unpacks 2 packages",
-        f"  0 s: 900 MB in {sys.prefix}",
     ]
+    assert re.fullmatch(rf"  0 s: 2[01] MB in {tmp_path}", size)  # a file system may need blocks of its own
 
 
-def test_a_failure_prints_all_that_pip_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    assert pip_install.main(["--no-index", "no-such-package-anywhere"]) == 1
+def test_a_failure_prints_all_that_pip_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert pip_install.main(["--no-index", "no-such-package-anywhere"], tmp_path) == 1
     assert "No matching distribution found for no-such-package-anywhere" in capsys.readouterr().err
