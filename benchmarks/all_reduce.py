@@ -51,7 +51,7 @@ def main(config: Options, world: MPI.Intracomm, device: int | None) -> None:
         raise ConfigError("benchmarks all-reduce: --device cuda is needed")
     import torch
 
-    from benchmarks.decode_parts import seconds_of
+    from benchmarks.decode_parts import CudaGraphs
     from mpillm.engine.kernels.ops import Partial, RoundedRows
     from mpillm.engine.parallel.nccl import NcclComm
     from mpillm.engine.parallel.shared_rows import SharedRows
@@ -85,7 +85,7 @@ def main(config: Options, world: MPI.Intracomm, device: int | None) -> None:
         times = []
         for one in sums:
             world.Barrier()
-            times.append(1e6 * seconds_of(partial(_repeat, one, config.n_sums)) / config.n_sums)
+            times.append(1e6 * CudaGraphs().seconds_of(partial(_repeat, one, config.n_sums)) / config.n_sums)
         if world.rank == 0:
             print(
                 f"  {n:>6} {n * width * 2 / 1024:>7.0f} {times[0]:>11.1f} {times[1]:>11.1f}"

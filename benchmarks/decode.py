@@ -7,9 +7,10 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.engine import Options as OfEngine
+from benchmarks.power_readings import PowerReader
 from disagg.errors import ConfigError
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.shape.dtypes import N_BYTES
@@ -25,7 +26,7 @@ from mpillm.options.parsers import integers, not_negative, positive
 from mpillm.options.values import Values
 
 if TYPE_CHECKING:
-    from benchmarks.decode_parts import Rates
+    from benchmarks.decode_parts import CudaGraphs, Rates
     from benchmarks.decode_steps import Decoded
     from mpillm.engine.run.worker import Worker
     from mpillm.experiments.bench.roofline import Energy, LayerOp
@@ -68,11 +69,10 @@ EPILOG = """example:
 
 def main(config: Options) -> int:
     """Print the table: a line per batch size."""
-    guesses = SpeculativeConfig.read(config.speculative_config) if config.speculative_config else None
     gpus = TorchCore.gpus()
     if not gpus:
         raise ConfigError("benchmarks decode: there is no NVIDIA GPU")
-    engine = _engine_config(config, guesses, gpus[0].free)
+    engine = engine_config(config, gpus[0].free)
     info = check_model(engine)
     if info.config.latent is not None:
         raise ConfigError(
@@ -82,8 +82,7 @@ def main(config: Options) -> int:
 
     import torch
 
-    from benchmarks.decode_parts import decode_parts, measure_rates, seconds_of
-    from benchmarks.decode_steps import WARM_UP, decode_steps
+    from benchmarks.decode_parts import CudaGraphs, Loads, measure_rates
     from mpillm.engine.kernels import step_kernels
 
     started = time.perf_counter()
@@ -92,12 +91,26 @@ def main(config: Options) -> int:
     with torch.inference_mode():  # what reading costs depends on the numbers
         for layer in (*worker.part.cache.keys, *worker.part.cache.values):
             layer.copy_(torch.randn(layer.shape, device=layer.device))
-    context, n_steps = config.context_len, config.output_len
     dtypes = info.dtype if info.quantization == "none" else f"{info.dtype} with {info.quantization} weights"
     print(f"{gpus[0].name}, {engine.model_path}, {dtypes}, KV cache in {info.kv_dtype}")
-    print(f"{context} tokens of context, greedy; loaded, captured and warmed up in {startup:.1f} s")
+    print(
+        f"{config.context_len} tokens of context, greedy; loaded, captured and warmed up in {startup:.1f} s"
+    )
+    graphs = CudaGraphs()
     with torch.inference_mode():
-        rates = measure_rates(worker.part, step_kernels)
+        rates = measure_rates(worker.part, step_kernels, graphs, PowerReader(), Loads())
+    print_steps(config, engine, worker, step_kernels, rates, graphs)
+    return 0
+
+
+def print_steps(
+    config: Options, engine: EngineConfig, worker: Worker, kernels: Any, rates: Rates, graphs: CudaGraphs
+) -> None:
+    """Print steps of each batch size beside the roofline, with pieces of prompts and with guesses."""
+    from benchmarks.decode_parts import decode_parts
+    from benchmarks.decode_steps import WARM_UP, decode_steps
+
+    info, context, n_steps = worker.part.info, config.context_len, config.output_len
     loads = rates.reading, rates.layers, rates.head
     roofline, energy = Roofline(*(rate.at_first for rate in loads)), rates.energy()
     explained: list[str] = []
@@ -113,8 +126,8 @@ def main(config: Options) -> int:
         n_bytes = _weight_bytes(info, batch)
         n_bytes += batch * n_tokens * info.config.kv_bytes_per_token(info.kv_dtype)
         floor_s = n_bytes / (config.bandwidth * 1e12)
-        parts = decode_parts(worker.part, batch, n_tokens, step_kernels)
-        times = {part: seconds_of(part.run) for part in parts}
+        parts = decode_parts(worker.part, batch, n_tokens, kernels)
+        times = {part: graphs.seconds_of(part.run) for part in parts}
         attention_s, *products_s = times.values()
         print(
             f"  {batch:>6} {step_s * 1e3:>9.3f} {floor_s * 1e3:>9.3f} {step_s / floor_s:>6.2f}"
@@ -126,15 +139,16 @@ def main(config: Options) -> int:
     _print_rates(rates, roofline, energy)
     print("\n".join(explained))
     _print_mixed_steps(config, worker)
-    if guesses is not None:
+    if config.speculative_config:
+        guesses = SpeculativeConfig.read(config.speculative_config)
         _print_guesses(config, guesses, engine, worker, plain_s)
-    return 0
 
 
-def _engine_config(config: Options, guesses: SpeculativeConfig | None, free_bytes: int) -> EngineConfig:
+def engine_config(config: Options, free_bytes: int) -> EngineConfig:
     """Return an engine with room for all steps that are timed."""
     from benchmarks.decode_steps import WARM_UP, context_steps
 
+    guesses = SpeculativeConfig.read(config.speculative_config) if config.speculative_config else None
     batch, context = max(config.batches), config.context_len
     n_guesses = guesses.max_draft_len if guesses else 0
     scheduler = SchedulerConfig(

@@ -19,11 +19,17 @@ if TYPE_CHECKING:
     from mpillm.engine.model.model_part import ModelPart
 
 _REPLAYS = 5
-_READ = 1 << 30  # bytes, many times what the caches hold
-_MANY_ROWS = 8192
-_LOGITS_ROWS = 2048  # each as long as the vocabulary
-_SETTLE_S, _ON_END_S = 1.0, 2.0  # by the first the clock has settled
-_IDLE_S = 1.0  # clocks stay up longer than twice that
+
+
+class Loads(NamedTuple):
+    """How large the loads are, and how long each is measured."""
+
+    n_bytes: int = 1 << 30  # many times what the caches hold
+    n_rows: int = 8192
+    n_logits_rows: int = 2048  # each as long as the vocabulary
+    settle_s: float = 1.0  # by then the clock has settled
+    on_end_s: float = 2.0
+    idle_s: float = 1.0  # clocks stay up longer than twice that
 
 
 class Rate(NamedTuple):
@@ -58,21 +64,72 @@ class Rates(NamedTuple):
         return self.energy().joules(1.0, [Work(flops * self.bytes_per_flop, flops, in_floats=False)])
 
 
-def measure_rates(part: ModelPart, kernels: Any) -> Rates:
+class CudaGraphs:
+    """Work that is captured once and replayed."""
+
+    def capture(self, work: Callable[[], object]) -> Callable[[], object]:
+        """Return a function that replays `work`."""
+        graph, _ = capture(work)
+        return graph.replay
+
+    def synchronize(self) -> None:
+        """Wait for all replays."""
+        torch.cuda.synchronize()
+
+    def seconds_of(self, work: Callable[[], object]) -> float:
+        """Return the seconds for a replay of `work`, its kernels one by one."""
+        from mpillm.engine.kernels.early_starts import one_by_one
+
+        with torch.inference_mode(), one_by_one():
+            work()
+            replay = self.capture(work)
+            replay()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            for _ in range(_REPLAYS):
+                replay()
+            end.record()
+            end.synchronize()
+            return float(start.elapsed_time(end)) / 1e3 / _REPLAYS
+
+
+def measure_rates(
+    part: ModelPart, kernels: Any, graphs: CudaGraphs, power: PowerReader, loads: Loads
+) -> Rates:
     """Measure for some 15 s. The bytes read are those of the KV cache: what data cost depends on their bits.
 
     A copy would not do: in a graph it is left to an engine that copies at 2.8 TB/s where kernels reach 4.
     """
-    held = part.cache.keys.view(torch.uint8).flatten()[:_READ]
-    read = held.repeat(-(-_READ // len(held)))[:_READ].view(torch.int64)
+    held = part.cache.keys.view(torch.uint8).flatten()[: loads.n_bytes]
+    read = held.repeat(-(-loads.n_bytes // len(held)))[: loads.n_bytes].view(torch.int64)
     layers, head = (
         next(one for one in _products(part, n_rows, kernels) if one.name == name)
-        for name, n_rows in (("qkv", _MANY_ROWS), ("head", _LOGITS_ROWS))
+        for name, n_rows in (("qkv", loads.n_rows), ("head", loads.n_logits_rows))
     )
-    power = PowerReader()
-    reading = _rate(power, read.sum, read.nbytes)
-    products = _rate(power, layers.run, layers.work.n_flops)
-    products_of_head = _rate(power, head.run, head.work.n_flops)
+
+    def rate(work: Callable[[], object], amount: float) -> Rate:
+        at_first_s = graphs.seconds_of(work)
+        replay, n = graphs.capture(work), max(1, round(0.01 / at_first_s))
+
+        def replay_for(seconds: float) -> int:
+            n_done, began = 0, time.perf_counter()
+            while time.perf_counter() - began < seconds:
+                for _ in range(n):
+                    replay()
+                graphs.synchronize()
+                n_done += n
+            return n_done
+
+        replay_for(loads.settle_s)
+        first = power.read()
+        n_done = replay_for(loads.on_end_s)
+        last = power.read()
+        on_end = n_done * amount / (last.at - first.at)
+        return Rate(amount / at_first_s, on_end, last.watts_since(first), last.sm_mhz)
+
+    reading = rate(read.sum, read.nbytes)
+    products = rate(layers.run, layers.work.n_flops)
+    products_of_head = rate(head.run, head.work.n_flops)
     n_reads = max(1, round(layers.work.n_flops / products.on_end * reading.on_end / read.nbytes))
 
     def turns() -> None:
@@ -80,35 +137,13 @@ def measure_rates(part: ModelPart, kernels: Any) -> Rates:
             read.sum()
         layers.run()
 
-    in_turns = _rate(power, turns, layers.work.n_flops)
-    time.sleep(_IDLE_S)
+    in_turns = rate(turns, layers.work.n_flops)
+    time.sleep(loads.idle_s)
     first = power.read()
-    time.sleep(_IDLE_S)
+    time.sleep(loads.idle_s)
     idle_watts = power.read().watts_since(first)
     bytes_per_flop = n_reads * read.nbytes / layers.work.n_flops
     return Rates(reading, products, products_of_head, in_turns, bytes_per_flop, idle_watts)
-
-
-def _rate(power: PowerReader, work: Callable[[], object], amount: float) -> Rate:
-    at_first_s = seconds_of(work)
-    graph, n = capture(work)[0], max(1, round(0.01 / at_first_s))
-
-    def replay_for(seconds: float) -> int:
-        n_done, began = 0, time.perf_counter()
-        while time.perf_counter() - began < seconds:
-            for _ in range(n):
-                graph.replay()
-            torch.cuda.synchronize()
-            n_done += n
-        return n_done
-
-    replay_for(_SETTLE_S)
-    first = power.read()
-    n_done = replay_for(_ON_END_S)
-    last = power.read()
-    return Rate(
-        amount / at_first_s, n_done * amount / (last.at - first.at), last.watts_since(first), last.sm_mhz
-    )
 
 
 def decode_parts(part: ModelPart, batch: int, n_tokens: int, kernels: Any) -> list[LayerOp]:
@@ -203,20 +238,3 @@ def _products(part: ModelPart, n_rows: int, kernels: Any) -> list[LayerOp]:
         products("down", downs, n_pairs, choice),
         products("head", [model.lm_head], n_rows, []),
     ]
-
-
-def seconds_of(work: Callable[[], object]) -> float:
-    """Return the seconds for a replay of `work` as a CUDA graph, its kernels one by one."""
-    from mpillm.engine.kernels.early_starts import one_by_one
-
-    with torch.inference_mode(), one_by_one():
-        work()
-        graph, _ = capture(work)
-        graph.replay()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        for _ in range(_REPLAYS):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3 / _REPLAYS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from mpillm.telemetry.gpu_meter import GPU_COLUMNS, GpuMeter
@@ -24,10 +25,10 @@ class Reading(NamedTuple):
 class PowerReader:
     """Reads this process's first GPU."""
 
-    def __init__(self) -> None:
-        """Work without a GPU, too."""
+    def __init__(self, meter: Callable[[int], GpuMeter] = GpuMeter) -> None:
+        """`meter`: opens the driver's counters of a GPU; raises OSError where there is none."""
         try:
-            self._meter: GpuMeter | None = GpuMeter(0)
+            self._meter: GpuMeter | None = meter(0)
         except OSError:
             self._meter = None
 

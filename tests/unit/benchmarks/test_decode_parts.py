@@ -6,15 +6,14 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
-from benchmarks import decode_parts as decode_parts_module
 from benchmarks.decode import _explained
-from benchmarks.decode_parts import Rate, Rates, decode_parts, measure_rates
+from benchmarks.decode_parts import CudaGraphs, Loads, Rate, Rates, decode_parts, measure_rates
 from benchmarks.decode_steps import Decoded
 from benchmarks.power_readings import PowerReader, Reading
 from mpillm.engine.model.model_part import ModelPart
@@ -97,31 +96,43 @@ def test_the_roofline_names_the_limit() -> None:
     assert last == "  1700 MHz; for watts these steps are too few: --output_len 250"
 
 
-def test_loads_are_measured_alone_and_in_turns(part: ModelPart, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU they are graphs. Here each replay runs the work; only reading takes energy, a joule."""
-    done = {"joules": 0.0}
-    read = torch.Tensor.sum
+class CountedReads(TorchFunctionMode):
+    """Counts how often integers are summed, which is how the loads read."""
 
-    def counted(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        done["joules"] += self.dtype == torch.int64
-        return read(self, *args, **kwargs)
+    n = 0
 
-    def capture(work: Callable[[], object]) -> tuple[Any, None]:
-        return SimpleNamespace(replay=work), None
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n += function is torch.Tensor.sum and args[0].dtype == torch.int64
+        return function(*args, **(kwargs or {}))
 
-    monkeypatch.setattr(torch.Tensor, "sum", counted)
-    monkeypatch.setattr(decode_parts_module, "capture", capture)
-    monkeypatch.setattr(decode_parts_module, "seconds_of", lambda work: 0.01)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(
-        PowerReader, "read", lambda self: Reading(time.perf_counter(), done["joules"], sm_mhz=1500.0)
-    )
-    for name, small in {"_SETTLE_S": 0.01, "_ON_END_S": 0.05, "_IDLE_S": 0.01, "_READ": 1 << 16}.items():
-        monkeypatch.setattr(decode_parts_module, name, small)
-    monkeypatch.setattr(decode_parts_module, "_MANY_ROWS", 64)
-    monkeypatch.setattr(decode_parts_module, "_LOGITS_ROWS", 8)
-    with torch.inference_mode():
-        rates = measure_rates(part, plain_kernels)
+
+class PlainRuns(CudaGraphs):
+    """Runs the work itself: a CPU has no graphs."""
+
+    def capture(self, work: Callable[[], object]) -> Callable[[], object]:
+        return work
+
+    def synchronize(self) -> None:
+        """All is done."""
+
+    def seconds_of(self, work: Callable[[], object]) -> float:
+        return 0.01
+
+
+class CountedPower(PowerReader):
+    """Only reading takes energy, a joule."""
+
+    def __init__(self, reads: CountedReads) -> None:
+        self._reads = reads
+
+    def read(self) -> Reading:
+        return Reading(time.perf_counter(), self._reads.n, sm_mhz=1500.0)
+
+
+def test_loads_are_measured_alone_and_in_turns(part: ModelPart) -> None:
+    loads = Loads(1 << 16, n_rows=64, n_logits_rows=8, settle_s=0.01, on_end_s=0.05, idle_s=0.01)
+    with torch.inference_mode(), CountedReads() as reads:
+        rates = measure_rates(part, plain_kernels, PlainRuns(), CountedPower(reads), loads)
     assert rates.reading.on_end == pytest.approx(rates.reading.watts * (1 << 16))
     assert rates.layers.watts == rates.head.watts == rates.idle_watts == 0
     n_bytes = rates.bytes_per_flop * rates.in_turns.on_end
