@@ -360,8 +360,8 @@ def _packs(dtype: torch.dtype) -> bool:
     return _cpu_has("AVX512") or (dtype == torch.float32 and _cpu_has("AVX2"))
 
 
-def _product_of_int8(x: Tensor, weight: Tensor) -> Tensor:
-    """Widen int8 weights a piece at a time.
+def _product_of_int8(x: Tensor, weight: Tensor, piece: int = _PIECE) -> Tensor:
+    """Widen int8 weights, `piece` numbers at a time.
 
     In bfloat16, up to `_FEW_ROWS` rows, PyTorch's own kernel is faster; in float32 it measured 7 to 40 times
     as slow.
@@ -369,8 +369,8 @@ def _product_of_int8(x: Tensor, weight: Tensor) -> Tensor:
     if x.dtype == torch.bfloat16 and len(x) <= _FEW_ROWS:
         return torch._weight_int8pack_mm(x, weight, torch.ones(len(weight), dtype=x.dtype))
     wide = x if _packs(x.dtype) else x.float()  # without AVX-512, bfloat16 is slower than float32
-    pieces = torch.split(weight, max(1, _PIECE // weight.shape[1]))
-    return torch.cat([_product(wide, piece.to(wide.dtype)) for piece in pieces], dim=1)
+    rows = torch.split(weight, max(1, piece // weight.shape[1]))
+    return torch.cat([_product(wide, each.to(wide.dtype)) for each in rows], dim=1)
 
 
 @functools.cache

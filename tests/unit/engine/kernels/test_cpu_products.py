@@ -14,6 +14,7 @@ from mpillm.engine.kernels.cpu_products import CpuProducts, cpu_products
 from mpillm.engine.kernels.linear import GroupedLinear, Linear, Mxfp4Linear
 from mpillm.engine.kernels.ops import choice_of
 from mpillm.engine.shape.mxfp4 import widened
+from tests.helpers.compilers import no_compiler
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 TYPES = [torch.float32, torch.bfloat16]
@@ -159,15 +160,17 @@ def test_experts_are_multiplied_as_one_by_one(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_mxfp4_without_a_compiler(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "cpu_products", lambda *types: None)
+def test_mxfp4_without_a_compiler(dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(1)
-    blocks = torch.randint(256, (70, 48), dtype=torch.uint8, generator=random)
-    exponents = torch.randint(120, 130, (70, 3), dtype=torch.uint8, generator=random)
-    monkeypatch.setattr(linear, "_PIECE", 96 * 32)  # several pieces
+    n = linear._PIECE // 96 + 70  # two pieces
+    blocks = torch.randint(256, (n, 48), dtype=torch.uint8, generator=random)
+    exponents = torch.randint(120, 130, (n, 3), dtype=torch.uint8, generator=random)
+    with no_compiler():
+        product = Mxfp4Linear(blocks, exponents, dtype)
+    assert product._products is None
     x = torch.randn(5, 96, generator=random).to(dtype)
     wanted = torch.nn.functional.linear(x, widened(blocks, exponents).to(dtype))
-    torch.testing.assert_close(Mxfp4Linear(blocks, exponents, dtype)(x), wanted)
+    torch.testing.assert_close(product(x), wanted)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from mpillm.engine.kernels import linear, ops
 from mpillm.engine.kernels.linear import Int8Linear, Linear, make_linear
 from mpillm.engine.tensors.rounding import quantize_rows
+from tests.helpers.compilers import no_compiler
 from tests.helpers.oracle import Tokens
 from tests.helpers.torch_cores import N_OUTPUT, answer, make_batch, make_core
 
@@ -30,19 +32,22 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("piece", [1, 64 * 20, 1 << 20, None])
-def test_int8(monkeypatch: pytest.MonkeyPatch, piece: int | None, dtype: torch.dtype) -> None:
+def test_int8(piece: int | None, dtype: torch.dtype) -> None:
     """Products are right for few rows and many, with matrices of one piece and of several, and compiled."""
-    if piece is not None:
-        monkeypatch.setattr(linear, "_PIECE", piece)
-        monkeypatch.setattr(linear, "_compiled", lambda *_: None)
     numbers, scales, floats = matrix("int8")
-    product = make_linear(numbers, scales, dtype)
+    with contextlib.nullcontext() if piece is None else no_compiler():
+        product = make_linear(numbers, scales, dtype)
+    assert (product._products is None) or piece is None
     assert isinstance(product, Int8Linear) and (product.out_features, product.in_features) == (96, 64)
     for n in (0, 1, 2, 31, 32, 33, 200):
         x = torch.randn(n, 64).to(dtype)
         found = product(x)
         assert found.dtype == dtype and found.shape == (n, 96)
-        assert not n or error(found, x.float() @ floats.T) < (1e-6 if dtype == torch.float32 else 5e-3)
+        wanted, max_error = x.float() @ floats.T, 1e-6 if dtype == torch.float32 else 5e-3
+        assert not n or error(found, wanted) < max_error
+        if piece is not None:
+            unscaled = linear._product_of_int8(x, numbers, piece)
+            assert not n or error(unscaled * scales.T, wanted) < max_error
 
 
 def test_fp8_on_a_cpu_becomes_floats() -> None:

@@ -19,6 +19,7 @@ from mpillm.engine.schedule.step import Span, Step
 from mpillm.engine.shape.families.known import FAMILIES
 from mpillm.engine.shape.layout import RankLayout
 from mpillm.engine.shape.read_config import load_model_config
+from tests.helpers.compilers import no_compiler
 from tests.helpers.torch_cores import make_core
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
@@ -84,15 +85,15 @@ def test_left_out_for_rows_that_pytorch_attends_with_and_when_somebody_waits_for
     assert stored == [*range(len(steps._part.model.layers))]
 
 
-def test_made_for_dense_models_of_one_rank_with_compiled_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_made_for_dense_models_of_one_rank_with_compiled_products() -> None:
     assert steps_of(make_core("tiny-mixtral"))._layers is None
     steps = steps_of(make_core("tiny-llama"))
     assert steps._layers is not None and steps._kernels is not None
     part = steps._part
     part.groups.layout = RankLayout(tp_size=2)
     assert CpuLayers.of(part, steps._kernels) is None
-    monkeypatch.setattr(linear, "_compiled", lambda dtype, weight_dtype: None)
-    assert steps_of(make_core("tiny-llama"))._layers is None
+    with no_compiler():
+        assert steps_of(make_core("tiny-llama"))._layers is None
 
 
 def test_only_a_layer_of_llamas_formula_without_a_window() -> None:

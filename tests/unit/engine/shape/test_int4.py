@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from mpillm.engine.shape.entries import blocks_name, scale_name  # noqa: E402
 from mpillm.engine.shape.layout import RankLayout  # noqa: E402
 from mpillm.engine.weights.rank_weights import open_weights, rotary_order  # noqa: E402
 from mpillm.engine.weights.sources import Checkpoint  # noqa: E402
+from tests.helpers.compilers import no_compiler  # noqa: E402
 
 _SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 
@@ -65,16 +67,15 @@ def test_every_weight_has_the_bits_of_the_references(tmp_path: Path, form: str, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("compiles", [True, False])
-def test_products(dtype: Any, group: int, compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not compiles:
-        monkeypatch.setattr(linear, "cpu_products", lambda *types: None)
-        monkeypatch.setattr(linear, "_PIECE", 256 * 32)  # several pieces
+def test_products(dtype: Any, group: int, compiles: bool) -> None:
     random = torch.Generator().manual_seed(1)
-    for outputs in (1, 31, 100):
+    for outputs in (1, 31, 100, linear._PIECE // 256 + 31):  # of the last, several pieces are widened
         blocks = torch.randint(256, (outputs, 128), dtype=torch.uint8, generator=random)
         zeros = torch.randint(17, (outputs, 256 // group), generator=random)
         scales = torch.stack([torch.rand(zeros.shape, generator=random), zeros], dim=-1).half()
-        product, wide = Int4Linear(blocks, scales, dtype), int4.widened(blocks, scales).double()
+        with contextlib.nullcontext() if compiles else no_compiler():
+            product = Int4Linear(blocks, scales, dtype)
+        wide = int4.widened(blocks, scales).double()
         for n in (0, 1, 3, 13, 97):
             x = torch.randn(n, 256, generator=random).to(dtype)
             rounding = 1e-2 if dtype == torch.bfloat16 else 1e-5
