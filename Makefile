@@ -102,7 +102,7 @@ test-slow: $(STAMP)
 SECONDS ?= 60
 SEED ?=
 fuzz: $(STAMP)
-	MPILLM_FUZZ_SECONDS=$(SECONDS) MPILLM_FUZZ_SEED=$(SEED) $(PY) -m pytest -rP -p no:logging $(PYTEST_ARGS) tests/unit/fuzz
+	MPILLM_FUZZ_SECONDS=$(SECONDS) MPILLM_FUZZ_SEED=$(SEED) $(PY) -m pytest -rfEP -p no:logging $(PYTEST_ARGS) tests/unit/fuzz
 
 test-cross: $(STAMP)
 	$(PY) -m pytest -m cross $(PYTEST_ARGS) tests/e2e/test_cross_product.py

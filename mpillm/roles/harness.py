@@ -61,13 +61,13 @@ class LossCosts:
     """Costs of the loss of an instance."""
 
     retried: int = 0  # samples
-    waited_s: float = 0.0  # from issue to the loss, summed over samples: wasted computation, or queueing
+    waited_s: float = 0.0  # from issue to the loss, summed over the retried samples
     recovered: float = 0.0  # time.perf_counter() of the last response to a retried sample
 
 
 @dataclass
 class Totals:
-    """Counts of a test, updated on responses; no data for each sample."""
+    """Running totals of a test, of constant size: nothing is kept for each sample."""
 
     issued: int = 0
     samples: int = 0
@@ -158,7 +158,9 @@ class Harness(Role):
         self._indices = np.zeros(0, np.int64)
         self._issued_at = np.zeros(0)
         self._first_at = np.zeros(0)  # NaN: no token has arrived
-        self._place = np.zeros(0, np.int64)  # position in the last batch of final responses
+        self._place = np.zeros(
+            0, np.int64
+        )  # scratch of `_on_final`, which detects a slot that occurs twice in a batch
         self._requests = self._make_requests()
         ANSWER.handle(route, self._on_answers)
         WINDOW.handle(route, self._on_window)
@@ -278,7 +280,7 @@ class Harness(Role):
             return
         lengths = batch.rows["n_tokens"].astype(np.int64)
         starts = lengths.cumsum() - lengths
-        # Usually all rows are of one kind. FIRST and FINAL of one request may come in any order.
+        # Usually all rows are of one kind. FIRST and FINAL of a request may come in any order, so kinds may too.
         kinds = np.unique(flags).tolist()
         for kind in kinds:
             part = slice(None) if len(kinds) == 1 else flags == kind
@@ -399,8 +401,9 @@ class Harness(Role):
     def _free_slots(self, slots: NDArray[np.uint32], *, alone: bool) -> None:
         """Free the slots for which no instance sends further responses.
 
-        A request with a handoff ends twice, in either order: FINAL from one instance, CONTEXT_DONE from the
-        other. `alone`: the response ended with its first token, without a handoff.
+        In a disaggregated run, a request that was offered to a generation instance ends twice, in either
+        order: with FINAL, and with CONTEXT_DONE from the context instance. `alone`: each row has FIRST and
+        FINAL. Then the request ended before the offer, so no CONTEXT_DONE follows.
         """
         if self._holders > 1:
             at = index_of(slots)

@@ -4,8 +4,8 @@ The leader queues requests (QUERY) until an instance has free credits. `Instance
 the instance, and the leader sends it the requests (WORK). It forwards each response (DONE) to the harness
 (ANSWER). The final response returns the request's credits.
 
-In a disaggregated run, a request uses credits of a context instance until the handoff, and credits of a
-generation instance until its final response.
+In a disaggregated run, a request takes credits of both a context and a generation instance when it is sent.
+The context instance's credits return after the handoff, the generation instance's with the final response.
 
 When an instance is lost, the leader makes the harness resend that instance's requests (see `retries`).
 """
@@ -50,7 +50,9 @@ from mpillm.roles.role import Role
 if TYPE_CHECKING:  # its import starts MPI
     from mpillm.comms.transport import Envelope, Transport
 
-_MIN_WINDOW = 2048  # requests that may wait at the leader; more if the instances hold more than half of it
+_MIN_WINDOW = (
+    2048  # requests that may wait at the leader; or twice what the first instances hold, if that is more
+)
 _MAX_BATCH = 2048  # requests per message
 # Plain numbers: NumPy takes three times as long for an operation on flags.
 _FINAL, _LOST = int(ResponseFlag.FINAL), int(ResponseFlag.LOST)
@@ -81,7 +83,7 @@ class Leader(Role):
             plan: ranks and instances of the run.
             entry_policy: selects the first instance of a request: a value of --traffic_distribution_policy.
             generation_policy: selects the generation instance. Unused in aggregated runs.
-            stall_timeout_s: seconds without a message after which an instance with outstanding requests
+            stall_timeout_s: an instance with outstanding requests that sends nothing for so many seconds
                 counts as stalled.
             report: sends the failure of a stalled instance to rank 0.
             prefix_routing: parameters of the policy kv_cache_aware.
@@ -119,7 +121,7 @@ class Leader(Role):
         QUERY.handle(route, self._on_query)
         GRANT.handle(route, self._on_grant)
         CANCEL.handle(route, self._on_cancel)
-        route.handlers[DONE.tag] = self._on_done  # not `handle`: the message is forwarded to the harness
+        route.handlers[DONE.tag] = self._on_done  # not `handle`: it would pass on only the unpacked message
 
     def done(self, phase: Phase) -> bool:
         if phase == "ready":
@@ -189,7 +191,7 @@ class Leader(Role):
         self._route.send(self._harness, ANSWER.tag, buffer)
 
     def _ended(self, instance: int, rows: NDArray[np.void]) -> None:
-        """Return the credits of requests that an instance's rows end."""
+        """Give back the credits of the requests that end with these rows of `instance`."""
         flags = rows["flags"]
         if self._cancelling:
             for id_ in rows["id"][(flags & _CANCEL_DONE) != 0].tolist():
@@ -200,8 +202,7 @@ class Leader(Role):
         if self._generation is None:
             self._return_credits(self._entry, final)
         else:
-            # The context instance has finished requests after their handoff, and requests without a handoff
-            # (see context.py).
+            # These requests have left the context instance: after a handoff, or ended by their first token.
             left = rows["id"][((flags & _CONTEXT_DONE) != 0) | ((flags & _ALONE) == _ALONE)]
             if self._retries.any:  # a lost instance's credits are not returned
                 final = final[self._generation.owner[final] >= 0]
@@ -212,10 +213,10 @@ class Leader(Role):
     def _on_cancel(self, source: int, ids: list[int]) -> None:
         """Cancel requests: queued ones end here, the others in their instances.
 
-        The harness sends this message. A context instance sends it back if it has finished the handoff
-        meanwhile; its CONTEXT_DONE has arrived before. Each CANCEL of the harness is answered by one row with
-        CANCEL_DONE. Before that row, the harness must not reuse the id, because a later request could be
-        cancelled in its place.
+        In `serve`, the frontend sends this message; LoadGen's harness cancels nothing. A context instance
+        returns the ids of requests that have left it. Their CONTEXT_DONE or final rows arrived earlier, so
+        here `_generation` owns them. Each id that the frontend cancels gets one row with CANCEL_DONE. Before
+        that row, the frontend must not reuse the id, because a later request could be cancelled in its place.
         """
         dropped = self._drop_waiting(ids)
         rows = [(id_, 0, int(_ALONE | ResponseFlag.CANCELLED | ResponseFlag.CANCEL_DONE)) for id_ in dropped]
@@ -271,7 +272,7 @@ class Leader(Role):
             ANSWER.send(self._route, self._harness, Batch(rows, np.zeros(0, np.int32)))
 
     def _request_resend(self, by_instance: dict[int, list[int]]) -> None:
-        """Make the harness resend requests, by the lost instance where they were outstanding."""
+        """Make the harness resend requests. `by_instance`: their ids, by the lost instance that had them."""
         for instance, ids in by_instance.items():
             rows = np.array([(id_, 1, self._lost_flags(id_)) for id_ in ids], RESPONSE)
             ANSWER.send(self._route, self._harness, Batch(rows, np.full(len(ids), instance, np.int32)))
@@ -289,7 +290,7 @@ class Leader(Role):
         return sent > 0
 
     def _left_queue(self, n: int, n_tokens: int) -> None:
-        """Note that requests have left the queue. From time to time, grant the harness new ones."""
+        """Count requests that left the queue. After each quarter of the window, grant the harness more."""
         self._n_waiting -= n
         self._tokens_waiting -= n_tokens
         self._dispatched += n
@@ -302,7 +303,7 @@ class Leader(Role):
         rows = batch.rows[:_MAX_BATCH]
         needs = self._needs[index_of(rows["id"])]
         generation, n = -1, len(rows)
-        # The window is not full, so the harness has no more requests.
+        # In Offline, a window that stays less than half full means that the harness has no more requests.
         left = self._tokens_waiting if self._all_at_once and 2 * self._n_waiting < self._window else None
         if self._generation is not None:
             generation, n = self._generation.pick(needs, left)
@@ -367,7 +368,9 @@ class Leader(Role):
                     instance.root_rank,
                     code=ExitCode.TEST_FAILED,
                 )
-                if instance.index in self._lost:  # it cannot have any: report an error, not an endless wait
+                if (
+                    instance.index in self._lost
+                ):  # it cannot have open requests: an error is better than an endless wait
                     raise RunError(dataclasses.replace(failure, rank=self._plan.leader_rank))
                 self._silent_since[instance.index] = now  # rank 0 decides; one report per timeout
                 self._report(failure)

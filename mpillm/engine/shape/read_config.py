@@ -199,7 +199,7 @@ def _head_dim(fields: ConfigFields, hidden: int, heads: int) -> int:
         )
     head_dim = fields.integer("head_dim", hidden // heads)
     if head_dim % 2:
-        raise fields.error(f"head_dim {head_dim} is odd; rotary embeddings turn pairs")
+        raise fields.error(f"head_dim is {head_dim}; must be even, because rotary embeddings rotate pairs")
     return head_dim
 
 

@@ -36,7 +36,9 @@ def _latent(fields: ConfigFields) -> Latent:
     sizes = {name: fields.integer(name) for name in Latent._fields[1:]}
     for name in ("kv_lora_rank", "qk_rope_head_dim"):
         if sizes[name] % 2:
-            raise fields.error(f"{name} {sizes[name]} is odd; rotary embeddings turn pairs")
+            raise fields.error(
+                f"{name} is {sizes[name]}; must be even, because rotary embeddings rotate pairs"
+            )
     return Latent(fields.integer("q_lora_rank") if fields.raw["q_lora_rank"] is not None else 0, **sizes)
 
 
@@ -45,8 +47,9 @@ def _groups(fields: ConfigFields) -> tuple[int, int]:
     n, n_chosen = fields.integer("n_group"), fields.integer("topk_group")
     if n_experts % n or n_chosen > n or n_per_token > n_experts // n * n_chosen:
         raise fields.error(
-            f"{n_experts} experts in n_group {n}, of which topk_group {n_chosen}:"
-            f" must be equal groups with {n_per_token} experts to choose"
+            f"n_routed_experts {n_experts}, n_group {n}, topk_group {n_chosen},"
+            f" num_experts_per_tok {n_per_token}: n_group must divide n_routed_experts, and topk_group of these groups must have at least"
+            " num_experts_per_tok experts"
         )
     return n, n_chosen
 

@@ -262,7 +262,7 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
                 "moe_intermediate_size": 32,
                 "n_group": 3,
             },
-            "8 experts in n_group 3, of which topk_group 4: must be equal groups with 8 experts",
+            "n_routed_experts 8, n_group 3, topk_group 4, num_experts_per_tok 8: n_group must divide",
         ),
         (
             {
@@ -280,7 +280,7 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
                 "n_routed_experts": 8,
                 "qk_rope_head_dim": 15,
             },
-            "qk_rope_head_dim 15 is odd",
+            "qk_rope_head_dim is 15; must be even",
         ),
         (
             {"architectures": ["Gemma3ForCausalLM"], "final_logit_softcapping": 30.0},
@@ -321,7 +321,7 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
         ),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
         ({"head_dim": None, "hidden_size": 132}, "hidden_size 132 is not a multiple"),
-        ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"head_dim": 15}, "head_dim is 15; must be even"),
         ({"hidden_size": None}, "hidden_size is null"),
         ({"vocab_size": "many"}, 'vocab_size is "many"'),
         ({"num_hidden_layers": 7}, "no tensor model.layers.6.input_layernorm.weight"),
