@@ -280,7 +280,7 @@ class Harness(Role):
             return
         lengths = batch.rows["n_tokens"].astype(np.int64)
         starts = lengths.cumsum() - lengths
-        # Usually all rows are of one kind. FIRST and FINAL of a request may come in any order, so kinds may too.
+        # Usually all rows are of one kind. Their order is free, as FIRST and FINAL may come in any order.
         kinds = np.unique(flags).tolist()
         for kind in kinds:
             part = slice(None) if len(kinds) == 1 else flags == kind

@@ -48,8 +48,8 @@ def _groups(fields: ConfigFields) -> tuple[int, int]:
     if n_experts % n or n_chosen > n or n_per_token > n_experts // n * n_chosen:
         raise fields.error(
             f"n_routed_experts {n_experts}, n_group {n}, topk_group {n_chosen},"
-            f" num_experts_per_tok {n_per_token}: n_group must divide n_routed_experts, and topk_group of these groups must have at least"
-            " num_experts_per_tok experts"
+            f" num_experts_per_tok {n_per_token}: n_group must divide n_routed_experts,"
+            " and topk_group of these groups must have at least num_experts_per_tok experts"
         )
     return n, n_chosen
 
