@@ -66,10 +66,10 @@ class Worker:
         """Load the weights and capture the graphs, which takes seconds, or minutes for a large model.
 
         Args:
-            kernels: Plain ones run on a CPU, slowly and without graphs.
+            kernels: Plain ones, which run on a CPU, slowly and without graphs; None: the GPU's.
             n_decode_rows: Rows of the largest step without contexts; None: `decode_rows`.
         """
-        device = "cpu" if config.gpu_bytes is None else f"cuda:{config.gpu or 0}"
+        device = f"cuda:{config.gpu or 0}" if kernels is None else "cpu"
         kernels = kernels or use_gpu(device)
         part = ModelPart.load(config, info, groups, device=device, ops=kernels)
         if config.core_options.get(CUSTOM_ALL_REDUCE, True):
