@@ -29,8 +29,8 @@ def wait_for_node() -> None:
         meet(f"mpillm-start-{namespace}", size)
 
 
-def meet(name: str, n: int, patience_s: float = _PATIENCE_S) -> None:
-    """Wait until `n` processes of this user have called this with the same name in this network namespace.
+def meet(name: str, n: int, patience_s: float = _PATIENCE_S, uid: int = os.getuid()) -> None:
+    """Wait until `n` processes of user `uid` have called this with the same name in this network namespace.
 
     The first process counts the others, which are connected to it. It closes all connections when all have
     arrived, when none has arrived for `patience_s`, or when it exits. Processes of other users do not count.
@@ -42,11 +42,11 @@ def meet(name: str, n: int, patience_s: float = _PATIENCE_S) -> None:
         while time.monotonic() < end:
             if _succeeds(own.bind, address):
                 own.listen(n)
-                _count(own, n - 1, patience_s)
+                _count(own, n - 1, patience_s, uid)
                 return
             if _succeeds(own.connect, address):
                 # If the first process closes its socket before it accepts, the connection is reset.
-                if _is_own_user(own):
+                if _uid_of(own) == uid:
                     own.settimeout(patience_s * n)
                     with contextlib.suppress(OSError):
                         own.recv(1)
@@ -54,14 +54,14 @@ def meet(name: str, n: int, patience_s: float = _PATIENCE_S) -> None:
             time.sleep(_RETRY_S)  # the first process does not listen yet
 
 
-def _count(listener: socket.socket, n: int, patience_s: float) -> None:
+def _count(listener: socket.socket, n: int, patience_s: float, uid: int) -> None:
     others: list[socket.socket] = []
     end = time.monotonic() + patience_s
     with contextlib.suppress(OSError):  # the others do not arrive in time, or no file descriptor is left
         while len(others) < n and (left := end - time.monotonic()) > 0:
             listener.settimeout(left)
             other = listener.accept()[0]
-            if _is_own_user(other):
+            if _uid_of(other) == uid:
                 others.append(other)
                 end = time.monotonic() + patience_s
             else:
@@ -70,10 +70,10 @@ def _count(listener: socket.socket, n: int, patience_s: float) -> None:
         other.close()
 
 
-def _is_own_user(other: socket.socket) -> bool:
-    """Return whether the process at the other end is this user's."""
+def _uid_of(other: socket.socket) -> int:
+    """Return the user of the process at the other end."""
     _, uid, _ = _UID.unpack(other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UID.size))
-    return bool(uid == os.getuid())
+    return int(uid)
 
 
 def _succeeds(act: Callable[[bytes], None], address: bytes) -> bool:

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _LAUNCHER_GRACE_S = 12.0  # longer than `mpillm mpirun` leaves the other ranks after rank 0 has ended
-_RANK_1_EXTRA_S = 2.0  # rank 1 waits this much longer than rank 0
-_DIAGNOSIS_S = 6.0  # maximum time of rank 0 to identify the missing ranks
 _LOOK_S = 0.5  # in MPI_Init: between checks of the other ranks
 _INIT_END_S = 0.5  # after a rank's exit, MPI_Init returns within this time, or never
 _BEGINS, _DONE = b"b", b"d"  # from a rank to the child that limits the time of its MPI_Init
@@ -307,11 +305,16 @@ def _write(pipe: int, byte: bytes) -> None:
         os.write(pipe, byte)
 
 
-def _cause_to_end(pipe: int, seconds: float, rank: int, pid: int) -> tuple[str, ExitCode] | None:
-    """Wait until the block is done; return why to stop waiting. `pid`: of the rank."""
-    end = time.monotonic() + seconds
-    end += _RANK_1_EXTRA_S if rank == 1 else 0.0
-    init_end_s = _INIT_END_S + (_RANK_1_EXTRA_S if rank == 1 else 0.0)
+def _cause_to_end(
+    pipe: int, seconds: float, rank: int, pid: int, rank_1_extra_s: float = 2.0, diagnosis_s: float = 6.0
+) -> tuple[str, ExitCode] | None:
+    """Wait until the block is done; return why to stop waiting. `pid`: of the rank.
+
+    Rank 1 waits `rank_1_extra_s` longer than rank 0, which has `diagnosis_s` to identify the missing ranks.
+    """
+    extra_s = rank_1_extra_s if rank == 1 else 0.0
+    end = time.monotonic() + seconds + extra_s
+    init_end_s = _INIT_END_S + extra_s
     ended: EndedRanks | None = None
     lost = ""
     stopped = StoppedProcesses()
@@ -336,7 +339,7 @@ def _cause_to_end(pipe: int, seconds: float, rank: int, pid: int) -> tuple[str, 
         return f"MPI can't start: {lost}", ExitCode.INSTANCE_LOST
     missing = stopped_ranks() or read_absent() or _explain_separation() or _explain_missing_ranks()
     if rank == 1:
-        patience = end - _RANK_1_EXTRA_S + _DIAGNOSIS_S - time.monotonic()
+        patience = end - extra_s + diagnosis_s - time.monotonic()
         if select.select([pipe], [], [], max(0.0, patience))[0]:
             return None  # rank 0's child has printed the message, and ended this rank
     return f"MPI_Init did not end within the deadline of {seconds:g} s: {missing}", ExitCode.NOT_READY

@@ -9,7 +9,7 @@ import heapq
 import math
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,8 +49,14 @@ def answer_tokens(prompts: Batch, n_output: NDArray[np.int64]) -> NDArray[np.int
 class DummyCore(LLMCore):
     """Runs at most `max_batch_size` requests if time is simulated, otherwise any number."""
 
-    def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
+    def __init__(
+        self,
+        config: CoreConfig,
+        comms: InstanceComms | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         super().__init__(config, comms)
+        self._clock = clock
         self.options = DummyOptions.from_options(config.options)
         self._max_batch_size = config.engine.scheduler.max_batch_size
         self._timed = self.options.ttft_ms > 0 or self.options.tpot_ms > 0
@@ -114,7 +120,7 @@ class DummyCore(LLMCore):
 
     def metrics(self) -> Metrics:
         """Return tokens by the clock, unfinished answers included; it has no KV cache."""
-        now = time.perf_counter()
+        now = self._clock()
         in_progress = sum(
             self._generated_of(answer, due - now)
             for due, _, flags, _, answer in self._events
@@ -160,7 +166,7 @@ class DummyCore(LLMCore):
     def poll_responses(self) -> Batch | None:
         if self._instant and not self._cancelled and not len(self._streams):
             return self._answer(self._instant.popleft())
-        now = time.perf_counter()
+        now = self._clock()
         ready = []
         if self._cancelled:
             rows = np.zeros(len(self._cancelled), RESPONSE)
@@ -184,14 +190,14 @@ class DummyCore(LLMCore):
     def has_work(self) -> bool:
         if self._instant or self._cancelled or (self._waiting and self._running < self._max_batch_size):
             return True
-        now = time.perf_counter()
+        now = self._clock()
         return (bool(self._events) and self._events[0][0] <= now) or self._streams.is_due(now)
 
     def quiet_s(self) -> float:
         if self._transfers:
             return 0.0
         due = min(self._events[0][0] if self._events else math.inf, self._streams.next_due())
-        return due - time.perf_counter()
+        return due - self._clock()
 
     # --- handoff: one piece from root rank to root rank ---
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,12 +34,20 @@ class InstanceRole(FollowerRole):
     works_on: Kind = "busy"
     """Kind of span while requests are open, if the core does not report its steps."""
 
-    def __init__(self, core: LLMCore, route: Transport, leader: int, instance: int) -> None:
+    def __init__(
+        self,
+        core: LLMCore,
+        route: Transport,
+        leader: int,
+        instance: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """`leader`: the leader's rank."""
         super().__init__(core)
         self._route = route
         self._leader = leader
         self._instance = instance
+        self._clock = clock
         self._in_test = False  # before the test, all requests belong to the warm-up, without the leader
         self._warming: set[int] = set()
         # In the test:
@@ -65,7 +74,7 @@ class InstanceRole(FollowerRole):
         GRANT.send(self._route, self._leader, Grant(*self._core.credits()))
 
     def test(self) -> None:
-        self._test_started = time.perf_counter()
+        self._test_started = self._clock()
         self._measure_at, self._log_at = self._test_started, self._test_started + _LOG_S
 
     def done(self, phase: Phase) -> bool:
@@ -87,7 +96,7 @@ class InstanceRole(FollowerRole):
     def measured(self) -> tuple[float, Metrics] | None:
         if self._measured is None:
             return None
-        (at, metrics), now = self._measured, time.perf_counter()
+        (at, metrics), now = self._measured, self._clock()
         # During a long step, the counts do not change, so the last ones are still valid.
         return (now if now - at > 2 * _MEASURE_S else at) - self._test_started, metrics
 
@@ -97,7 +106,7 @@ class InstanceRole(FollowerRole):
             "instance": self._instance,
             "samples": self._samples,
             "tokens": self._tokens,
-            "test_s": time.perf_counter() - self._test_started,
+            "test_s": self._clock() - self._test_started,
             "metrics": self._core.metrics(),
             "streamed": self._core.streams,
             **self._core.statistics(),
@@ -107,7 +116,7 @@ class InstanceRole(FollowerRole):
     # --- work ---
 
     def poll(self) -> bool:
-        now = time.perf_counter()
+        now = self._clock()
         if self._open is not None:
             self._open.update(self._n_outstanding > 0, now)
         if now >= self._measure_at:

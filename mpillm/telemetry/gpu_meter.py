@@ -83,9 +83,9 @@ class _Utilization(ctypes.Structure):
 class GpuMeter:
     """Reads one GPU. Values that its driver does not report are NaN. The handle stays open."""
 
-    def __init__(self, device: int) -> None:
+    def __init__(self, device: int, nvml: ctypes.CDLL | None = None) -> None:
         """`device`: as this process numbers GPUs. Raises OSError if NVML can't read the GPU."""
-        nvml = open_nvml()
+        nvml = nvml or open_nvml()
         handles = visible_handles(nvml) if nvml is not None else []
         if nvml is None or device >= len(handles):
             raise OSError(f"NVML shows no GPU {device}")

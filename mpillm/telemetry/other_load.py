@@ -38,39 +38,6 @@ class Disturbance:
         return f"; disturbed: {', '.join(causes)}"
 
 
-class OtherLoad:
-    """Meter that starts when it is created. Our own processes are excluded after their exit."""
-
-    def __init__(self) -> None:
-        self._since, self._before = time.monotonic(), _others_s()
-
-    def so_far(self) -> Disturbance:
-        """Return the average use of others until now."""
-        lasted = max(1e-9, time.monotonic() - self._since)
-        used = [
-            max(0.0, now - before) / lasted for now, before in zip(_others_s(), self._before, strict=True)
-        ]
-        return Disturbance(*used)
-
-
-def measure_undisturbed(measure: Callable[[], T]) -> tuple[T, Disturbance]:
-    """Return the result of `measure`, and the use of others meanwhile.
-
-    If other processes disturb, measure again, at most twice. The host's use lasts for minutes, so further
-    measurements do not avoid it.
-    """
-    best: tuple[T, Disturbance] | None = None
-    for _ in range(_ATTEMPTS):
-        load = OtherLoad()
-        result = measure(), load.so_far()
-        if best is None or result[1].degree < best[1].degree:
-            best = result
-        if result[1].processes <= DISTURBS:
-            break
-    assert best is not None
-    return best
-
-
 def _others_s() -> tuple[float, float]:
     """Return the CPU seconds of other processes (without this one's exited children), and of the host."""
     machine = psutil.cpu_times()
@@ -80,3 +47,42 @@ def _others_s() -> tuple[float, float]:
     guest = getattr(machine, "guest", 0.0) + getattr(machine, "guest_nice", 0.0)  # also counted as user
     own = sum(usage.ru_utime + usage.ru_stime for usage in usages)
     return float(sum(machine) - guest - idle - own), stolen
+
+
+class OtherLoad:
+    """Meter that starts when it is created. Our own processes are excluded after their exit."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        others_s: Callable[[], tuple[float, float]] = _others_s,
+    ) -> None:
+        """`others_s`: returns the CPU seconds of other processes and of the host."""
+        self._clock, self._others_s = clock, others_s
+        self._since, self._before = clock(), others_s()
+
+    def so_far(self) -> Disturbance:
+        """Return the average use of others until now."""
+        lasted = max(1e-9, self._clock() - self._since)
+        pairs = zip(self._others_s(), self._before, strict=True)
+        return Disturbance(*(max(0.0, now - before) / lasted for now, before in pairs))
+
+
+def measure_undisturbed(
+    measure: Callable[[], T], meter: Callable[[], OtherLoad] = OtherLoad
+) -> tuple[T, Disturbance]:
+    """Return the result of `measure`, and the use of others meanwhile.
+
+    If other processes disturb, measure again, at most twice. The host's use lasts for minutes, so further
+    measurements do not avoid it.
+    """
+    best: tuple[T, Disturbance] | None = None
+    for _ in range(_ATTEMPTS):
+        load = meter()
+        result = measure(), load.so_far()
+        if best is None or result[1].degree < best[1].degree:
+            best = result
+        if result[1].processes <= DISTURBS:
+            break
+    assert best is not None
+    return best

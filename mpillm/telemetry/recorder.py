@@ -161,9 +161,10 @@ class SpanTracker:
 
 
 class Recorder:
-    """Record of one rank, in constant memory. Times are of `time.perf_counter`."""
+    """Record of one rank, in constant memory. Times are of `clock`."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self.steps, self.handoffs = SpanTrack(), SpanTrack()
         self.costs = StepSums()  # on root ranks whose core reports its steps
         self.phases: list[tuple[str, float, float]] = []
@@ -205,7 +206,7 @@ class Recorder:
 
     def to_json(self, since: float, n_ranks: int) -> dict[str, Any]:
         """Return the record, in seconds after `since`. With many ranks, there are fewer spans of each."""
-        now = time.perf_counter()
+        now = self._clock()
         for tracker in self._trackers:  # of a stopped test
             tracker.flush(now)
         max_spans = max(64, min(_MAX_SPANS, _MAX_OF_ALL_RANKS // n_ranks))

@@ -17,11 +17,14 @@ from mpillm.comms.node_barrier import meet
 
 N = 5
 LONG_S = 120.0
+OTHER_USER = os.getuid() + 123_456
 
 
-def arrive(name: str, n: int, came: list[int], patience_s: float = LONG_S) -> threading.Thread:
+def arrive(
+    name: str, n: int, came: list[int], patience_s: float = LONG_S, uid: int = os.getuid()
+) -> threading.Thread:
     def come() -> None:
-        meet(name, n, patience_s)
+        meet(name, n, patience_s, uid)
         came.append(1)
 
     thread = threading.Thread(target=come)
@@ -76,13 +79,22 @@ def test_the_first_may_close_before_it_has_seen_all() -> None:
 
 
 def test_without_open_mpi_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_barrier, "meet", lambda name, n: pytest.fail("waits"))
+    namespace = secrets.token_hex(8)
     monkeypatch.delenv("OMPI_COMM_WORLD_LOCAL_SIZE", raising=False)
-    monkeypatch.setenv("PMIX_NAMESPACE", "slurm.pmix.7.0")
-    node_barrier.wait_for_node()
+    monkeypatch.setenv("PMIX_NAMESPACE", namespace)
+    with socket.socket(socket.AF_UNIX) as first:
+        first.bind(f"\0mpillm-start-{namespace}".encode())
+        first.listen(N)
+        node_barrier.wait_for_node()
+        assert not select.select([first], [], [], 0)[0], "it has come"
+        monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
+        thread = threading.Thread(target=node_barrier.wait_for_node)
+        thread.start()
+        assert select.select([first], [], [], LONG_S)[0]
+    thread.join(LONG_S)
 
 
-def test_a_stranger_that_has_the_name_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_that_has_the_name_stops_nobody() -> None:
     """It listens and says nothing: who is another user's is not waited for, and this user's not for ever."""
     name = secrets.token_hex(8)
     with socket.socket(socket.AF_UNIX) as stranger:
@@ -91,14 +103,12 @@ def test_a_stranger_that_has_the_name_stops_nobody(monkeypatch: pytest.MonkeyPat
         came: list[int] = []
         arrive(name, N, came, 0.1).join(LONG_S)
         assert came
-        monkeypatch.setattr(os, "getuid", lambda: 123_456)
-        arrive(name, N, came).join(LONG_S / 4)
+        arrive(name, N, came, uid=OTHER_USER).join(LONG_S / 4)
         assert len(came) == 2
 
 
-def test_strangers_that_come_count_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_that_come_count_for_nothing() -> None:
     """Nor do they make anybody wait: who comes again and again is no caller."""
-    monkeypatch.setattr(node_barrier, "_is_own_user", lambda other: False)
     name, came, over = secrets.token_hex(8), list[int](), threading.Event()
 
     def come_again() -> None:
@@ -109,7 +119,7 @@ def test_strangers_that_come_count_for_nothing(monkeypatch: pytest.MonkeyPatch) 
 
     thread = threading.Thread(target=come_again)
     thread.start()
-    arrive(name, N, came, 0.5).join(LONG_S)
+    arrive(name, N, came, 0.5, OTHER_USER).join(LONG_S)
     over.set()
     thread.join(LONG_S)
     assert came

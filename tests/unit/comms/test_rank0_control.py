@@ -51,19 +51,17 @@ def test_an_instance_that_is_silent_while_all_ranks_beat_is_blamed() -> None:
     assert [failure.rank for failure in error.value.failures] == [plan.instances[2].root_rank]
 
 
-def test_no_phase_ends_once_a_failure_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_phase_ends_once_a_failure_ends_the_run() -> None:
     """On a full disk, an arrival that came while failures settled began the work that had failed again."""
     cluster = ControlledCluster(plan_of(4), {}, heartbeat_s=1e9)
     cluster.arrive("join")
-    monkeypatch.setattr(rank0_control, "_SETTLE_S", 0.0)
     failure = Failure("no space left on device", 0)
     assert cluster.control.settle((failure,)) == (failure,)
     assert cluster.arrive("load") == 0, "nobody is released"
 
 
-def test_what_may_follow_from_another_failure_is_told_only_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_follow_from_another_failure_is_told_only_alone() -> None:
     """The other part of a server ends by itself, and may be heard first."""
-    monkeypatch.setattr(rank0_control, "_SETTLE_S", 0.0)
     follows, cause = Failure("ended with exit code 1", 2, may_follow=True), Failure("was ended by SIGKILL", 1)
     cluster = ControlledCluster(plan_of(4), {}, heartbeat_s=1e9)
     assert cluster.control.settle((follows,)) == (follows,)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 from typing import cast
 
 import pytest
 from mpi4py import MPI
 
-from launch.environment import EXIT_FILE
+from launch.environment import EXIT_FILE, write_absent
 from launch.rank_registry import REGISTRY_ADDRESS
 from mpillm.comms import start
 from mpillm.comms.start import node_name
@@ -29,22 +30,22 @@ def test_the_node_that_slurm_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("rank_0_says_it", [True, False])
 def test_rank_1_says_who_is_missing_if_rank_0_does_not(
-    monkeypatch: pytest.MonkeyPatch, rank_0_says_it: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank_0_says_it: bool
 ) -> None:
     """Rank 0's child may take longer to find out; then it ends rank 1."""
-    monkeypatch.setattr(start, "_RANK_1_EXTRA_S", 0.1)
-    monkeypatch.setattr(start, "_DIAGNOSIS_S", 30.0 if rank_0_says_it else 0.3)
-    monkeypatch.setattr(start, "stopped_ranks", lambda: "rank 0 is stopped")
+    monkeypatch.setenv(EXIT_FILE, str(tmp_path / "exit_code"))
+    write_absent("rank 0 has not started", tmp_path / "exit_code")
     wait_end, done_end = os.pipe()
     if rank_0_says_it:
         threading.Timer(0.5, os.close, [done_end]).start()
-    cause = start._cause_to_end(wait_end, 0.1, 1, os.getpid())
+    diagnosis_s = 30.0 if rank_0_says_it else 0.3
+    cause = start._cause_to_end(wait_end, 0.1, 1, os.getpid(), 0.1, diagnosis_s)
     os.close(wait_end)
     if rank_0_says_it:
         assert cause is None
         return
     os.close(done_end)
-    text = "MPI_Init did not end within the deadline of 0.1 s: rank 0 is stopped"
+    text = "MPI_Init did not end within the deadline of 0.1 s: rank 0 has not started"
     assert cause == (text, ExitCode.NOT_READY)
 
 

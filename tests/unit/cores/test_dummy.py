@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,14 @@ def expected(prompt: list[int], n: int) -> list[int]:
     return [(seed + j) % VOCAB_SIZE for j in range(n)]
 
 
-def core(role: str = "executor", max_batch_size: int = 64, **options: Any) -> DummyCore:
-    made = DummyCore(
-        CoreConfig("dummy", engine_config(role=role, max_batch_size=max_batch_size, core_options=options))
-    )
+def core(
+    clock: Callable[[], float] = time.perf_counter,
+    role: str = "executor",
+    max_batch_size: int = 64,
+    **options: Any,
+) -> DummyCore:
+    config = engine_config(role=role, max_batch_size=max_batch_size, core_options=options)
+    made = DummyCore(CoreConfig("dummy", config), clock=clock)
     made.load()
     made.run_health_check()
     made.start_test()
@@ -113,11 +118,10 @@ def test_every_request_is_answered_once(options: dict[str, Any], max_output: int
         assert flags in ([FIRST, FINAL], [FIRST | FINAL])
 
 
-def test_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock() -> None:
     """The first token after the TTFT, each further one after the TPOT; who looks late finds both at once."""
     now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    made = core(ttft_ms=20.0, tpot_ms=10.0)
+    made = core(lambda: now[0], ttft_ms=20.0, tpot_ms=10.0)
     made.enqueue(requests([[1], [2]], max_output=4))
 
     def due_at(when: float) -> list[tuple[int, int]]:
@@ -136,11 +140,10 @@ def test_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not made.has_work()
 
 
-def test_metrics_while_an_answer_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_while_an_answer_is_generated() -> None:
     """Tokens count by the clock, before their answer ends, and only after the test's start."""
     now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    made = core(ttft_ms=1000.0, tpot_ms=100.0, max_batch_size=2)
+    made = core(lambda: now[0], ttft_ms=1000.0, tpot_ms=100.0, max_batch_size=2)
     made.enqueue(requests([[1, 2], [3], [4, 5, 6]], max_output=11))
     seen = []
     for now[0] in (0.0, 0.99, 1.01, 1.55, 1.999, 2.01, 4.01):
@@ -192,7 +195,7 @@ def test_lengths_by_distribution() -> None:
 def pair(**options: Any) -> tuple[DummyCore, DummyCore]:
     """Return a context and a generation core, instances 0 and 1, that can hand over."""
     wire = Wire()
-    made = core("context", **options), core("generation", **options)
+    made = core(role="context", **options), core(role="generation", **options)
     for rank, one in enumerate(made):
         one.connect(wire.mover(rank), {1 - rank: Peer(1 - rank, 1, 1)})
     return made
@@ -240,7 +243,7 @@ def test_handoff(options: dict[str, float], early: bool) -> None:
 def test_a_wrong_handoff_is_noticed() -> None:
     for kv, token, word in ((5, 3, "KV cache"), (0, 4, "first token")):
         wire = Wire()
-        generation = core("generation")
+        generation = core(role="generation")
         generation.connect(wire.mover(1), {0: Peer(0, 1, 1)})
         batch = requests([[3]], generation=1)
         assert generation.receive_kv(batch, 0, 2)
@@ -264,7 +267,7 @@ def test_a_full_generation_core_takes_no_more() -> None:
 
 
 def test_an_answer_of_one_token_is_not_handed_over() -> None:
-    context = core("context")
+    context = core(role="context")
     context.enqueue(requests([[9]], max_output=1, generation=1))
     assert context.started() == []
     assert responses(context, 1) == [(0, FIRST | FINAL, [9])]

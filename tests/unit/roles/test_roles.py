@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from functools import partial
 from types import SimpleNamespace
@@ -61,13 +60,10 @@ def test_the_leader_is_not_told_of_requests_before_the_test() -> None:
     assert sent == [Tag.GRANT, Tag.DONE]
 
 
-def test_an_instance_measures_itself_in_the_test(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_instance_measures_itself_in_the_test(caplog: pytest.LogCaptureFixture) -> None:
     """It measures twice a second, whatever it does meanwhile, and only on its leader; its log has a line now
     and then."""
     now = [100.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     asked: list[float] = []
 
     class Core(DummyCore):
@@ -76,7 +72,7 @@ def test_an_instance_measures_itself_in_the_test(
             return Metrics(len(asked), 2, 3, 4, 0.5)
 
     route: Any = SimpleNamespace(handlers={}, send=lambda *_: None)
-    leading = InstanceRole(Core(CoreConfig("dummy")), route, leader=0, instance=0)
+    leading = InstanceRole(Core(CoreConfig("dummy")), route, leader=0, instance=0, clock=lambda: now[0])
     following = FollowerRole(Core(CoreConfig("dummy")))
     for role in (leading, following):
         role.load()
@@ -115,15 +111,18 @@ def test_a_core_is_stopped_once() -> None:
         stopped.clear()
 
 
-def test_an_instance_that_slept_until_a_request_came_was_not_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_instance_that_slept_until_a_request_came_was_not_busy() -> None:
     """A rank without work sleeps: what lies before a request is not the request's time."""
     now = [100.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    core = DummyCore(CoreConfig("dummy"))
-    monkeypatch.setattr(core, "poll_responses", lambda: None)  # the test says when it has answered
+
+    class Core(DummyCore):
+        def poll_responses(self) -> None:
+            """Answer nothing: the test says when it has."""
+
+    core = Core(CoreConfig("dummy"))
     route: Any = SimpleNamespace(handlers={}, send=lambda *_: None)
-    role = InstanceRole(core, route, leader=0, instance=0)
-    recorder = Recorder()
+    role = InstanceRole(core, route, leader=0, instance=0, clock=lambda: now[0])
+    recorder = Recorder(lambda: now[0])
     role.load()
     role.record(recorder)
     role.ready()
@@ -141,11 +140,10 @@ def test_an_instance_that_slept_until_a_request_came_was_not_busy(monkeypatch: p
     assert sum(recorder.to_json(100.0, 1)["steps"]["busy_s"]) == 4.0
 
 
-def test_a_test_that_is_stopped_counts_what_was_open_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_test_that_is_stopped_counts_what_was_open_until_then() -> None:
     """Its page said 0 %: only a tracker that had ended was a span."""
     now = [100.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    recorder = Recorder()
+    recorder = Recorder(lambda: now[0])
     tracker = recorder.track(partial(recorder.busy, "busy"))
     tracker.update(True, 100.0)
     for at, busy in ((103.0, 3.0), (105.0, 5.0)):  # also where it is asked twice
@@ -153,10 +151,9 @@ def test_a_test_that_is_stopped_counts_what_was_open_until_then(monkeypatch: pyt
         assert sum(recorder.to_json(100.0, 1)["steps"]["busy_s"]) == busy
 
 
-def test_a_core_that_has_stopped_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_core_that_has_stopped_is_not_measured() -> None:
     """Its engine is gone, and phase stop may last until the next measurement is due."""
     now = [100.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
     class Core(DummyCore):
         stopped = False
@@ -169,7 +166,7 @@ def test_a_core_that_has_stopped_is_not_measured(monkeypatch: pytest.MonkeyPatch
             return Metrics(1, 2, 3, 4, 0.5)
 
     route: Any = SimpleNamespace(handlers={}, send=lambda *_: None)
-    role = InstanceRole(Core(CoreConfig("dummy")), route, leader=0, instance=0)
+    role = InstanceRole(Core(CoreConfig("dummy")), route, leader=0, instance=0, clock=lambda: now[0])
     role.load()
     role.ready()
     role.test()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 from mpillm.report.validity_checks import doubts
-from mpillm.telemetry import gpu_meter
 from mpillm.telemetry.gpu_meter import GpuMeter, GpuUse, GpuWatch, other_processes
 
 OURS = os.getpid()
@@ -33,6 +31,13 @@ class Nvml:
             found[i].pid, found[i].used_bytes = pid, 1 << 30
         return 0
 
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+        count._obj.value = 1
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: object, handle: object) -> int:
+        return 0
+
     def __getattr__(self, name: str) -> Callable[..., int]:
         """Have no other numbers of a GPU."""
         if name.endswith("_v3"):
@@ -41,18 +46,16 @@ class Nvml:
 
 
 @pytest.fixture
-def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
-    made = Nvml()
-    monkeypatch.setattr(gpu_meter, "open_nvml", lambda: made)
-    monkeypatch.setattr(gpu_meter, "visible_handles", lambda _: [ctypes.c_void_p(1)])
-    return made
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return Nvml()
 
 
-def test_what_a_rank_sees(nvml: Nvml) -> None:
+def test_what_a_rank_sees(nvml: Any) -> None:
     """At both ends of the test; what it has started is its own."""
     nvml.pids = [OURS, 11]
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as worker:
-        watch = GpuWatch("GPU-a", GpuMeter(0))
+        watch = GpuWatch("GPU-a", GpuMeter(0, nvml))
         nvml.pids = [OURS, worker.pid, *range(100_000, 100_100)]
         use = watch.read()
         worker.communicate()
@@ -62,12 +65,12 @@ def test_what_a_rank_sees(nvml: Nvml) -> None:
 
 
 @pytest.mark.parametrize("how", ["an error", "an old driver"])
-def test_a_driver_that_does_not_say(nvml: Nvml, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_does_not_say(nvml: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if how == "an error":
         nvml.code = 3
     else:
         monkeypatch.delattr(Nvml, "nvmlDeviceGetComputeRunningProcesses_v3")
-    assert GpuWatch("GPU-a", GpuMeter(0)).read() is None
+    assert GpuWatch("GPU-a", GpuMeter(0, nvml)).read() is None
 
 
 def use(uuid: str, seen: set[int], own: set[int]) -> GpuUse:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpillm.telemetry import other_load
-from mpillm.telemetry.other_load import Disturbance, measure_undisturbed
+from mpillm.telemetry.other_load import Disturbance, OtherLoad, measure_undisturbed
 
 
 @pytest.mark.parametrize(
@@ -22,17 +21,17 @@ def test_what_disturbs_is_said(used: Disturbance, said: str) -> None:
     assert (used.degree > 1) == bool(said)
 
 
-def test_what_the_host_takes_for_minutes_is_not_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_host_takes_for_minutes_is_not_waited_out() -> None:
     now, taken = [0.0], [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    monkeypatch.setattr(other_load, "_others_s", lambda: (0.0, taken[0]))
 
     def measure(stolen: float) -> float:
         now[0] += 10.0
         taken[0] += 10 * stolen
         return now[0]
 
-    found, others = measure_undisturbed(lambda: measure(0.5))
+    found, others = measure_undisturbed(
+        lambda: measure(0.5), lambda: OtherLoad(lambda: now[0], lambda: (0.0, taken[0]))
+    )
     assert found == 10.0 and others.note() == "; disturbed: the host took 0.50 cores"
 
 
@@ -45,12 +44,8 @@ def test_what_the_host_takes_for_minutes_is_not_waited_out(monkeypatch: pytest.M
         ([2.0, 5.0, 9.0, 0.0], 0),  # no fourth time
     ],
 )
-def test_the_least_disturbed_is_kept(
-    monkeypatch: pytest.MonkeyPatch, others_s: list[float], kept: int
-) -> None:
+def test_the_least_disturbed_is_kept(others_s: list[float], kept: int) -> None:
     now, used = [0.0], [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    monkeypatch.setattr(other_load, "_others_s", lambda: (used[0], 0.0))
     measured: list[int] = []
 
     def measure() -> int:
@@ -59,6 +54,6 @@ def test_the_least_disturbed_is_kept(
         used[0] += others_s[measured[-1]]
         return measured[-1]
 
-    found, others = measure_undisturbed(measure)
+    found, others = measure_undisturbed(measure, lambda: OtherLoad(lambda: now[0], lambda: (used[0], 0.0)))
     assert (found, others.processes) == (kept, others_s[kept] / 10.0)
     assert len(measured) == min(3, len(others_s))
