@@ -280,7 +280,8 @@ class Harness(Role):
             return
         lengths = batch.rows["n_tokens"].astype(np.int64)
         starts = lengths.cumsum() - lengths
-        # Usually all rows are of one kind. Their order is free, as FIRST and FINAL may come in any order.
+        # Usually all rows are of one kind. Otherwise they are handled kind by kind, not in their order: a
+        # request's FIRST and FINAL may come in any order.
         kinds = np.unique(flags).tolist()
         for kind in kinds:
             part = slice(None) if len(kinds) == 1 else flags == kind
@@ -402,8 +403,8 @@ class Harness(Role):
         """Free the slots for which no instance sends further responses.
 
         In a disaggregated run, a request that was offered to a generation instance ends twice, in either
-        order: with FINAL, and with CONTEXT_DONE from the context instance. `alone`: each row has FIRST and
-        FINAL. Then the request ended before the offer, so no CONTEXT_DONE follows.
+        order: with FINAL, and with CONTEXT_DONE from the context instance. `alone`: these rows have both
+        FIRST and FINAL. Such a request was never offered, so this is its only end.
         """
         if self._holders > 1:
             at = index_of(slots)

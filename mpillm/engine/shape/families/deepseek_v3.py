@@ -37,7 +37,7 @@ def _latent(fields: ConfigFields) -> Latent:
     for name in ("kv_lora_rank", "qk_rope_head_dim"):
         if sizes[name] % 2:
             raise fields.error(
-                f"{name} is {sizes[name]}; must be even, because rotary embeddings rotate pairs"
+                f"{name} is {sizes[name]}; must be even, because the engine rotates keys in pairs of values"
             )
     return Latent(fields.integer("q_lora_rank") if fields.raw["q_lora_rank"] is not None else 0, **sizes)
 
@@ -48,8 +48,8 @@ def _groups(fields: ConfigFields) -> tuple[int, int]:
     if n_experts % n or n_chosen > n or n_per_token > n_experts // n * n_chosen:
         raise fields.error(
             f"n_routed_experts {n_experts}, n_group {n}, topk_group {n_chosen},"
-            f" num_experts_per_tok {n_per_token}: n_group must divide n_routed_experts,"
-            " and topk_group of these groups must have at least num_experts_per_tok experts"
+            f" num_experts_per_tok {n_per_token}: n_group must divide n_routed_experts, topk_group must be"
+            " at most n_group, and the chosen groups must have at least num_experts_per_tok experts together"
         )
     return n, n_chosen
 
