@@ -162,6 +162,7 @@ class ControlledCluster:
     def __init__(self, plan: WorldPlan, values: dict[str, Any], heartbeat_s: float) -> None:
         """`values`: the options, as each rank reports them when it joins."""
         self.clock = Clock()
+        self.n_written = 0  # messages of rank 0; several ranks may get the same one
         self._plan, self._values = plan, values
         self._wire = Wire(0)
         timeouts = Timeouts(dict.fromkeys(PHASES, 1e9), heartbeat=heartbeat_s)
@@ -188,6 +189,7 @@ class ControlledCluster:
                     pids = f"pids of {rank.node}"
                     report = JoinReport(rank.node, os.getpid(), 0.0, {}, "", "", self._values, (), pids)
                 self._wire.deliver(rank.rank, Tag.ARRIVED, ARRIVED.write(Arrival(phase, report)))
+        self.n_written += len({id(buffer) for _, _, buffer in self._wire.sent})
         n_bytes: int = sum(buffer.nbytes for _, _, buffer in self._wire.sent)
         self._wire.sent.clear()
         return n_bytes

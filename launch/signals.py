@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from launch.launcher import HYDRA, find_launcher
 
@@ -36,14 +36,14 @@ class Echoes:
     `mpillm mpirun` that got SIGUSR1. The second signal must not interrupt the shutdown of the first.
     """
 
-    def __init__(self) -> None:
-        self._last = -math.inf
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._last = clock, -math.inf
 
     def has(self, number: int) -> bool:
         """Return whether a signal that has come repeats one that came just before. Handlers call this."""
         if number == signal.SIGINT:  # a second Ctrl-C is a second request
             return False
-        now = time.monotonic()
+        now = self._clock()
         if now < self._last + _ECHO_S:
             return True
         self._last = now

@@ -16,7 +16,6 @@ from disagg.errors import ConfigError
 from disagg.text_file import check_file
 from launch.masking import without_known
 
-_MAX_JSON = 1 << 28
 LFS_POINTER = b"version https://git-lfs"  # the start of what Git leaves in place of a large file
 _LONG_NUMBER = re.compile(rb"\d{309}")  # or another text
 _MAX_DIMENSIONS = 64  # of an array, in NumPy and PyTorch
@@ -55,12 +54,12 @@ def _int(digits: str) -> int:
     return value
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file of at most 256 MiB. Raises ConfigError naming the file, and the line of a mistake."""
+def read_json(path: Path, max_bytes: int = 1 << 28) -> Any:
+    """Read a JSON file. Raises ConfigError naming the file, and the line of a mistake."""
     check_file(path)
     try:
         with path.open("rb") as file:
-            data = file.read(_MAX_JSON + 1)
+            data = file.read(max_bytes + 1)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except OSError as error:
@@ -69,8 +68,8 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{excerpt(str(path))}: not a file's name") from None
     if data.startswith(LFS_POINTER):
         raise ConfigError(f"{path}: {lfs_hint(path.parent)}")
-    if len(data) > _MAX_JSON:
-        raise ConfigError(f"{path}: more than {_MAX_JSON} bytes of JSON")
+    if len(data) > max_bytes:
+        raise ConfigError(f"{path}: more than {max_bytes} bytes of JSON")
     try:
         # An integer that no float can hold would fail in later arithmetic.
         return json.loads(data, parse_int=_int if _LONG_NUMBER.search(data) else None)

@@ -93,7 +93,7 @@ def start_rank(
             print(f"mpillm: rank {comms.control.rank}, {node_name()}: {cause}", file=sys.stderr, flush=True)
             write_exit_code(ExitCode.USAGE)
             comms.control.Abort(ExitCode.USAGE)
-        handler = Interrupts(rank.drain)
+        handler = Interrupts(rank.drain, Echoes())
         for number in stop_signals():
             signal.signal(number, handler)
         return rank.live(), rank.log_dir
@@ -128,10 +128,9 @@ def _warn() -> None:
 class Interrupts:
     """Signal handler that reports the user's signal once. mpirun forwards a second signal to the ranks."""
 
-    def __init__(self, drain: Callable[[], bool]) -> None:
+    def __init__(self, drain: Callable[[], bool], echoes: Echoes) -> None:
         """`drain`: see `Rank.drain`."""
-        self._drain = drain
-        self._echoes = Echoes()
+        self._drain, self._echoes = drain, echoes
 
     def __call__(self, number: int, frame: object) -> None:
         """Raise InterruptError, unless the signal is an echo or makes the run end in an orderly way."""

@@ -63,7 +63,10 @@ class LoadProgress(NamedTuple):
 class Console:
     """Prints lines; redraws the progress in place on a terminal, elsewhere prints it every few seconds."""
 
-    def __init__(self, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -> None:
+    def __init__(
+        self, out: TextIO = sys.stdout, err: TextIO = sys.stderr, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
         self._lines = LiveLines(out, err)
         # Under mpirun, a rank's own stdout differs from the user's: Open MPI always makes it a terminal,
         # MPICH a pipe. The launcher draws, if that is a terminal.
@@ -74,7 +77,7 @@ class Console:
         self._interval_s = 0.25 if self._draws else 5.0
         self._waited_s = 0.0  # into a phase before the test, at the last line of `waiting`
         self._hints: set[str] = set()  # printed already
-        self._last_draw = time.monotonic()
+        self._last_draw = clock()
         self._history: deque[LoadProgress] = deque()
 
     def line(self, text: str = "") -> None:
@@ -138,7 +141,7 @@ class Console:
 
         `metrics`: of the instances; `steady`: also show the throughput of the last seconds.
         """
-        at = time.monotonic()
+        at = self._clock()
         if at - self._last_draw < self._interval_s or now.elapsed_s <= 0 or now.issued == 0:
             return
         self._last_draw = at

@@ -22,17 +22,30 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 from hypothesis import HealthCheck, Phase, example, given, seed, settings
 from hypothesis import strategies as st
 
-SECONDS = float(os.environ.get("MPILLM_FUZZ_SECONDS", "0"))
-SEED = int(text) if (text := os.environ.get("MPILLM_FUZZ_SEED")) else None
+
+class Search(NamedTuple):
+    """How long each fuzzer searches, beyond a few examples, from which seed, and where failures are kept."""
+
+    seconds: float = 0.0
+    seed: int | None = None
+    found: Path = Path()
+
+    @classmethod
+    def of_environment(cls) -> Search:
+        seed = int(text) if (text := os.environ.get("MPILLM_FUZZ_SEED")) else None
+        found = Path(os.environ.get("MPILLM_FUZZ_FOUND", "build/fuzz")).absolute()
+        return cls(float(os.environ.get("MPILLM_FUZZ_SECONDS", "0")), seed, found)
+
+
+SEARCH = Search.of_environment()
 _ROUND = 200  # examples
-_FOUND = Path(os.environ.get("MPILLM_FUZZ_FOUND", "build/fuzz")).absolute()
 _CPU_S = 10.0  # of one example; other work on the machine does not count
 _LONG = 200_000  # bytes of a repeated piece, on which quadratic work takes minutes
 _MEMORY = 256 << 20  # bytes that one example may take
@@ -80,7 +93,7 @@ _shortest: dict[str, int] = {}
 
 
 @contextlib.contextmanager
-def _kept(name: str, drawn: tuple[Any, ...]) -> Iterator[None]:
+def _kept(folder: Path, name: str, drawn: tuple[Any, ...]) -> Iterator[None]:
     """Write what was drawn, with the error, where the block fails on it and nothing shorter has failed."""
     try:
         yield
@@ -88,8 +101,8 @@ def _kept(name: str, drawn: tuple[Any, ...]) -> Iterator[None]:
         text = f"{drawn!r}\n\n{traceback.format_exc()}"
         if len(text) < _shortest.get(name, len(text) + 1):
             _shortest[name] = len(text)
-            _FOUND.mkdir(parents=True, exist_ok=True)
-            (_FOUND / f"{name}.txt").write_text(text, errors="backslashreplace")
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{name}.txt").write_text(text, errors="backslashreplace")
         raise
 
 
@@ -119,6 +132,7 @@ def fuzz(
     refused_by: type[Exception] | tuple[type[Exception], ...] = (),
     examples: int = 60,
     found: Sequence[tuple[Any, ...]] = (),
+    search: Search = SEARCH,
 ) -> Callable[[Callable[..., None]], Callable[[Path], None]]:
     """Make a test of a function that reads what the strategies draw, its other arguments.
 
@@ -131,7 +145,7 @@ def fuzz(
         whole = 0  # examples that were not refused
 
         def one(tmp_path: Path, drawn: tuple[Any, ...]) -> None:
-            kept = _kept(read.__name__, drawn) if SECONDS else contextlib.nullcontext()
+            kept = _kept(search.found, read.__name__, drawn) if search.seconds else contextlib.nullcontext()
             nonlocal whole
             with kept, _bounded():
                 try:
@@ -146,10 +160,10 @@ def fuzz(
             suppress_health_check=list(HealthCheck),
             phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
         )
-        first = SEED if SECONDS else None
+        first = search.seed if search.seconds else None
         if first is not None:  # what failed before would come first, and the others differ
             limits = many(max_examples=_ROUND, derandomize=False, print_blob=True, database=None)
-        elif SECONDS:
+        elif search.seconds:
             limits = many(max_examples=_ROUND, derandomize=False, print_blob=True)
         else:
             limits = many(max_examples=examples, derandomize=True, database=None)
@@ -158,7 +172,7 @@ def fuzz(
             run = example(drawn=drawn)(run)
 
         def test(tmp_path: Path) -> None:
-            end, times = time.monotonic() + SECONDS, 0
+            end, times = time.monotonic() + search.seconds, 0
             with _few_addresses(), contextlib.nullcontext() if first is None else _same_constants():
                 while True:
                     if first is None:
@@ -170,7 +184,7 @@ def fuzz(
                     if time.monotonic() >= end:
                         break
             assert whole, "all examples were refused: the seeds are wrong themselves"
-            if SECONDS:
+            if search.seconds:
                 print(f"\n{read.__module__.rpartition('.')[2]} {read.__name__}: {_ROUND * times} examples")
 
         test.__doc__ = read.__doc__

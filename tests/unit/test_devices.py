@@ -10,7 +10,7 @@ import pytest
 import disagg
 from disagg.errors import ConfigError
 from mpillm.cores.torch_core import TorchCore
-from mpillm.devices import Gpu, OwnGpu, assign, of_instance, visible_gpus
+from mpillm.devices import Gpu, OwnGpu, _read, assign, of_instance, visible_handles
 
 
 def gpu(name: str, free: int = 90) -> Gpu:
@@ -157,12 +157,6 @@ class Nvml:
         memory._obj.total = memory._obj.free = MIG[self._names[handle.value - 1]][1] * GIB
         return 0
 
-    def nvmlInit_v2(self) -> int:
-        return 0
-
-    def nvmlShutdown(self) -> int:
-        return 0
-
 
 @pytest.mark.parametrize(
     "visible, uuids",
@@ -180,12 +174,12 @@ class Nvml:
 def test_the_devices_that_slurm_leaves_visible(
     visible: str | None, uuids: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ctypes.CDLL", lambda name: Nvml())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    found = visible_gpus()
-    assert found == tuple(Gpu(name, MIG[name][0], MIG[name][1] * GIB, MIG[name][1] * GIB) for name in uuids)
+    nvml: Any = Nvml()
+    found = [_read(nvml, handle) for handle in visible_handles(nvml)]
+    assert found == [Gpu(name, MIG[name][0], MIG[name][1] * GIB, MIG[name][1] * GIB) for name in uuids]
 
 
 def test_slices_of_one_card_are_devices_like_others() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from mpillm.files import check_files, read_json, replace_folder, write_text
 from mpillm.report.run_files import RunFiles
 from mpillm.submission.judged_run import JudgedRun
 from mpillm.triton.peft_adapter import convert
+from tests.helpers.full_disk import files_of_at_most
 from tests.helpers.run_directories import make_run
 
 
@@ -151,14 +151,9 @@ def test_what_is_written_whole_follows_no_link_and_waits_for_no_pipe(tmp_path: P
     assert (tmp_path / "page.html").read_text() == "again"
 
 
-def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
     """The system names no file where a write fails, so a run on a full disk ended in a traceback."""
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left on device") as raised:
+    with files_of_at_most(1), pytest.raises(OSError, match="File too large") as raised:
         write_text(tmp_path / "result.json", "{}")
     assert raised.value.filename == str(tmp_path / "result.json")
     assert not [*tmp_path.iterdir()]

@@ -10,18 +10,17 @@ import pytest
 from hypothesis import strategies as st
 
 from tests.helpers import fuzzing
-from tests.helpers.fuzzing import ODD_VALUE, changed
+from tests.helpers.fuzzing import ODD_VALUE, Search, changed
 
 
-def rounds(monkeypatch: pytest.MonkeyPatch, folder: Path, first: int, n: int) -> list[list[str]]:
+def rounds(folder: Path, first: int, n: int) -> list[list[str]]:
     """Return what the examples of `n` rounds are, from the seed `first` on."""
-    monkeypatch.setattr(fuzzing, "SECONDS", 1e-9)  # a round
     found = []
     for number in range(first, first + n):
-        monkeypatch.setattr(fuzzing, "SEED", number)
+        search = Search(1e-9, number)  # a round
         drawn: list[str] = []
 
-        @fuzzing.fuzz(changed([{"a": [1, 2], "b": "c"}]), ODD_VALUE, st.text(), st.floats())
+        @fuzzing.fuzz(changed([{"a": [1, 2], "b": "c"}]), ODD_VALUE, st.text(), st.floats(), search=search)
         def read(_: Path, *values: Any, into: list[str] = drawn) -> None:
             into.append(repr(values))
 
@@ -31,23 +30,21 @@ def rounds(monkeypatch: pytest.MonkeyPatch, folder: Path, first: int, n: int) ->
 
 
 @pytest.mark.long
-def test_rounds_with_seeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rounds_with_seeds(tmp_path: Path) -> None:
     """Whoever begins in the middle has the same examples, and no two rounds are alike."""
-    made = rounds(monkeypatch, tmp_path, 1, 3)
-    assert rounds(monkeypatch, tmp_path, 2, 2) == made[1:]
+    made = rounds(tmp_path, 1, 3)
+    assert rounds(tmp_path, 2, 2) == made[1:]
     for one, other in itertools.pairwise(made):
         assert len(one) >= 200 and len({*one} & {*other}) < 20
 
 
 def test_a_round_that_fails_says_how_it_is_repeated(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fuzzing, "SECONDS", 60.0)
-    monkeypatch.setattr(fuzzing, "SEED", 5)
-    monkeypatch.setattr(fuzzing, "_FOUND", tmp_path / "found")
+    search = Search(60.0, 5, tmp_path / "found")
     rounds_of: list[int] = []
 
-    @fuzzing.fuzz(st.integers(0, 1 << 62))
+    @fuzzing.fuzz(st.integers(0, 1 << 62), search=search)
     def reader_of_numbers(_: Path, number: int) -> None:
         rounds_of.append(number)
         assert len(rounds_of) <= 250, "it is broken"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import io
-import math
+import itertools
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -17,15 +16,12 @@ from mpillm.report.timeline import TotalMetrics
 
 
 @pytest.mark.parametrize("steady", [False, True])
-def test_steady_state_progress(monkeypatch: pytest.MonkeyPatch, steady: bool) -> None:
+def test_steady_state_progress(steady: bool) -> None:
     """The last 30 seconds count: 60 seconds in which nothing came do not lower the rate of 10 samples a
     second."""
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    out = io.StringIO()
-    bar = Console(out)
-    for second in range(6, 121, 6):
-        now[0] = float(second)
+    out, seconds = io.StringIO(), range(6, 121, 6)
+    bar = Console(out, clock=iter([0.0, *map(float, seconds)]).__next__)
+    for second in seconds:
         done = 10 * max(0, second - 60)
         bar.progress(LoadProgress(done, 1000, 20 * done, float(second)), steady=steady)
     lines = out.getvalue().splitlines()
@@ -123,10 +119,9 @@ def test_a_phase_that_takes_long_says_what_ranks_do(monkeypatch: pytest.MonkeyPa
     assert out.getvalue().count("rank 1") == 7
 
 
-def test_no_bar_before_the_first_query(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_bar_before_the_first_query() -> None:
     out = io.StringIO()
-    bar = Console(out)
-    monkeypatch.setattr(time, "monotonic", lambda: math.inf)
+    bar = Console(out, clock=itertools.count(step=60).__next__)
     bar.progress(LoadProgress(0, 0, 0, 0.01))
     assert not out.getvalue()
     bar.progress(LoadProgress(0, 64, 0, 0.01))

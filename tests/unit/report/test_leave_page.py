@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import io
-import os
 from pathlib import Path
-
-import pytest
 
 from mpillm.report.console import NO_PAGE, Console
 from mpillm.report.page import page
+from tests.helpers.full_disk import files_of_at_most
 from tests.helpers.run_directories import make_run
 
 
-def test_a_full_disk_is_a_row_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_a_row_of_its_own(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-
-    def full(path: Path, text: str) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-    monkeypatch.setattr(page, "write_text", full)
-    row = page.leave_page(run, lambda path: None)
-    assert row == (NO_PAGE, f"{run / 'report.html'}: No space left on device")
+    with files_of_at_most(4096):
+        row = page.leave_page(run, lambda path: None)
+    assert row == (NO_PAGE, f"{run / 'report.html'}: File too large")
     out = io.StringIO()
     out.isatty = lambda: True  # type: ignore[method-assign]
     Console(out).summary([("samples", 1), row])

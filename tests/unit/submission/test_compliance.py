@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from mpillm.loadgen.audit import prepare_audit
 from mpillm.loadgen.logs import LoggedAnswer, read_answers
 from mpillm.options.options import parse_run
 from mpillm.submission.compliance_tests import check_test06, compliance_of
+from tests.helpers.full_disk import files_of_at_most
 from tests.helpers.run_directories import log_entry, make_run, write
 
 EOS = 2
@@ -154,16 +152,11 @@ def test_an_audit_config_that_cannot_be_read(tmp_path: Path) -> None:
         prepare_audit(None, str(tmp_path), tmp_path)
 
 
-def test_a_full_disk(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(source: Path, target: Path) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", "TEST06", "Server", [log_entry(0, [5, EOS], [5])])
-    monkeypatch.setattr(shutil, "copyfile", full)
-    assert cli.main(["compliance", str(run)]) == 2
-    assert "can't be written: No space left on device" in capsys.readouterr().err
+    with files_of_at_most(0):
+        assert cli.main(["compliance", str(run)]) == 2
+    assert "can't be written: File too large" in capsys.readouterr().err
     assert not (run / "TEST06" / "verify_accuracy.txt").exists()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mpillm.submission import package
+from tests.helpers.full_disk import files_of_at_most
 from tests.helpers.run_directories import MACHINE, make_run
 from tests.helpers.submissions import Maker
 
@@ -35,9 +35,8 @@ def test_a_submission_that_can_not_be_written_leaves_what_was_there(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(package, "write_text", full)
-        assert "No space left on device" in maker.submit(*runs, code=2)
+    with files_of_at_most(0):
+        assert "File too large" in maker.submit(*runs, code=2)
     assert not (maker.folder / "out").exists()
     maker.submit(*runs, code=4)
     (maker.tree / "mark").touch()
