@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,6 +129,7 @@ class RateTests:
     args: Sequence[str]  # of `run`, as typed
     config: RunConfig  # of these arguments
     probe_s: float | None  # length of the short tests
+    run_in: Callable[..., EndedRun] = run_in  # starts a run
 
     @property
     def full_s(self) -> float:
@@ -186,7 +187,7 @@ class RateTests:
             return "measured" if lasted and _span(rows) >= self.short_s / 2 else ""
 
         queries = int(_OVERLOAD_QPS * self.short_s)
-        ended = run_in(folder, self.mpirun, self._options(_OVERLOAD_QPS, 0, queries), enough)
+        ended = self.run_in(folder, self.mpirun, self._options(_OVERLOAD_QPS, 0, queries), enough)
         if not ended.stopped:
             must_have_verdict(ended, "the run that measures the capacity")
         rows = read_requests(folder)
@@ -202,7 +203,9 @@ class RateTests:
         if full:
             queries = None if self.config.workload or self.config.is_user_set("min_query_count") else queries
         e2el = (self.config.goodput or {}).get("e2el")
-        ended = run_in(folder, self.mpirun, self._options(rate, seconds, queries), EarlyStop(folder, e2el))
+        ended = self.run_in(
+            folder, self.mpirun, self._options(rate, seconds, queries), EarlyStop(folder, e2el)
+        )
         if ended.stopped:
             rows = read_requests(folder)
             span = float((rows["issued"] + rows["latency"]).max())

@@ -1,8 +1,14 @@
-"""Pages of commands that start several runs, of made up figures."""
+"""Pages of commands that start several runs, of made up figures.
+
+`change`: of the texts in a value.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from mpillm.experiments.loadtest.endpoint_page import endpoint_page
 from mpillm.experiments.loadtest.load_test import Record
@@ -19,17 +25,26 @@ TESTS = [
 ]
 
 
-def search(folder: Path) -> str:
-    return search_page(folder, TESTS, 40.0, {"ttft": 100.0, "tpot": None})
+Change = Callable[[Any], Any]
 
 
-def ab(folder: Path) -> str:
+def unchanged(value: Any) -> Any:
+    return value
+
+
+def search(folder: Path, change: Change = unchanged) -> str:
+    tests = [replace(one, why=change(one.why)) for one in TESTS]
+    return search_page(folder, tests, 40.0, {"ttft": 100.0, "tpot": None})
+
+
+def ab(folder: Path, change: Change = unchanged) -> str:
     pairs = [{"A": {"latency_mean": 10.0 + i}, "B": {"latency_mean": 9.0 + i}} for i in range(3)]
     verdict = "B differs: -10 %\npaired t test"
-    return ab_page(folder, ("--max_batch_size 8", ""), "latency_mean", pairs, verdict)
+    sides = ("--max_batch_size 8", "")
+    return ab_page(folder, change(sides), "latency_mean", change(pairs), change(verdict))
 
 
-def advise(folder: Path) -> str:
+def advise(folder: Path, change: Change = unchanged) -> str:
     def figures(i: int) -> dict[str, float]:
         return {
             "tokens_per_second": 100.0 * i,
@@ -39,10 +54,11 @@ def advise(folder: Path) -> str:
         }
 
     ways = [(f"{i} x TP1, max_batch_size {8 * i}", figures(i)) for i in range(1, 5)]
-    return advise_page(folder, ways, "GPU", "1. the best\n   python -m mpillm mpirun -n 3 run", "error -3 %")
+    texts = "GPU", "1. the best\n   python -m mpillm mpirun -n 3 run", "error -3 %"
+    return advise_page(folder, change(ways), *change(texts))
 
 
-def endpoint(_: Path) -> str:
+def endpoint(_: Path, change: Change = unchanged) -> str:
     records = [
         Record(10, 0.1 * i, ttft=0.05 + 0.001 * i, latency=0.1 + 0.001 * i, output_len=5) for i in range(100)
     ]
@@ -50,7 +66,8 @@ def endpoint(_: Path) -> str:
     result = {"request_rate": 10.0, "failed": 1, "completed": 100, "model_id": "a/model", "num_prompts": 101}
     result |= judged(records, {"ttft": 500})
     lines = ["==== Serving ====", "Successful requests:        100"]
-    return endpoint_page("http://host:8000/v1", result, records, lines, verdict_lines(result))
+    page = "http://host:8000/v1", result, records, lines, verdict_lines(result)
+    return endpoint_page(*change(page))
 
 
 PAGES = {"search": search, "ab": ab, "advise": advise, "endpoint": endpoint}

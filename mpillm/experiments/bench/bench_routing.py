@@ -6,6 +6,7 @@ import math
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from disagg.errors import ConfigError
@@ -48,8 +49,25 @@ DESCRIPTION = "Measure the routing path with dummy cores of zero cost."
 EPILOG = "example:\n  python -m mpillm bench routing -n 4 --control_ranks 2 --qps 200,2000"
 
 
-def main(config: Options) -> int:
-    """Print the table; 0 unless a run failed."""
+def _child(module: str, *args: str) -> list[float]:
+    """Return the numbers that a program of this package prints. Raises ConfigError if it fails."""
+    command = [sys.executable, "-m", f"mpillm.experiments.bench.{module}", *args]
+    try:
+        ended = subprocess.run(command, capture_output=True, check=False, text=True, timeout=_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{module}: no result within {_DEADLINE_S:g} s") from None
+    if ended.returncode:
+        why = ended.stderr.strip().rpartition("\n")[2] or "no output"
+        raise ConfigError(f"{module}: exit code {ended.returncode}: {why}")
+    return [float(word) for word in ended.stdout.split()]
+
+
+def main(
+    config: Options,
+    run_once: Callable[..., dict[str, Any]] = run_once,
+    child: Callable[..., list[float]] = _child,
+) -> int:
+    """Print the table; 0 unless a run failed. `run_once` starts a run, `child` a baseline."""
     data = ["--dataset", "synthetic", "--num_samples", "8192", "--input_mean", str(config.input_len)]
     data += ["--output_mean", str(config.output_len), "--max_output_len", str(config.output_len)]
     where = [
@@ -71,7 +89,7 @@ def main(config: Options) -> int:
     def baseline(n: int, module: str, *args: str) -> list[float]:
         """Return the `n` numbers of a baseline; NaN if it fails, so that the runs' figures remain."""
         try:
-            return _child(module, *args)
+            return child(module, *args)
         except ConfigError as error:
             lost.append(str(error))
             return [math.nan] * n
@@ -156,19 +174,6 @@ def _median_and_spread(values: list[float]) -> str:
     if not known:
         return f"{'-':>12}"
     return f"{statistics.median(known):>12,.2f}  ({min(known):,.2f} to {max(known):,.2f})"
-
-
-def _child(module: str, *args: str) -> list[float]:
-    """Return the numbers that a program of this package prints. Raises ConfigError if it fails."""
-    command = [sys.executable, "-m", f"mpillm.experiments.bench.{module}", *args]
-    try:
-        ended = subprocess.run(command, capture_output=True, check=False, text=True, timeout=_DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"{module}: no result within {_DEADLINE_S:g} s") from None
-    if ended.returncode:
-        why = ended.stderr.strip().rpartition("\n")[2] or "no output"
-        raise ConfigError(f"{module}: exit code {ended.returncode}: {why}")
-    return [float(word) for word in ended.stdout.split()]
 
 
 def _is_valid(result: dict[str, Any]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ import numpy as np
 from disagg.errors import ConfigError
 from launch.safe_text import whole_number
 from mpillm.cores.torch_core import TorchCore
+from mpillm.devices import Gpu
 from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.entries import layer_bytes
 from mpillm.engine.shape.model_info import model_info
@@ -27,7 +28,7 @@ from mpillm.options.parsers import flag_dict, positive, rate, seconds
 from mpillm.options.values import Values
 from mpillm.report.page.run_analysis import floats
 from mpillm.report.run_directory import TELEMETRY
-from mpillm.runtime.whole_runs import run_in
+from mpillm.runtime.whole_runs import EndedRun, run_in
 
 
 class GpuUsage(NamedTuple):
@@ -38,14 +39,14 @@ class GpuUsage(NamedTuple):
     peak_bytes: float = math.nan  # of used memory
 
 
-def max_concurrent(options: Mapping[str, Any], n_ranks: int) -> int:
+def max_concurrent(options: Mapping[str, Any], n_ranks: int, gpus: Sequence[Gpu]) -> int:
     """Return how many complete samples the KV caches of a run's instances hold.
 
-    `options`: of the run, by name. Raises ConfigError if the model does not fit a GPU, or does not exist.
+    `options`: of the run, by name; `gpus`: of this machine. Raises ConfigError if the model does not fit a
+    GPU, or does not exist.
     """
     tp_size, pp_size = (int(options.get(f"{name}_parallelism", 1)) for name in ("tensor", "pipeline"))
-    gpus = TorchCore.gpus() if options.get("device") != "cpu" else ()
-    gpu_bytes = min((gpu.free for gpu in gpus), default=None)
+    gpu_bytes = None if options.get("device") == "cpu" else min((gpu.free for gpu in gpus), default=None)
     config = EngineConfig.of(options, gpu_bytes=gpu_bytes, tp_size=tp_size, pp_size=pp_size)
     scheduler = config.scheduler
     n_blocks = model_info(config).kv_cache_tokens // scheduler.tokens_per_block
@@ -53,7 +54,9 @@ def max_concurrent(options: Mapping[str, Any], n_ranks: int) -> int:
     return min(fit, scheduler.max_batch_size) * ((n_ranks - 1) // (tp_size * pp_size))
 
 
-def run(options: Mapping[str, Any], n_ranks: int, deadline_s: float) -> tuple[dict[str, Any], GpuUsage]:
+def run(
+    options: Mapping[str, Any], n_ranks: int, deadline_s: float, run_in: Callable[..., EndedRun]
+) -> tuple[dict[str, Any], GpuUsage]:
     """Return the run's `result.json` and GPU usage; for a run without figures, its status and cause."""
     args = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     with tempfile.TemporaryDirectory(prefix="mpillm-table-") as folder:
@@ -170,8 +173,8 @@ EPILOG = """examples:
   python -m mpillm bench table --models llama3.1-70b --pairs 128/128 --extra enable_chunked_context:true"""
 
 
-def main(config: Options) -> int:
-    """Print a line for each pair; return 1 if a run fails."""
+def main(config: Options, run_in: Callable[..., EndedRun] = run_in) -> int:
+    """Print a line for each pair; return 1 if a run fails. `run_in`: starts one."""
     pairs = [_pair(text) for text in config.pairs.split(",")]
     print(
         f"{config.quantization} weights, KV cache {config.kv_cache_dtype}, {config.ranks} ranks,"
@@ -188,7 +191,7 @@ def main(config: Options) -> int:
     json_output.set_figures(figures)
     for model in config.models.split(","):
         for lengths in pairs:
-            result, usage = _run(config, model, *lengths)
+            result, usage = _run(config, model, lengths, run_in)
             figures.append({"model": model, "in": lengths[0], "out": lengths[1], "result": result})
             if result["status"] == "FAILED":
                 n_failed += 1
@@ -201,13 +204,14 @@ def main(config: Options) -> int:
     return 1 if n_failed else 0
 
 
-def _run(config: Options, model: str, n_in: int, n_out: int) -> tuple[dict[str, Any], GpuUsage]:
-    options = _options(config, model, n_in, n_out)
+def _run(
+    config: Options, model: str, lengths: tuple[int, int], run_in: Callable[..., EndedRun]
+) -> tuple[dict[str, Any], GpuUsage]:
     try:
-        n_samples = config.num_samples or config.rounds * max_concurrent(options, config.ranks)
+        options = run_options(config, model, lengths, TorchCore.gpus())
     except ConfigError as error:
         return failed(str(error)), GpuUsage()
-    return run({**options, "num_samples": n_samples}, config.ranks, config.run_deadline)
+    return run(options, config.ranks, config.run_deadline, run_in)
 
 
 def _row(
@@ -266,10 +270,11 @@ def _energy(config: Options) -> Energy:
     return Energy(config.idle_watts, *(1e-12 * each for each in (config.joules_per_tb, per_flop, in_floats)))
 
 
-def _options(config: Options, model: str, n_in: int, n_out: int) -> dict[str, Any]:
-    """Return the options of a run, by name."""
+def run_options(config: Options, model: str, lengths: tuple[int, int], gpus: Sequence[Gpu]) -> dict[str, Any]:
+    """Return the options of a run, by name. Raises ConfigError as `max_concurrent`."""
+    n_in, n_out = lengths
     is_chunked = config.extra.get("enable_chunked_context") is True  # otherwise a prompt must fit a step
-    return {
+    options = {
         "model_path": model,
         "quantization": config.quantization,
         "kv_cache_dtype": config.kv_cache_dtype,
@@ -285,6 +290,8 @@ def _options(config: Options, model: str, n_in: int, n_out: int) -> dict[str, An
         "batch_scheduler_policy": "no_evict",  # like in the published runs
         **config.extra,
     }
+    n_samples = config.num_samples or config.rounds * max_concurrent(options, config.ranks, gpus)
+    return {**options, "num_samples": n_samples}
 
 
 def _number_text(value: float, digits: int = 0) -> str:

@@ -37,7 +37,7 @@ LENGTHS = {
 }
 
 
-def test_a_baseline_that_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_baseline_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
     """Its figures are dashes with the reason; where one round of it failed, the others count."""
     rounds = iter([[1.0, 2.0], None, None, None])
 
@@ -51,12 +51,12 @@ def test_a_baseline_that_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     def run_once(*words: object) -> dict[str, Any]:
         return dict(RUN)
 
-    monkeypatch.setattr(bench_routing, "_child", child)
-    monkeypatch.setattr(bench_routing, "run_once", run_once)
-    monkeypatch.setattr(json_output, "set_figures", lambda figures: print(json.dumps(figures)))
     config: Any = SimpleNamespace(n=3, repeats=2, qps=(20, 40), **LENGTHS)
-    assert main(config) == 0
-    figures, *lines = capsys.readouterr().out.splitlines()
+    json_output.begin()
+    assert main(config, run_once, child) == 0
+    json_output.end()
+    figures, printed = capsys.readouterr()
+    lines = printed.splitlines()
     rows = {(one["test"], one["figure"]): one["values"] for one in json.loads(figures)}
     assert rows["Server at 20/s", "part of aiohttp's p50"] == [2.0, None]
     assert rows["Server at 40/s", "aiohttp's latency p99, ms"] == [None, None]

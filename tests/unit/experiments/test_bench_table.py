@@ -9,54 +9,43 @@ from typing import Any
 
 import pytest
 
-from mpillm.cli import main
-from mpillm.cores.torch_core import TorchCore
 from mpillm.devices import Gpu
-from mpillm.experiments.bench import bench_table
+from mpillm.experiments.bench.bench_table import Options, main, run_options
+from mpillm.options.command_line import Parser
+from mpillm.options.values import collect
 from mpillm.runtime.whole_runs import EndedRun
 
 
-@pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Options of the last run, which fails."""
-    given: dict[str, str] = {}
+def options_of(words: str) -> Options:
+    return collect(words.split(), Options, Parser(prog="mpillm bench table"))
 
-    def run_in(folder: Path, mpirun: Sequence[str], options: Sequence[str], **_: Any) -> EndedRun:
-        given.update(zip(options[::2], options[1::2], strict=True))
-        return EndedRun(folder, 1, {"status": "FAILED", "failures": []})
 
-    monkeypatch.setattr(bench_table, "run_in", run_in)
-    return given
+@pytest.mark.parametrize(("extra", "expected"), [("", 500), ("--extra enable_chunked_context:true", 64)])
+def test_a_step_holds_a_whole_prompt_only_where_it_must(extra: str, expected: int) -> None:
+    config = options_of(f"--max_num_tokens 64 {extra}")
+    assert run_options(config, "tiny-llama", (500, 20), ())["max_num_tokens"] == expected
 
 
 @pytest.mark.parametrize(
-    ("extra", "expected"), [((), "500"), (("--extra", "enable_chunked_context:true"), "64")]
-)
-def test_a_step_holds_a_whole_prompt_only_where_it_must(
-    extra: tuple[str, ...], expected: str, given: dict[str, str]
-) -> None:
-    words = ["--models", "tiny-llama", "--pairs", "500/20", "--max_num_tokens", "64", *extra]
-    assert main(["bench", "table", *words]) == 1
-    assert given["--max_num_tokens"] == expected
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
+    ("lengths", "words", "expected"),
     [
-        ("--pairs 2048/2048 --extra kv_cache_tokens:500000", 3 * 122),
-        ("--pairs 2048/2048 --extra kv_cache_tokens:500000,tensor_parallelism:2 --ranks 5 --rounds 2", 488),
-        ("--pairs 128/128 --max_batch_size 100", 300),
-        ("--pairs 20000/2000 --num_samples 7", 7),
+        ((2048, 2048), "--extra kv_cache_tokens:500000", 3 * 122),
+        (
+            (2048, 2048),
+            "--extra kv_cache_tokens:500000,tensor_parallelism:2 --ranks 5 --rounds 2",
+            488,
+        ),
+        ((128, 128), "--max_batch_size 100", 300),
+        ((20000, 2000), "--num_samples 7", 7),
     ],
 )
 def test_as_many_samples_as_run_at_once_or_a_multiple(
-    words: str, expected: int, given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    lengths: tuple[int, int], words: str, expected: int
 ) -> None:
     """Samples that are left over would run alone, at a small part of the rate."""
-    gpus = tuple(Gpu(f"{i}", "H200", 150_750_000_000, 150_200_000_000) for i in range(2))
-    monkeypatch.setattr(TorchCore, "gpus", lambda: gpus)
-    assert main(["bench", "table", "--kv_cache_free_gpu_mem_fraction", "0.95", *words.split()]) == 1
-    assert int(given["--num_samples"]) == expected
+    gpus = [Gpu(f"{i}", "H200", 150_750_000_000, 150_200_000_000) for i in range(2)]
+    config = options_of(f"--kv_cache_free_gpu_mem_fraction 0.95 {words}")
+    assert run_options(config, "llama3.1-8b", lengths, gpus)["num_samples"] == expected
 
 
 @pytest.mark.parametrize(
@@ -67,21 +56,21 @@ def test_as_many_samples_as_run_at_once_or_a_multiple(
     ],
 )
 def test_a_run_without_figures_has_its_cause_in_the_table(
-    failed: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    failed: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Open MPI's banner stands behind our message, and ends the output."""
+    given: dict[str, str] = {}
 
-    def run_in(folder: Path, *_: Any, **__: Any) -> EndedRun:
+    def run_in(folder: Path, mpirun: Sequence[str], options: Sequence[str], **_: Any) -> EndedRun:
+        given.update(zip(options[::2], options[1::2], strict=True))
         return EndedRun(folder, 3, tail="  | rank 1: no memory\n  | -----\n  | \0", **failed)
 
-    monkeypatch.setattr(bench_table, "run_in", run_in)
-    assert main(["bench", "table", "--pairs", "128/128", "--num_samples", "4"]) == 1
+    assert main(options_of("--pairs 128/128 --num_samples 4"), run_in) == 1
+    assert (given["--num_samples"], given["--input_mean"]) == ("4", "128")
     assert capsys.readouterr().out.splitlines()[-1].endswith("128/128 failed: rank 1: no memory")
 
 
-def test_prints_both_figures_and_what_the_gpus_drew_in_the_test(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prints_both_figures_and_what_the_gpus_drew_in_the_test(capsys: pytest.CaptureFixture[str]) -> None:
     def gpu(joules: float, mhz: float) -> dict[str, Any]:
         """Of a rank whose GPU draws and clocks twice as much while it loads."""
         seconds = [-2, -1, 0, 1, 2, 3]
@@ -110,8 +99,7 @@ def test_prints_both_figures_and_what_the_gpus_drew_in_the_test(
         (folder / "telemetry.json").write_text(json.dumps({"ranks": ranks}), encoding="utf-8")
         return EndedRun(folder, 0, result)
 
-    monkeypatch.setattr(bench_table, "run_in", run_in)
-    assert main(["bench", "table", "--pairs", "128/128"]) == 0
+    assert main(options_of("--pairs 128/128"), run_in) == 0
     row = capsys.readouterr().out.splitlines()[-1].split()
     assert row == [
         "llama3.1-8b",
@@ -133,9 +121,9 @@ def test_prints_both_figures_and_what_the_gpus_drew_in_the_test(
         "VALID",
     ]
     # Two GPUs with an instance between them read the weights once.
-    assert main(["bench", "table", "--pairs", "128/128", "--ranks", "3"]) == 0
+    assert main(options_of("--pairs 128/128 --ranks 3"), run_in) == 0
     assert capsys.readouterr().out.splitlines()[-1].split()[9] == "7,581"
     # Their figure for this one is of a card that may take more power than most.
-    assert main(["bench", "table", "--models", "llama2-70b", "--pairs", "222/292"]) == 0
+    assert main(options_of("--models llama2-70b --pairs 222/292"), run_in) == 0
     line, note = capsys.readouterr().out.splitlines()[-2:]
     assert " 4,415 " in line and "an eighth of" in note

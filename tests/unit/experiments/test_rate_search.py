@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,13 +12,13 @@ import numpy as np
 import pytest
 
 from mpillm.errors import StageError
-from mpillm.experiments import rate_tests
 from mpillm.experiments.rate_search import RateTrial, find_max_rate, forecast
 from mpillm.experiments.rate_tests import RateTests, hopeless
 from mpillm.loadgen.forecast import arrivals
 from mpillm.options.options import parse_run
 from mpillm.report.arrivals import queue_slope
-from mpillm.report.request_log import RECORD
+from mpillm.report.request_log import RECORD, RequestLog
+from mpillm.runtime.whole_runs import EndedRun
 from mpillm.workloads.early_stopping import max_late, queries_needed
 
 SEED = 16159082839903944936  # of round v6.1
@@ -36,10 +37,10 @@ class Queue:
         times = times[: max(662, int(np.searchsorted(times, seconds)) + 1)]
         free = [0.0] * self.servers
         rows = np.zeros(len(times), RECORD)
-        for i, time in enumerate(times.tolist()):
-            ended = max(time, heapq.heappop(free)) + self.service_s
+        for i, issued in enumerate(times.tolist()):
+            ended = max(issued, heapq.heappop(free)) + self.service_s
             heapq.heappush(free, ended)
-            rows[i] = (time, ended - time, ended - time, 0, 1, 0)
+            rows[i] = (issued, ended - issued, ended - issued, 0, 1, 0)
         return rows
 
     def test(self, rate: float, full: bool) -> RateTrial:
@@ -146,26 +147,24 @@ def test_a_queue_that_only_wanders_is_not_hopeless() -> None:
     assert queue_slope(rows[:50]) is None
 
 
-def test_a_server_that_answers_in_bursts_has_no_huge_capacity(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """64 answers come at once every 20 s: 3.2 per second, not the 800 of one burst."""
-    now = 0.0
-    ends = np.concatenate([20.0 * (burst + 1) + np.linspace(0.0, 0.08, 64) for burst in range(9)])
+def test_a_server_that_answers_in_bursts_has_no_huge_capacity(tmp_path: Path) -> None:
+    """64 answers come at once every 0.4 s: 160 per second, not the 40,000 of one burst."""
+    bursts = 0
 
-    def read(folder: Path) -> np.ndarray:
-        rows = np.zeros(int((ends <= now).sum()), RECORD)
-        rows["latency"] = ends[: len(rows)]
-        return rows
-
-    def run(folder: Path, mpirun: list[str], options: list[str], watch: Callable[[], str]) -> SimpleNamespace:
-        nonlocal now
+    def run(folder: Path, mpirun: list[str], options: list[str], watch: Callable[[], str]) -> EndedRun:
+        nonlocal bursts
+        folder.mkdir()
+        log, began = RequestLog(folder), time.monotonic()
         while not (stopped := watch()):
-            now += 0.5
-        return SimpleNamespace(stopped=stopped)
+            time.sleep(0.01)
+            if time.monotonic() - began > 0.4 * (bursts + 1):
+                bursts += 1
+                for i in range(64):
+                    log.add_one(0.0, 0.0, 0.4 * bursts + i * 25e-6, 0, 1, False)
+                log.flush()
+            assert bursts < 30, "it is not stopped"
+        log.close()
+        return EndedRun(folder, 0, {}, stopped)
 
-    monkeypatch.setattr(rate_tests, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(rate_tests, "read_requests", read)
-    monkeypatch.setattr(rate_tests, "run_in", run)
-    tests = RateTests(tmp_path, ["-n", "2"], [], parse_run(["--scenarios=Server"]), probe_s=5.0)
-    assert 2 < tests.capacity() < 6 and now < 60
+    tests = RateTests(tmp_path, ["-n", "2"], [], parse_run(["--scenarios=Server"]), probe_s=0.1, run_in=run)
+    assert 100 < tests.capacity() < 300 and bursts < 10

@@ -13,9 +13,10 @@ import pytest
 import yaml
 
 from mpillm.cli import main
-from mpillm.cores.openai_client.dialect import Sampling
 from mpillm.experiments.bench.bench_endpoint import null_server
 from mpillm.experiments.loadtest.load_test import Record
+from mpillm.options.command_line import Parser
+from mpillm.options.values import collect
 from mpillm.submission.commands import endpoints_submission
 from mpillm.submission.endpoint_points import result_summary
 from tests.helpers.make_checkpoint import make_tokenizer
@@ -142,20 +143,11 @@ def test_answers_that_come_in_one_piece_are_said(latency: float | None, said: st
 
 
 @pytest.mark.parametrize(("name", "temperature"), [("llama3.1-8b", 0.0), ("gpt-oss-120b", 1.0)])
-def test_answers_are_chosen_as_the_workload_says(
-    name: str, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Sampling] = []
-
-    def noted(prompts: object, order: object, sampling: Sampling, *more: object) -> None:
-        asked.append(sampling)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(endpoints_submission, "FixedConcurrency", noted)
-    words = [*WORDS, "--benchmarks", name, "--output", str(tmp_path), "--max_supported_concurrency", "48"]
-    with null_server() as url, pytest.raises(KeyboardInterrupt):
-        endpoints_submission.main([*words, "--url", url])
-    assert [sampling.temperature for sampling in asked] == [temperature]
+def test_answers_are_chosen_as_the_workload_says(name: str, temperature: float) -> None:
+    words = [*WORDS, "--benchmarks", name, "--max_supported_concurrency", "48"]
+    options = collect(words, endpoints_submission._Options, Parser(prog="mpillm endpoints-submission"))
+    curve, _, workload = endpoints_submission._curve(options)
+    assert endpoints_submission._sampling(curve, workload).temperature == temperature
 
 
 def test_wrong_curves_are_refused_before_anything_is_sent(
