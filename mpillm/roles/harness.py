@@ -280,8 +280,8 @@ class Harness(Role):
             return
         lengths = batch.rows["n_tokens"].astype(np.int64)
         starts = lengths.cumsum() - lengths
-        # Usually all rows are of one kind. Otherwise they are handled kind by kind, not in their order: a
-        # request's FIRST and FINAL may come in any order.
+        # Usually all rows are of one kind. Otherwise this changes their order, which does no harm: FIRST,
+        # FINAL and CONTEXT_DONE of a request may come in any order.
         kinds = np.unique(flags).tolist()
         for kind in kinds:
             part = slice(None) if len(kinds) == 1 else flags == kind
