@@ -14,7 +14,7 @@ from mpillm.engine.shape.checkpoint_folder import check_disk_space, digests, new
 from mpillm.engine.shape.dtypes import torch_dtype
 from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.engine_folder import engine_json, file_name, layouts, preset_digest
-from mpillm.engine.shape.entries import Entry, int4_group, is_linear, rank_entries, rank_kv_scales, scale_name
+from mpillm.engine.shape.entries import Entry, is_linear, rank_entries, rank_kv_scales, scale_name
 from mpillm.engine.shape.model_info import model_info
 from mpillm.engine.shape.read_config import PRESETS
 from mpillm.engine.weights.rank_weights import Shards
@@ -67,11 +67,8 @@ def build(
         raise ConfigError(f"{target}: holds the model to build from; write to another folder")
     source = DummyWeights(info.config) if info.folder is None else Checkpoint(info.folder, info.config)
     ranks = layouts(info.layout)
-    kv_quantization = info.config.kv_quantization
-    planned = {
-        layout: rank_entries(info.config, layout, info.dtype, info.quantization, kv_quantization)
-        for layout in ranks
-    }
+    formats = info.dtype, info.quantization, info.config.kv_quantization
+    planned = {layout: rank_entries(info.config, layout, *formats) for layout in ranks}
     file = PRESETS / f"{checkpoint}.json" if info.folder is None else info.folder / "config.json"
     origin = {
         "checkpoint": str(checkpoint) if info.folder is None else str(info.folder.absolute()),
@@ -79,25 +76,21 @@ def build(
     }
     config = engine_json(
         read_object(file) | {"tie_word_embeddings": info.config.tie_word_embeddings},
+        info.config,
         info.layout,
         info.dtype,
         info.quantization,
-        kv_quantization,
-        int4_group(info.config),
         origin,
         dict(build_config or {}),
     )
+    n_bytes = sum(entry.n_bytes for entries in planned.values() for entry in entries.values())
+    float_type = torch_dtype(info.dtype)
     with new_folder(target, overwrite) as work, torch.inference_mode():
-        check_disk_space(
-            work, sum(entry.n_bytes for entries in planned.values() for entry in entries.values())
-        )
+        check_disk_space(work, n_bytes)
         for layout, entries in planned.items():
-            shards = Shards(
-                source, info.config, layout, torch_dtype(info.dtype), quantization=info.quantization
-            )
-            write_safetensors(
-                work / file_name(layout), entries, _tensors(shards, entries, layout.layers(info.config))
-            )
+            shards = Shards(source, info.config, layout, float_type, quantization=info.quantization)
+            tensors = _tensors(shards, entries, layout.layers(info.config))
+            write_safetensors(work / file_name(layout), entries, tensors)
             if progress is not None:
                 progress(f"{file_name(layout)} of {len(ranks)} ranks")
         write_json(work / "config.json", config)

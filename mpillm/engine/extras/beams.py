@@ -97,10 +97,7 @@ class Beams:
             if (ends and rank >= self.width) or (not ends and len(running) == self.width):
                 continue
             beam = Beam(
-                [*before.tokens, token],
-                [*before.logprobs, logprob],
-                total,
-                total / n**self._length_penalty,
+                [*before.tokens, token], [*before.logprobs, logprob], total, total / n**self._length_penalty
             )
             if ends:
                 self.finished.append(beam)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mpillm.comms.mover import Mover, TransferHandle
 from mpillm.engine.handoff.nccl_mover import event
+from mpillm.engine.handoff.notes import take_first
 from mpillm.engine.handoff.pinned import PinnedMemory
 from mpillm.engine.tensors.staging import StreamEvent
 
@@ -64,9 +65,7 @@ class HostMover:
         if not waiting or (waiting[0].gpu is None) == (gpu is None):
             waiting.append(_Copy(gpu, host, to_host=to_host))
             return waiting[-1]
-        copy = waiting.popleft()
-        if not waiting:
-            del self._met[tag]
+        copy = take_first(self._met, tag)
         copy.complete(gpu, host)
         self._launch(copy)
         return copy

@@ -20,7 +20,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpillm.engine.handoff.notes import Notes
+from mpillm.engine.handoff.notes import Notes, take_first
 from mpillm.engine.parallel.nccl import NcclComm
 from mpillm.engine.schedule.engine_messages import NCCL_ID, NOTICE, Notice
 from mpillm.engine.tensors.staging import StreamEvent
@@ -181,22 +181,15 @@ class _Lane:
         while self._noticed and self._match(self._noticed[0]):
             self._noticed.popleft()
             together, self._matched = self._matched, []
-            _launched(
-                together,
-                self.link.receive(
-                    [transfer.buffer for transfer in together], [transfer.ready for transfer in together]
-                ),
-            )
+            ready = [transfer.ready for transfer in together]
+            _launched(together, self.link.receive([transfer.buffer for transfer in together], ready))
 
     def _match(self, notices: list[Notice]) -> bool:
         """Return whether receives for all `notices` are posted."""
         for tag, n_bytes in notices[len(self._matched) :]:
-            waiting = self.expected.get(tag)
-            if not waiting:
+            if tag not in self.expected:
                 return False
-            transfer = waiting.popleft()
-            if not waiting:
-                del self.expected[tag]
+            transfer = take_first(self.expected, tag)
             if n_bytes != transfer.buffer.nbytes:
                 raise RuntimeError(
                     f"handoff, tag {tag}: {transfer.buffer.nbytes} bytes expected, {n_bytes} sent"

@@ -13,6 +13,15 @@ from mpillm.comms.messages import Message
 T = TypeVar("T")
 
 
+def take_first(queues: dict[int, deque[T]], tag: int) -> T:
+    """Remove and return the first entry of a tag. Tags without entries are not in `queues`."""
+    queue = queues[tag]
+    first = queue.popleft()
+    if not queue:
+        del queues[tag]
+    return first
+
+
 class Notes(Generic[T]):
     """Messages of one type from or to one rank of the handoff communicator. No method waits."""
 

@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import groupby, takewhile
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 from mpi4py import MPI
@@ -20,15 +20,15 @@ from mpillm.comms.tags import Tag
 from mpillm.engine.cache.kv_cache import CachedBlocks, KVCache
 from mpillm.engine.cache.two_caches import TwoCaches
 from mpillm.engine.handoff.nccl_mover import event
-from mpillm.engine.handoff.notes import Notes
+from mpillm.engine.handoff.notes import Notes, take_first
 from mpillm.engine.kernels.puts import Put, TargetCache
 from mpillm.engine.parallel.peer_memory import ExportedMemory, export, reach
 from mpillm.engine.schedule.block_allocator import NULL_BLOCK
 from mpillm.engine.schedule.engine_messages import PUT, TARGETS, PutTarget
+from mpillm.engine.shape.layout import length
 from mpillm.engine.tensors.staging import Staging, StreamEvent
 
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 _MAX_LAUNCH_BYTES = 128 << 20  # a slice that exceeds it is the last of its launch
 
 
@@ -174,10 +174,7 @@ def _as_put(cache_slice: CacheSlice, target: PutTarget) -> Put:
 
 def _size(cache_slice: CacheSlice) -> tuple[int, int]:
     """Return the numbers of layers and heads of a slice."""
-    return (
-        cache_slice.layers.stop - cache_slice.layers.start,
-        cache_slice.heads.stop - cache_slice.heads.start,
-    )
+    return length(cache_slice.layers), length(cache_slice.heads)
 
 
 class SliceTransfer:
@@ -286,7 +283,7 @@ class _ReceiveLane(_Lane):
             self.link.send_targets([_put_target(transfer) for transfer in unused])
         if self._expected:
             for tag in self.link.arrived():
-                _take(self._expected, tag).is_done = True
+                take_first(self._expected, tag).is_done = True
 
 
 class _SendLane(_Lane):
@@ -316,18 +313,16 @@ class _SendLane(_Lane):
         ready: list[tuple[SliceTransfer, PutTarget]] = []
         for transfer in self.waiting:
             if transfer.tag in self._targets:
-                ready.append((transfer, _take(self._targets, transfer.tag)))
+                ready.append((transfer, take_first(self._targets, transfer.tag)))
             else:
                 waiting.append(transfer)
         if not ready:
             return
         self.waiting = waiting
         for transfer, target in ready:
-            if target.n_tokens != transfer.cache_slice.cached.n_tokens:
-                sent = transfer.cache_slice.cached.n_tokens
-                raise RuntimeError(
-                    f"handoff, tag {transfer.tag}: {target.n_tokens} tokens expected, {sent} sent"
-                )
+            expected, sent = target.n_tokens, transfer.cache_slice.cached.n_tokens
+            if expected != sent:
+                raise RuntimeError(f"handoff, tag {transfer.tag}: {expected} tokens expected, {sent} sent")
         launch: list[tuple[SliceTransfer, PutTarget]] = []
         n_bytes = 0
         for one in ready:
@@ -339,9 +334,8 @@ class _SendLane(_Lane):
 
     def _launch(self, together: list[tuple[SliceTransfer, PutTarget]]) -> None:
         marks = {id(transfer.ready): transfer.ready for transfer, _ in together if transfer.ready is not None}
-        done = self.link.put(
-            [(transfer.cache_slice, target) for transfer, target in together], list(marks.values())
-        )
+        slices = [(transfer.cache_slice, target) for transfer, target in together]
+        done = self.link.put(slices, list(marks.values()))
         self._in_flight.append((done, [transfer for transfer, _ in together]))
 
 
@@ -350,16 +344,5 @@ def _is_ready(transfer: SliceTransfer) -> bool:
 
 
 def _put_target(transfer: SliceTransfer) -> PutTarget:
-    cached, layers, heads = transfer.cache_slice
-    return PutTarget(
-        transfer.tag, layers.start, heads.start, cached.n_tokens, cached.blocks, cached.window_blocks
-    )
-
-
-def _take(queues: dict[int, deque[T]], tag: int) -> T:
-    """Remove and return the first entry of a tag."""
-    queue = queues[tag]
-    first = queue.popleft()
-    if not queue:
-        del queues[tag]
-    return first
+    (blocks, n_tokens, window_blocks), layers, heads = transfer.cache_slice
+    return PutTarget(transfer.tag, layers.start, heads.start, n_tokens, blocks, window_blocks)

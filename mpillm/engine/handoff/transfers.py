@@ -42,9 +42,8 @@ class _ActiveTransfer:
     """A transfer in progress, with its pieces in flight."""
 
     transfer: Transfer
-    pieces: deque[tuple[TransferHandle, _Piece, Tensor | None]] = field(
-        default_factory=deque
-    )  # with their buffers
+    # With their buffers.
+    pieces: deque[tuple[TransferHandle, _Piece, Tensor | None]] = field(default_factory=deque)
     n_waiting: int = 0  # pieces to send without a buffer yet
 
     @property
@@ -86,21 +85,16 @@ class Transfers:
         self._block_mover = block_mover
         self._reached = block_mover.ranks if block_mover is not None else frozenset()
         self._max_bytes = max_bytes
-        self._pieces = {
-            peer: _pieces(config, layout, other, sends, MAX_PIECES) for peer, other in peers.items()
-        }
-        self._single_pieces = {
-            peer: _pieces(config, layout, other, sends, 1) for peer, other in peers.items()
-        }
-        # From this number of tokens on, a cache moves in several pieces. It depends on the larger instance.
-        n_ranks = {
-            peer: max(layout.tp_size * layout.pp_size, other.tp_size * other.pp_size)
-            for peer, other in peers.items()
-        }
+        self._pieces, self._single_pieces = (
+            {peer: _pieces(config, layout, other, sends, n) for peer, other in peers.items()}
+            for n in (MAX_PIECES, 1)
+        )
         token_bytes = config.n_layers * config.n_kv_heads * cache.piece_bytes(1, slice(0, 1), slice(0, 1))
-        self._min_split_tokens = {
-            peer: mover.min_split_bytes * n / token_bytes for peer, n in n_ranks.items()
-        }
+        # From this number of tokens on, a cache moves in several pieces. It depends on the larger instance.
+        self._min_split_tokens: dict[int, float] = {}
+        for peer, other in peers.items():
+            n_ranks = max(layout.tp_size * layout.pp_size, other.tp_size * other.pp_size)
+            self._min_split_tokens[peer] = mover.min_split_bytes * n_ranks / token_bytes
         self._active: list[_ActiveTransfer] = []
         self._by_layer: list[_ActiveTransfer] = []  # of the current step
         self._to_send: deque[tuple[_ActiveTransfer, _Piece]] = deque()
@@ -127,9 +121,8 @@ class Transfers:
                     self._move(active, piece)
                 else:
                     buffer = self._cache.new_piece(active.cached, piece.layers, piece.heads)
-                    active.pieces.append(
-                        (self._mover.receive(piece.rank, Tag.KV + transfer.slot, buffer), piece, buffer)
-                    )
+                    handle = self._mover.receive(piece.rank, Tag.KV + transfer.slot, buffer)
+                    active.pieces.append((handle, piece, buffer))
         self._gather()
 
     def layer_stored(self, layer: int) -> None:
@@ -176,9 +169,7 @@ class Transfers:
         for active in self._active:
             if active.transfer.peer == peer:
                 if active.transfer.kind != Kind.RECEIVE:
-                    self._n_bytes -= sum(
-                        buffer.nbytes for _, _, buffer in active.pieces if buffer is not None
-                    )
+                    self._n_bytes -= sum(one.nbytes for _, _, one in active.pieces if one is not None)
                 self._never_done += active.pieces
                 active.pieces.clear()
                 active.n_waiting = 0
@@ -202,13 +193,11 @@ class Transfers:
             ready.append(self._to_send.popleft())
             self._n_bytes += n_bytes
         for layers, heads, group in _alike(ready):
-            for (active, piece), buffer in zip(
-                group, self._cache.read([active.cached for active, _ in group], layers, heads), strict=True
-            ):
+            buffers = self._cache.read([active.cached for active, _ in group], layers, heads)
+            for (active, piece), buffer in zip(group, buffers, strict=True):
                 active.n_waiting -= 1
-                active.pieces.append(
-                    (self._mover.send(piece.rank, Tag.KV + active.transfer.slot, buffer), piece, buffer)
-                )
+                handle = self._mover.send(piece.rank, Tag.KV + active.transfer.slot, buffer)
+                active.pieces.append((handle, piece, buffer))
         if self._block_mover is not None:
             self._block_mover.poll()
 
@@ -220,10 +209,8 @@ class Transfers:
         active.pieces.append((handle, piece, None))
 
     def _pieces_of(self, transfer: Transfer) -> list[_Piece]:
-        pieces = (
-            self._single_pieces if transfer.n_tokens < self._min_split_tokens[transfer.peer] else self._pieces
-        )
-        return pieces[transfer.peer]
+        is_single = transfer.n_tokens < self._min_split_tokens[transfer.peer]
+        return (self._single_pieces if is_single else self._pieces)[transfer.peer]
 
 
 def partners(config: ModelConfig, layout: RankLayout, peers: Iterable[Peer], *, sends: bool) -> set[int]:

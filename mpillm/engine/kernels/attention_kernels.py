@@ -220,9 +220,7 @@ def _decode(
         total = total * shrink + tl.exp2(sink - highest)
         result *= shrink[:, None]
     tl.store(
-        out + at[:, None] * D + d[None, :],
-        (result / total[:, None]).to(out.dtype.element_ty),
-        mask=real_out,
+        out + at[:, None] * D + d[None, :], (result / total[:, None]).to(out.dtype.element_ty), mask=real_out
     )
 
 

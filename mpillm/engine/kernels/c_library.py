@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpillm.files import cache_folder
 
@@ -21,6 +21,7 @@ _log = logging.getLogger(__name__)
 # The library's OpenMP resolves by name to the OpenMP that PyTorch has loaded, so both share threads.
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 _TIMEOUT_S = 60.0  # for a compiler that hangs
+INT, POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
 def compiler() -> str | None:
@@ -44,6 +45,13 @@ def c_library(source: Path, *defined: str) -> ctypes.CDLL | None:
         return None
 
 
+def c_function(library: ctypes.CDLL, name: str, *arguments: Any) -> Any:
+    """Return a function of a library. It takes these C types, and returns nothing."""
+    function = getattr(library, name)
+    function.argtypes, function.restype = arguments, None
+    return function
+
+
 def address(x: Tensor) -> int:
     """Return the address of a contiguous tensor's data."""
     assert x.is_contiguous()
@@ -53,12 +61,7 @@ def address(x: Tensor) -> int:
 def _compiled(compiler_path: str, source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
     """Compile with `compiler_path`, in half a second, and cache the result for this kind of CPU."""
     # The source with its includes, and the compiler's own macros: its version and the CPU's instructions.
-    about = subprocess.run(
-        [compiler_path, *flags, "-dD", "-E", "-P", str(source)],
-        check=True,
-        capture_output=True,
-        timeout=_TIMEOUT_S,
-    ).stdout
+    about = _output_of(compiler_path, *flags, "-dD", "-E", "-P", str(source))
     name = hashlib.sha256(about + " ".join(flags).encode()).hexdigest()[:32]
     folder = cache_folder()
     library = folder / f"{name}.so"
@@ -66,11 +69,10 @@ def _compiled(compiler_path: str, source: Path, flags: tuple[str, ...]) -> ctype
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             output = Path(scratch) / library.name
-            subprocess.run(
-                [compiler_path, *flags, str(source), "-o", str(output), "-lm"],
-                check=True,
-                capture_output=True,
-                timeout=_TIMEOUT_S,
-            )
+            _output_of(compiler_path, *flags, str(source), "-o", str(output), "-lm")
             output.replace(library)  # atomic: other ranks load it
     return ctypes.CDLL(str(library))
+
+
+def _output_of(*command: str) -> bytes:
+    return subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_S).stdout

@@ -77,13 +77,7 @@ def _copy(
 
 
 def copied_rows(
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    copies: Tensor,
-    n_rows: int,
-    longest: int,
-    dtype: torch.dtype,
+    keys: Tensor, values: Tensor, table: Tensor, copies: Tensor, n_rows: int, longest: int, dtype: torch.dtype
 ) -> Tensor:
     """Copy keys and values of whole sequences out of their blocks: [n_rows, 2 * kv_heads, head_dim].
 

@@ -10,40 +10,27 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpillm.engine.kernels import ops
-from mpillm.engine.kernels.c_library import address, c_library
+from mpillm.engine.kernels.c_library import INT, POINTER, address, c_function, c_library
 from mpillm.engine.kernels.ops import Partial, UnscaledProduct
 from mpillm.engine.shape.composition import Activation
 
 _SOURCE = Path(__file__).with_suffix(".c")
-_INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
-_ARGUMENTS = {
-    "add_norm": [*[_POINTER] * 4, *[_INT] * 2, ctypes.c_float],
-    "silu_mul": [*[_POINTER] * 2, *[_INT] * 2],
-    "rotate_store": [*[_POINTER] * 5, *[_INT] * 4],
-    "attend": [*[_POINTER] * 7, *[_INT] * 4],
-}
 
 
 class CpuKernels:
     """Implements `step_parts.Ops` for float32 or bfloat16, and attention over a cache of the same dtype."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        for name, arguments in _ARGUMENTS.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = arguments, None
-            setattr(self, f"_{name}", function)
+        self._add_norm = c_function(library, "add_norm", *[POINTER] * 4, *[INT] * 2, ctypes.c_float)
+        self._silu_mul = c_function(library, "silu_mul", *[POINTER] * 2, *[INT] * 2)
+        self._rotate_store = c_function(library, "rotate_store", *[POINTER] * 5, *[INT] * 4)
+        self._attend = c_function(library, "attend", *[POINTER] * 7, *[INT] * 4)
         self.library = library  # `CpuLayers` calls its other functions
-
-    _add_norm: Any
-    _silu_mul: Any
-    _rotate_store: Any
-    _attend: Any
 
     def add_norm(
         self,

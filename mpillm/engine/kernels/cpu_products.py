@@ -12,13 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpillm.engine.kernels.c_library import address, c_library
+from mpillm.engine.kernels.c_library import INT, POINTER, address, c_function, c_library
 from mpillm.engine.kernels.huge_pages import use_huge_pages
 from mpillm.engine.shape.entries import BLOCK
 from mpillm.engine.shape.mxfp4 import numbers_of
 
 _SOURCE = Path(__file__).with_suffix(".c")
-_INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 # The product for comparing compiled code with PyTorch's: its data fit in a core's cache.
 _ROWS, _OUTPUTS, _INPUTS, _ROUNDS = 64, 1024, 512, 5
 
@@ -30,14 +29,12 @@ class CpuProducts:
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
-        self._multiply = library.multiply
-        self._multiply.argtypes, self._multiply.restype = [*[_POINTER] * 4, *[_INT] * 3], None
-        self._multiply_experts = library.multiply_experts
-        self._multiply_experts.argtypes, self._multiply_experts.restype = [*[_POINTER] * 6, *[_INT] * 5], None
-        self._width = _INT.in_dll(library, "width").value
-        library.multiple_of_inputs.restype = _INT
+        self._multiply = c_function(library, "multiply", *[POINTER] * 4, *[INT] * 3)
+        self._multiply_experts = c_function(library, "multiply_experts", *[POINTER] * 6, *[INT] * 5)
+        self._width = INT.in_dll(library, "width").value
+        library.multiple_of_inputs.restype = INT
         self._multiple = library.multiple_of_inputs()
-        self.function = ctypes.cast(self._multiply, _POINTER).value
+        self.function = ctypes.cast(self._multiply, POINTER).value
         self._dtype, self._weight_dtype = dtype, weight_dtype
 
     def pack(self, weight: Tensor) -> Tensor:
@@ -109,11 +106,10 @@ class CpuProducts:
             weight = torch.randint(-127, 128, (_OUTPUTS, _INPUTS), generator=own).to(self._weight_dtype)
             x = torch.rand(_ROWS, _INPUTS, generator=own).to(self._dtype)
             packed, product = self.pack(weight), other(weight)
-            computations: tuple[Callable[[], Tensor], ...] = (
-                lambda: self.multiply(x, packed, _OUTPUTS),
-                lambda: product(x),
-            )
-            rounds = [[_seconds(compute) for compute in computations] for _ in range(_ROUNDS)]
+            rounds = [
+                (_seconds(lambda: self.multiply(x, packed, _OUTPUTS)), _seconds(lambda: product(x)))
+                for _ in range(_ROUNDS)
+            ]
         own_s, other_s = map(min, zip(*rounds, strict=True))
         return own_s, other_s
 
@@ -125,7 +121,7 @@ class ExpertProducts:
         self, multiply: Callable[..., None], packed: list[tuple[Tensor, Tensor | None]], n_outputs: int
     ) -> None:
         self._multiply, self._packed, self._n_outputs = multiply, packed, n_outputs
-        pointers = _POINTER * len(packed)
+        pointers = POINTER * len(packed)
         self._weights = pointers(*(address(weight) for weight, _ in packed))
         scales = [address(scales) for _, scales in packed if scales is not None]
         self._scales = pointers(*scales) if scales else None

@@ -45,10 +45,7 @@ def _copy(
     value = tl.load(values + cell, mask=is_token[:, None], other=0)
     row = first + token
     tl.store(out_keys + (head.to(tl.int64) * n_rows + row)[:, None] * D + d[None, :], key)
-    tl.store(
-        out_values + (head.to(tl.int64) * D + d[:, None]) * n_rows + row[None, :],
-        tl.trans(value),
-    )
+    tl.store(out_values + (head.to(tl.int64) * D + d[:, None]) * n_rows + row[None, :], tl.trans(value))
 
 
 @triton.jit

@@ -15,20 +15,10 @@ _PUT_PROGRAMS = 132  # they saturate a link (64 programs reach 0.95 of it)
 @Kernel
 @triton.jit(do_not_specialize=["n_blocks", "first_head", "n"])
 def _copy_blocks(
-    keys,
-    values,
-    table,
-    n,
-    n_blocks,
-    first_head,
-    n_heads,
-    N_PIECE_HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    PARTS: tl.constexpr,
-    INTO_PIECES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    keys, values, table, n, n_blocks, first_head, n_heads,
+    N_PIECE_HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr,
+    PARTS: tl.constexpr, INTO_PIECES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     i, part = tl.program_id(0), tl.program_id(1)
     block, first = tl.load(table + i), tl.load(table + n + i)
     n_tokens, address = tl.load(table + 2 * n + i), tl.load(table + 3 * n + i)

@@ -75,12 +75,8 @@ def factor(both):
 @Kernel
 @triton.jit
 def _widened(out, weights, scales, n_out, n_in, COLUMNS: tl.constexpr):
-    group = tl.program_id(1)
-    column, word, depth = (
-        tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS),
-        tl.arange(0, 32),
-        tl.arange(0, 128),
-    )
+    group, word, depth = tl.program_id(1), tl.arange(0, 32), tl.arange(0, 128)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     real_column = column < n_out
     first = (group * n_out + column).to(tl.int64)
     packed = tl.load(weights + first[:, None] * 32 + word[None, :], mask=real_column[:, None], other=0)

@@ -39,6 +39,7 @@ class Linear:
 
     _few: FewRows | None = None  # on a GPU: bfloat16, fp8 or int4
     _products: CpuProducts | None = None
+    _scales: Tensor | None = None  # of the weights
 
     def __init__(self, weight: Tensor) -> None:
         """`weight` has the dtype of x.
@@ -72,7 +73,7 @@ class Linear:
 
     def compiled(self) -> tuple[int | None, Tensor, Tensor | None] | None:
         """Return the address of cpu_products.c's `multiply`, weights and scales; None if it is unused."""
-        return None if self._products is None else (self._products.function, self._weight, None)
+        return None if self._products is None else (self._products.function, self._weight, self._scales)
 
     def of_experts(self, linears: list[Linear]) -> ExpertProducts | None:
         """Return one product with all `linears`, which have this class; None if it is not compiled."""
@@ -89,6 +90,8 @@ class Linear:
 class Int8Linear(Linear):
     """int8 weights with a scale per output, on a CPU: widened when they are read, then outputs are scaled."""
 
+    _scales: Tensor
+
     def __init__(self, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
         """int8 [out, in], float32 [out, 1]; `dtype`: of x."""
         self.out_features, self.in_features = weight.shape
@@ -97,9 +100,6 @@ class Int8Linear(Linear):
             self._weight, self._scales = weight, scales.view(1, -1)
         else:
             self._weight, self._scales = self._products.pack(weight), self._products.pack_scales(scales)
-
-    def compiled(self) -> tuple[int | None, Tensor, Tensor | None] | None:
-        return None if self._products is None else (self._products.function, self._weight, self._scales)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._products is not None:
@@ -112,6 +112,8 @@ class Fp8Linear(Linear):
 
     Rows of x are rounded to fp8, with a scale for each row, unless `FewRows` multiplies them.
     """
+
+    _scales: Tensor
 
     def __init__(self, weight: Tensor, scales: Tensor) -> None:
         """float8_e4m3fn [out, in], both multiples of 16 (`model_info` checks it); float32 [out, 1]."""
@@ -154,30 +156,29 @@ class Fp8Linear(Linear):
 class Mxfp4Linear(Linear):
     """Weights in MXFP4 (see `mxfp4`): a CPU widens them when it reads them, a GPU in `GroupedLinear` only."""
 
+    _scales: Tensor
+
     def __init__(self, blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> None:
         """uint8 [out, in / 2] and [out, in / 32]; `dtype`: of x."""
         self.out_features, self.in_features = len(blocks), 2 * blocks.shape[1]
-        self._weight, self._exponents = blocks, exponents
+        self._weight, self._scales = blocks, exponents
         if blocks.device.type != "cpu":
             from mpillm.engine.kernels.expert_kernels import pack
 
-            self._weight, self._exponents = pack(blocks, exponents)
+            self._weight, self._scales = pack(blocks, exponents)
         elif (products := cpu_products(dtype, torch.uint8)) is not None:
             self._products = products
-            self._weight, self._exponents = products.pack(blocks), products.pack_exponents(exponents)
-
-    def compiled(self) -> tuple[int | None, Tensor, Tensor | None] | None:
-        return None if self._products is None else (self._products.function, self._weight, self._exponents)
+            self._weight, self._scales = products.pack(blocks), products.pack_exponents(exponents)
 
     def packed(self) -> tuple[Tensor, Tensor]:
         """Return packed weights and exponents for `packed_product`, on a GPU."""
-        return self._weight, self._exponents
+        return self._weight, self._scales
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._products is not None:
-            return self._products.multiply(x, self._weight, self.out_features, self._exponents)
+            return self._products.multiply(x, self._weight, self.out_features, self._scales)
         n = max(1, _PIECE // self.in_features)
-        pieces = zip(torch.split(self._weight, n), torch.split(self._exponents, n), strict=True)
+        pieces = zip(torch.split(self._weight, n), torch.split(self._scales, n), strict=True)
         return torch.cat([F.linear(x, mxfp4.widened(*piece).to(x.dtype)) for piece in pieces], dim=1)
 
 
@@ -187,6 +188,8 @@ class Int4Linear(Linear):
     They are widened when they are read. On a GPU, for more rows than `FewRows` supports, they are widened to
     bfloat16 beforehand.
     """
+
+    _scales: Tensor
 
     def __init__(self, blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
         """uint8 [out, in / 2], float16 [out, groups, 2]; `dtype`: of x."""
@@ -202,9 +205,6 @@ class Int4Linear(Linear):
         elif (products := cpu_products(dtype, torch.uint8, group)) is not None:
             self._products = products
             self._weight, self._scales = products.pack(blocks), products.pack_int4_scales(scales)
-
-    def compiled(self) -> tuple[int | None, Tensor, Tensor | None] | None:
-        return None if self._products is None else (self._products.function, self._weight, self._scales)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._products is not None:
@@ -242,9 +242,8 @@ class GroupedLinear:
         elif first._weight.device.type != "cpu":
             self._stacked = torch.stack([linear._weight for linear in linears])
             if isinstance(first, Fp8Linear):
-                self._scales = torch.cat(
-                    [linear._scales for linear in linears if isinstance(linear, Fp8Linear)]
-                )
+                each_scales = [linear._scales for linear in linears if isinstance(linear, Fp8Linear)]
+                self._scales = torch.cat(each_scales)
                 scales = self._scales.unsqueeze(-1)
                 self._linears = [Fp8Linear(*pair) for pair in zip(self._stacked, scales, strict=True)]
             else:
@@ -310,11 +309,8 @@ def make_linear(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Li
         return Int4Linear(weight, scales, dtype)
     if weight.dtype == torch.uint8:
         return Mxfp4Linear(weight, scales, dtype)
-    return (
-        Linear(dequantize_rows(weight, scales, dtype))
-        if weight.device.type == "cpu"
-        else Fp8Linear(weight, scales)
-    )
+    on_cpu = weight.device.type == "cpu"
+    return Linear(dequantize_rows(weight, scales, dtype)) if on_cpu else Fp8Linear(weight, scales)
 
 
 @functools.cache

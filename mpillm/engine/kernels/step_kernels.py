@@ -89,13 +89,7 @@ def _add_norm(
     if ROUNDS:
         # Through the model's dtype, to round the same values as a separate kernel.
         store_rounded(
-            out,
-            scales,
-            index,
-            width,
-            column,
-            normed.to(x.dtype.element_ty).to(tl.float32),
-            _LARGEST,
+            out, scales, index, width, column, normed.to(x.dtype.element_ty).to(tl.float32), _LARGEST
         )
     else:
         tl.store(out + row + column, normed.to(out.dtype.element_ty), mask=real)

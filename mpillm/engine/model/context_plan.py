@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpillm.engine.schedule.step import Span
 from mpillm.engine.shape.memory import padded
-
-if TYPE_CHECKING:
-    from mpillm.engine.schedule.step import Span
 
 MIN_QUERIES = 128  # of a context whose sequence is copied
 

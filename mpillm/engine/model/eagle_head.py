@@ -7,7 +7,8 @@ outputs of the model, `fuse`d into one. After a draft token it is the head's own
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,9 +24,6 @@ from mpillm.engine.shape.eagle_config import LAYER, EagleConfig
 from mpillm.engine.shape.layout import ALL, RankLayout
 from mpillm.engine.weights.rank_weights import Shards
 from mpillm.telemetry.read_log import ReadLog
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class EagleHead(Decoder):

@@ -8,8 +8,6 @@ as a value, a key has a few additional values, which the result ignores.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -19,9 +17,7 @@ from mpillm.engine.kernels.ops import UnscaledProduct
 from mpillm.engine.model.layer_kind import LayerKind
 from mpillm.engine.model.projections import OutputProduct
 from mpillm.engine.shape.composition import Latent
-
-if TYPE_CHECKING:
-    from mpillm.engine.weights.rank_weights import Weights
+from mpillm.engine.weights.rank_weights import Weights
 
 _EPS = 1e-6  # of both norms; the value in config.json does not apply
 

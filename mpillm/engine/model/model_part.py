@@ -76,13 +76,7 @@ class ModelPart:
 
     @classmethod
     def load(
-        cls,
-        config: EngineConfig,
-        info: ModelInfo,
-        groups: Groups,
-        *,
-        device: str = "cpu",
-        ops: Ops = ops,
+        cls, config: EngineConfig, info: ModelInfo, groups: Groups, *, device: str = "cpu", ops: Ops = ops
     ) -> ModelPart:
         """Load the weights: minutes for a large model. Raises ConfigError as `open_weights`."""
         with torch.inference_mode():

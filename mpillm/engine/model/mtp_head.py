@@ -31,13 +31,7 @@ class MtpHead(Decoder):
     in_parts = False
 
     def __init__(
-        self,
-        mtp: MtpConfig,
-        embedding: Tensor,
-        max_seq_len: int,
-        dtype: torch.dtype,
-        ops: Ops,
-        max_rows: int,
+        self, mtp: MtpConfig, embedding: Tensor, max_seq_len: int, dtype: torch.dtype, ops: Ops, max_rows: int
     ) -> None:
         """As `EagleHead`."""
         source = _DraftLayer(mtp, embedding)

@@ -80,12 +80,7 @@ class PagedAttention:
             self._attend_with_contexts(self.contexts, turned, caches, out, kind)
 
     def _attend_with_contexts(
-        self,
-        contexts: Contexts,
-        qkv: Tensor,
-        caches: LayerCache,
-        out: Tensor,
-        kind: LayerKind,
+        self, contexts: Contexts, qkv: Tensor, caches: LayerCache, out: Tensor, kind: LayerKind
     ) -> None:
         keys, values, scales, table = caches
         plan, copied, tile_groups = contexts.plan, None, [(contexts.fresh, False), (contexts.in_blocks, True)]

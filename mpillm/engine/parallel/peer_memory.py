@@ -38,11 +38,8 @@ def export(tensor: torch.Tensor) -> ExportedMemory:
     """Export `tensor` to other processes, as long as it lives. Raises RuntimeError if the driver refuses."""
     torch.cuda.current_stream().synchronize()  # makes PyTorch's context this thread's
     cuda, base, handle = _driver(), ctypes.c_uint64(), _Handle()
-    _check(
-        cuda,
-        cuda.cuMemGetAddressRange_v2(ctypes.byref(base), None, ctypes.c_uint64(tensor.data_ptr())),
-    )
-    _check(cuda, cuda.cuIpcGetMemHandle(ctypes.byref(handle), base))
+    _check(cuda.cuMemGetAddressRange_v2(ctypes.byref(base), None, ctypes.c_uint64(tensor.data_ptr())))
+    _check(cuda.cuIpcGetMemHandle(ctypes.byref(handle), base))
     return ExportedMemory(_host(), _bus_id(cuda), bytes(handle), tensor.data_ptr() - base.value)
 
 
@@ -102,37 +99,37 @@ def _driver() -> ctypes.CDLL:
 
 def _bus_id(cuda: ctypes.CDLL) -> bytes:
     device, name = ctypes.c_int(), ctypes.create_string_buffer(32)
-    _check(cuda, cuda.cuCtxGetDevice(ctypes.byref(device)))
-    _check(cuda, cuda.cuDeviceGetPCIBusId(name, ctypes.c_int(len(name)), device))
+    _check(cuda.cuCtxGetDevice(ctypes.byref(device)))
+    _check(cuda.cuDeviceGetPCIBusId(name, ctypes.c_int(len(name)), device))
     return name.value
 
 
 def _allocate(cuda: ctypes.CDLL, n_bytes: int) -> tuple[int, _Handle]:
     torch.cuda.current_stream().synchronize()  # makes PyTorch's context this thread's
     address, handle = ctypes.c_uint64(), _Handle()
-    _check(cuda, cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(n_bytes)))
-    _check(cuda, cuda.cuMemsetD8_v2(address, ctypes.c_ubyte(0), ctypes.c_size_t(n_bytes)))
-    _check(cuda, cuda.cuCtxSynchronize())
-    _check(cuda, cuda.cuIpcGetMemHandle(ctypes.byref(handle), address))
+    _check(cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(n_bytes)))
+    _check(cuda.cuMemsetD8_v2(address, ctypes.c_ubyte(0), ctypes.c_size_t(n_bytes)))
+    _check(cuda.cuCtxSynchronize())
+    _check(cuda.cuIpcGetMemHandle(ctypes.byref(handle), address))
     return address.value, handle
 
 
 def _open(cuda: ctypes.CDLL, handle: bytes, bus_id: bytes) -> int:
     """Return the address of another process's memory in this process; raise RuntimeError if it fails."""
     own, other, has_atomics = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    _check(cuda, cuda.cuDeviceGetByPCIBusId(ctypes.byref(own), _bus_id(cuda)))
-    _check(cuda, cuda.cuDeviceGetByPCIBusId(ctypes.byref(other), bus_id))
+    _check(cuda.cuDeviceGetByPCIBusId(ctypes.byref(own), _bus_id(cuda)))
+    _check(cuda.cuDeviceGetByPCIBusId(ctypes.byref(other), bus_id))
     if own.value != other.value:  # ranks on one GPU need no peer access
-        _check(cuda, cuda.cuDeviceGetP2PAttribute(ctypes.byref(has_atomics), _NATIVE_ATOMICS, own, other))
+        _check(cuda.cuDeviceGetP2PAttribute(ctypes.byref(has_atomics), _NATIVE_ATOMICS, own, other))
         if not has_atomics.value:
             raise RuntimeError("no atomics between two GPUs")
     address = ctypes.c_uint64()
     opened = cuda.cuIpcOpenMemHandle_v2
     opened.argtypes = (ctypes.c_void_p, _Handle, ctypes.c_uint)
-    _check(cuda, opened(ctypes.byref(address), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS))
+    _check(opened(ctypes.byref(address), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS))
     return address.value
 
 
-def _check(cuda: ctypes.CDLL, result: int) -> None:
+def _check(result: int) -> None:
     if result:
         raise RuntimeError(f"CUDA error {result}")

@@ -119,15 +119,10 @@ def _parts(step: Step, max_rows: int) -> Iterator[tuple[int, Step]]:
     """Yield steps of at most `max_rows` of a step's `logits_rows`, and the index of the first of them."""
     for first in range(0, len(step.logits_rows), max_rows):
         rows = slice(first, first + max_rows)
-        yield (
-            first,
-            Step(
-                not_end=[row - first for row in step.not_end if first <= row < rows.stop],
-                sampling=None if step.sampling is None else step.sampling[rows],
-                places=step.places[rows],
-                logprobs=step.logprobs,
-            ),
-        )
+        part = Step(places=step.places[rows], logprobs=step.logprobs)
+        part.not_end = [row - first for row in step.not_end if first <= row < rows.stop]
+        part.sampling = None if step.sampling is None else step.sampling[rows]
+        yield first, part
 
 
 def with_logprobs(tokens: Tensor, logits: Tensor, k: int) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mpillm.engine.kernels.c_library import address
+from mpillm.engine.kernels.c_library import INT, POINTER, address, c_function
 from mpillm.engine.kernels.cpu_kernels import CpuKernels
 from mpillm.engine.kernels.huge_pages import keep_freed_memory
 from mpillm.engine.kernels.linear import Linear
@@ -20,32 +20,30 @@ from mpillm.engine.schedule.step import Step
 from mpillm.engine.shape.families import llama
 from mpillm.engine.shape.model_config import ModelConfig
 
-_INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
-
 
 class _CLinear(ctypes.Structure):
     _fields_ = (
-        ("multiply", _POINTER),
-        ("weights", _POINTER),
-        ("scales", _POINTER),
-        ("inputs", _INT),
-        ("outputs", _INT),
+        ("multiply", POINTER),
+        ("weights", POINTER),
+        ("scales", POINTER),
+        ("inputs", INT),
+        ("outputs", INT),
     )
 
 
 class _CLayer(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("input_norm", "post_norm")),
+        *((name, POINTER) for name in ("input_norm", "post_norm")),
         *((name, _CLinear) for name in ("qkv", "o", "gate_up", "down")),
-        *((name, _POINTER) for name in ("keys", "values")),
-        ("feature", _INT),
+        *((name, POINTER) for name in ("keys", "values")),
+        ("feature", INT),
     )
 
 
 class _CAttention(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("rotations", "slots", "rows", "tables")),
-        *((name, _INT) for name in ("n_rows", "longest")),
+        *((name, POINTER) for name in ("rotations", "slots", "rows", "tables")),
+        *((name, INT) for name in ("n_rows", "longest")),
     )
 
 
@@ -55,14 +53,12 @@ class CpuLayers:
     def __init__(self, part: ModelPart, kernels: CpuKernels, layers: list[_CLayer]) -> None:
         self._part = part
         self._layers = (_CLayer * len(layers))(*layers)
-        self._run = kernels.library.run_layers
-        self._run.argtypes = [_POINTER, _INT, *[_POINTER] * 5, *[_INT] * 5, ctypes.c_float]
-        self._run.restype = None
+        arguments = POINTER, INT, *[POINTER] * 5, *[INT] * 5, ctypes.c_float
+        self._run = c_function(kernels.library, "run_layers", *arguments)
         first = layers[0]
         self._hidden, self._attended = first.qkv.inputs, first.o.inputs
-        self._scratch_per_row = (
-            2 * self._hidden + first.qkv.outputs + 3 * first.down.inputs
-        )  # numbers for each row
+        # Numbers for each row.
+        self._scratch_per_row = 2 * self._hidden + first.qkv.outputs + 3 * first.down.inputs
 
     @classmethod
     def of(cls, part: ModelPart, kernels: CpuKernels) -> CpuLayers | None:

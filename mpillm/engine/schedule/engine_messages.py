@@ -94,32 +94,11 @@ def _read_step(buffer: Buffer) -> Step:
     numbers = buffer.view(np.int32)
     n_spans, n_transfers, n_tokens, n_sampled, n_logprobs, has_extras = numbers[:_HEAD].tolist()
     step, at, end = Step(logprobs=n_logprobs), _HEAD + n_spans * _SPAN, 0
-    for row in numbers[_HEAD:at].reshape(-1, _SPAN).tolist():
-        (
-            slot,
-            n_cached,
-            n_new,
-            n_blocks_sent,
-            n_blocks,
-            n_window_blocks_sent,
-            n_window_blocks,
-            n_logits_rows,
-            n_not_end,
-        ) = row
+    for *of_sequence, n_logits_rows, n_not_end in numbers[_HEAD:at].reshape(-1, _SPAN).tolist():
+        slot, n_cached, n_new, n_sent, n_blocks, n_window_sent, n_window_blocks = of_sequence
         blocks = numbers[at : at + n_blocks + n_window_blocks].tolist()
-        window_blocks = blocks[n_blocks:]
-        step.spans.append(
-            Span(
-                slot,
-                n_cached,
-                n_new,
-                n_blocks_sent,
-                blocks[:n_blocks],
-                n_logits_rows > 1,
-                n_window_blocks_sent,
-                window_blocks,
-            )
-        )
+        of_blocks, of_window = (n_sent, blocks[:n_blocks]), (n_window_sent, blocks[n_blocks:])
+        step.spans.append(Span(slot, n_cached, n_new, *of_blocks, n_logits_rows > 1, *of_window))
         at += n_blocks + n_window_blocks
         end += n_new
         step.not_end += range(len(step.logits_rows), len(step.logits_rows) + n_not_end)
@@ -156,13 +135,8 @@ def _read_notices(buffer: Buffer) -> list[Notice]:
 def _write_targets(targets: list[PutTarget]) -> Buffer:
     numbers: list[int] = []
     for target in targets:
-        numbers += (
-            *target[:4],
-            len(target.blocks),
-            len(target.window_blocks),
-            *target.blocks,
-            *target.window_blocks,
-        )
+        numbers += *target[:4], len(target.blocks), len(target.window_blocks)
+        numbers += *target.blocks, *target.window_blocks
     return _bytes(np.array(numbers, np.int32))
 
 
@@ -170,11 +144,9 @@ def _read_targets(buffer: Buffer) -> list[PutTarget]:
     numbers, at, targets = buffer.view(np.int32).tolist(), 0, []
     while at < len(numbers):
         tag, layer, head, n_tokens, n_blocks, n_window_blocks = numbers[at : (at := at + 6)]
-        blocks, window_blocks = (
-            numbers[at : (at := at + n_blocks)],
-            numbers[at : (at := at + n_window_blocks)],
-        )
-        targets.append(PutTarget(tag, layer, head, n_tokens, blocks, tuple(window_blocks)))
+        blocks = numbers[at : (at := at + n_blocks)]
+        window_blocks = tuple(numbers[at : (at := at + n_window_blocks)])
+        targets.append(PutTarget(tag, layer, head, n_tokens, blocks, window_blocks))
     return targets
 
 

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpillm.engine.schedule.block_allocator import NULL_BLOCK, BlockAllocator
-
-if TYPE_CHECKING:
-    from mpillm.engine.schedule.sequence import Sequence
+from mpillm.engine.schedule.sequence import Sequence
 
 
 class PrefixCache(BlockAllocator):
@@ -106,9 +103,6 @@ class PrefixCache(BlockAllocator):
         while len(hashes) < n:
             start = len(hashes) * size
             tokens = np.array(sequence.tokens(start, start + size), np.int32)
-            hashes.append(
-                hashlib.blake2b(
-                    tokens.tobytes(), key=hashes[-1] if hashes else sequence.salt, digest_size=16
-                ).digest()
-            )
+            parent = hashes[-1] if hashes else sequence.salt
+            hashes.append(hashlib.blake2b(tokens.tobytes(), key=parent, digest_size=16).digest())
         return hashes[:n]

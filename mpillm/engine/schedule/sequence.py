@@ -34,9 +34,8 @@ class Sequence:
     n_window_blocks_sent: int = 0
     max_blocks: int = 0  # limit for its blocks, from its start
     n_cached: int = 0
-    draft: list[int] = field(
-        default_factory=list
-    )  # draft tokens after `output`, which a step in flight verifies
+    # Draft tokens after `output`, which a step in flight verifies.
+    draft: list[int] = field(default_factory=list)
     n_unread: int = 0  # tokens after `output` from steps in flight, not read by the host yet
     in_flight: bool = False  # in a step whose tokens must come back before its next step
     is_done: bool = False  # drop the tokens that steps in flight still bring
@@ -76,11 +75,10 @@ class Sequence:
     def tokens(self, start: int, end: int) -> list[int]:
         """Return tokens [start, end) of prompt and output, with `UNREAD` for tokens still on the device."""
         n = len(self.prompt)
-        known = (
-            self.output[start - n : end - n]
-            if start >= n
-            else self.prompt[start:end] + self.output[: max(0, end - n)]
-        )
+        if start >= n:
+            known = self.output[start - n : end - n]
+        else:
+            known = self.prompt[start:end] + self.output[: max(0, end - n)]
         return known if len(known) == end - start else known + [UNREAD] * (end - start - len(known))
 
 

@@ -45,9 +45,8 @@ class Step:
     spans: list[Span] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logits_rows: list[int] = field(default_factory=list)  # rows that a token is sampled from
-    not_end: list[int] = field(
-        default_factory=list
-    )  # indices in `logits_rows` that must not get an end token
+    # Indices in `logits_rows` that must not get an end token.
+    not_end: list[int] = field(default_factory=list)
     sampling: list[SamplingParams] | None = None  # of each of `logits_rows`; None: all are greedy
     places: list[int] = field(default_factory=list)  # see `sample`
     transfers: list[Transfer] = field(default_factory=list)  # of KV caches; a step may hold nothing else
@@ -65,18 +64,9 @@ class Step:
         draft, window_blocks = sequence.draft, sequence.window_blocks
         sequence.n_cached = end
         sequence.n_blocks_sent, sequence.n_window_blocks_sent = len(blocks), len(window_blocks)
-        self.spans.append(
-            Span(
-                sequence.slot,
-                start,
-                n,
-                n_blocks_sent,
-                blocks[n_blocks_sent:],
-                bool(draft),
-                n_window_blocks_sent,
-                window_blocks[n_window_blocks_sent:],
-            )
-        )
+        of_blocks = n_blocks_sent, blocks[n_blocks_sent:]
+        of_window = n_window_blocks_sent, window_blocks[n_window_blocks_sent:]
+        self.spans.append(Span(sequence.slot, start, n, *of_blocks, bool(draft), *of_window))
         self.tokens += sequence.tokens(start, end - len(draft))
         self.tokens += draft
         n_output = len(sequence.output) + sequence.n_unread

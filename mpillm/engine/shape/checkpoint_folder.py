@@ -42,15 +42,8 @@ if TYPE_CHECKING:
 
 # A model's other files: tokenizer, chat template, generation config, licence.
 _COMPANIONS = (
-    *(
-        "generation_config.json",
-        "tokenizer*",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.json",
-        "merges.txt",
-    ),
-    *("chat_template*", "*.model", "LICENSE*", "USE_POLICY*"),
+    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template*", "*.model", "LICENSE*", "USE_POLICY*"),
 )
 _PARAMETER = re.compile(r"model\.layers\.(\d+)\..*\.(weight|bias)")
 _LARGEST_BIAS = 1 << 20
@@ -168,21 +161,14 @@ def check_scales(files: Mapping[str, Path]) -> None:
         if name.endswith(("_scale", "_scale_inv", ".scales", "_scales")):
             by_file.setdefault(file, []).append(name)
     for file, names in by_file.items():
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length))
-            for name in names:
-                entry = header[stored_name(name, header)]
-                start, end = entry["data_offsets"]
-                stream.seek(8 + length + start)
-                data, dtype = stream.read(end - start), entry["dtype"]
-                if dtype == "U8":  # exponents
-                    is_fine = NO_NUMBER not in data
-                else:
-                    numbers = _floats(data, dtype)
-                    is_fine = bool((np.isfinite(numbers) & (numbers >= 0)).all())
-                if not is_fine:
-                    raise ConfigError(f"{file}: tensor {name} has scales that are negative or not finite")
+        for name, dtype, data in _stored(file, names):
+            if dtype == "U8":  # exponents
+                is_fine = NO_NUMBER not in data
+            else:
+                numbers = _floats(data, dtype)
+                is_fine = bool((np.isfinite(numbers) & (numbers >= 0)).all())
+            if not is_fine:
+                raise ConfigError(f"{file}: tensor {name} has scales that are negative or not finite")
 
 
 def stored_name(name: str, tensors: Container[str]) -> str:
@@ -249,7 +235,8 @@ def _check_others(others: Mapping[str, tuple[Path, Entry]], model: ModelConfig) 
         match = _PARAMETER.fullmatch(name)
         if match is None or (model.latent is not None and int(match[1]) >= model.n_layers):
             continue
-        if match[2] == "bias" and math.prod(entry.shape) <= _LARGEST_BIAS and not any(_bytes_of(file, name)):
+        is_small_bias = match[2] == "bias" and math.prod(entry.shape) <= _LARGEST_BIAS
+        if is_small_bias and not any(any(data) for _, _, data in _stored(file, [name])):
             continue
         raise ConfigError(
             f"{file}: config.json describes no model that has the tensor {name}; without it a run would give"
@@ -257,9 +244,13 @@ def _check_others(others: Mapping[str, tuple[Path, Entry]], model: ModelConfig) 
         )
 
 
-def _bytes_of(file: Path, name: str) -> bytes:
+def _stored(file: Path, names: Iterable[str]) -> Iterator[tuple[str, str, bytes]]:
+    """Yield name, type and bytes of some tensors in a file."""
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
-        start, end = json.loads(stream.read(length))[name]["data_offsets"]
-        stream.seek(8 + length + start)
-        return stream.read(end - start)
+        header = json.loads(stream.read(length))
+        for name in names:
+            entry = header[stored_name(name, header)]
+            start, end = entry["data_offsets"]
+            stream.seek(8 + length + start)
+            yield name, entry["dtype"], stream.read(end - start)

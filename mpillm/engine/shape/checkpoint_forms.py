@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from mpillm.engine.shape.dtypes import STORED
-from mpillm.engine.shape.entries import Entry
-from mpillm.engine.shape.int4 import Int4
+from mpillm.engine.shape.entries import BLOCK, Entry, blocks_name, scale_name
+from mpillm.engine.shape.int4 import Int4, in_units
 from mpillm.engine.shape.layout import ALL
+from mpillm.engine.shape.model_config import ModelConfig
 from mpillm.engine.shape.tensor_shapes import tensor_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mpillm.engine.shape.model_config import ModelConfig
-
-from typing import TYPE_CHECKING
-
-from mpillm.engine.shape.entries import BLOCK, blocks_name, scale_name
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from mpillm.engine.shape.model_config import ModelConfig
-
-    _Read = Callable[[str, slice, slice], Tensor]
+    from mpillm.engine.shape.int4 import Read
 
 _BYTES = BLOCK // 2
 _BLOCKS, _SCALES = blocks_name("weight"), scale_name("weight")
@@ -61,7 +50,7 @@ class PackedExperts:
                 entries[f"{name}_bias"] = Entry(STORED[model.dtype], (n, n_out))
         return entries
 
-    def get(self, name: str, rows: slice, columns: slice, read: _Read) -> Tensor:
+    def get(self, name: str, rows: slice, columns: slice, read: Read) -> Tensor:
         """Return a part of a parameter (see `WeightSource.get`)."""
         match = _NAME.fullmatch(name)
         assert match is not None
@@ -72,14 +61,16 @@ class PackedExperts:
             return _one(read, f"{stored}_bias", expert)[every][rows].contiguous()
         if kind == _BLOCKS:
             blocks = _one(read, f"{stored}_blocks", expert)[every][rows]
-            return blocks[:, _in_blocks(columns)].flatten(1)
+            return blocks[:, in_units(columns, BLOCK)].flatten(1)
         if kind == _SCALES:
-            return _one(read, f"{stored}_scales", expert)[every][rows][:, _in_blocks(columns)].contiguous()
+            return _one(read, f"{stored}_scales", expert)[every][rows][
+                :, in_units(columns, BLOCK)
+            ].contiguous()
         if self._last is None or self._last[0] != (stored, expert):
             self._last = (stored, expert), self._matrix(stored, expert, read)
         return self._last[1][every][rows][:, columns].contiguous()
 
-    def _matrix(self, name: str, expert: int, read: _Read) -> Tensor:
+    def _matrix(self, name: str, expert: int, read: Read) -> Tensor:
         """Return one expert's matrix as floats: [out, in]."""
         from mpillm.engine.shape.mxfp4 import widened
 
@@ -88,12 +79,7 @@ class PackedExperts:
         return widened(_one(read, f"{name}_blocks", expert).flatten(1), _one(read, f"{name}_scales", expert))
 
 
-def _in_blocks(columns: slice) -> slice:
-    """Return whole blocks of columns."""
-    return slice(*(None if end is None else end // BLOCK for end in (columns.start, columns.stop)))
-
-
-def _one(read: _Read, name: str, expert: int) -> Tensor:
+def _one(read: Read, name: str, expert: int) -> Tensor:
     return read(name, slice(expert, expert + 1), ALL)[0]
 
 
@@ -136,9 +122,7 @@ class Gpt2Names:
             entries[stored] = Entry(STORED[self._model.dtype], turned)
         return entries
 
-    def get(
-        self, name: str, rows: slice, columns: slice, read: Callable[[str, slice, slice], Tensor]
-    ) -> Tensor:
+    def get(self, name: str, rows: slice, columns: slice, read: Read) -> Tensor:
         stored, place = _place(name)
         if place is not None:
             n = self._model.hidden_size
@@ -172,9 +156,7 @@ class Form(Protocol):
         """Return the tensors that hold these parameters."""
         ...
 
-    def get(
-        self, name: str, rows: slice, columns: slice, read: Callable[[str, slice, slice], Tensor]
-    ) -> Tensor:
+    def get(self, name: str, rows: slice, columns: slice, read: Read) -> Tensor:
         """Return a part of a parameter, from parts that `read` gives of tensors."""
         ...
 

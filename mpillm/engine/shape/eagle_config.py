@@ -18,7 +18,7 @@ from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.entries import Entry
 from mpillm.engine.shape.model_config import ModelConfig
 from mpillm.engine.shape.read_config import architecture_of, parse_model
-from mpillm.engine.shape.speculative_config import EAGLE, SpeculativeConfig
+from mpillm.engine.shape.speculative_config import EAGLE, read_speculation
 from mpillm.engine.shape.tensor_shapes import tensor_shapes
 from mpillm.engine.shape.weight_files import read_header, weight_files
 from mpillm.files import as_written, read_object
@@ -47,17 +47,16 @@ class EagleConfig:
     vocab_size: int  # the model's
     layers: tuple[int, ...]  # of the model, whose outputs it reads
     norm_before_residual: bool
-    names: dict[
-        str, tuple[Path, str]
-    ]  # of each tensor, as if it were a model's: its file, and its name there
+    # Of each tensor, as if it were a model's: its file, and its name there.
+    names: dict[str, tuple[Path, str]]
 
 
 def eagle_config(config: EngineConfig, target: ModelConfig) -> EagleConfig | None:
     """Return the head that guesses for `target`; None if an instance has none. Raises as `read_eagle`."""
-    if not config.speculative_config or config.role == "context":
+    how = read_speculation(config)
+    if how is None or how.decoding_type != EAGLE:
         return None
-    how = SpeculativeConfig.read(config.speculative_config)
-    return read_eagle(Path(how.speculative_model), target) if how.decoding_type == EAGLE else None
+    return read_eagle(Path(how.speculative_model), target)
 
 
 @about("speculative_config")

@@ -23,9 +23,8 @@ class SchedulerConfig:
     enable_chunked_context: bool = AllFields.enable_chunked_context.default
     batch_scheduler_policy: str = AllFields.batch_scheduler_policy.default  # or no_evict, static
     context_chunking_policy: str = AllFields.context_chunking_policy.default  # or equal_progress
-    enable_kv_cache_reuse: bool = (
-        AllFields.enable_kv_cache_reuse.default
-    )  # share the blocks of a common prefix
+    # Share the blocks of a common prefix.
+    enable_kv_cache_reuse: bool = AllFields.enable_kv_cache_reuse.default
 
 
 @dataclass(frozen=True)

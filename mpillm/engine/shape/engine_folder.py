@@ -11,31 +11,24 @@ import dataclasses
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from disagg.errors import ConfigError, about
 from mpillm.engine.shape.checkpoint_folder import digests
-from mpillm.engine.shape.entries import Entry, rank_entries
+from mpillm.engine.shape.engine_config import EngineConfig
+from mpillm.engine.shape.entries import Entry, int4_group, rank_entries
 from mpillm.engine.shape.layout import RankLayout
+from mpillm.engine.shape.model_config import ModelConfig
 from mpillm.engine.shape.read_config import architecture_of
 from mpillm.engine.shape.weight_files import read_header, weight_files
 from mpillm.files import read_object
 from mpillm.version import __version__
 
-if TYPE_CHECKING:
-    from mpillm.engine.shape.engine_config import EngineConfig
-    from mpillm.engine.shape.model_config import ModelConfig
-
 FORMAT = 1  # of the files: another number means other tensors
 # TensorRT-LLM's names
 _ALGORITHMS = {"none": None, "int8": "W8A16", "fp8": "FP8", "mxfp4": "W4A16_MXFP4", "int4": "W4A16_GPTQ"}
-_OF_WEIGHTS = (
-    "dtype",
-    "quantization",
-    "kv_quantization",
-    "stored",
-    "group",
-)  # which an engine has of its own
+# Fields of `ModelConfig` that an engine has of its own.
+_OF_WEIGHTS = ("dtype", "quantization", "kv_quantization", "stored", "group")
 _KV_ALGORITHMS = {"none": None, "fp8": "FP8"}
 
 
@@ -74,15 +67,14 @@ def layouts(first: RankLayout) -> list[RankLayout]:
 
 def engine_json(
     raw: dict[str, Any],
+    model: ModelConfig,
     layout: RankLayout,
     dtype: str,
     quantization: str,
-    kv_quantization: str,
-    group: int,
     source: dict[str, Any],
     flags: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return an engine's `config.json`: of the model with config `raw`, built from `source` with `flags`."""
+    """Return an engine's `config.json`: of `model` with config `raw`, built from `source` with `flags`."""
     mapping = {
         "world_size": layout.tp_size * layout.pp_size,
         "tp_size": layout.tp_size,
@@ -97,8 +89,8 @@ def engine_json(
     pretrained["architecture"] = architecture_of(raw)
     quantized = {
         "quant_algo": _ALGORITHMS[quantization],
-        "kv_cache_quant_algo": _KV_ALGORITHMS[kv_quantization],
-        **({"group_size": group} if group else {}),
+        "kv_cache_quant_algo": _KV_ALGORITHMS[model.kv_quantization],
+        **({"group_size": int4_group(model)} if model.group else {}),
     }
     return {
         "version": __version__,
@@ -171,17 +163,10 @@ def check_engine(
                 f"{option}: built from another model than {config.model_path}:"
                 f" {field.name} {built_value}, not {value}"
             )
+    formats = engine.dtype, engine.quantization, engine.kv_quantization
+    grouped = dataclasses.replace(built, group=engine.group)
     for layout in layouts(engine.layout):
-        _check_file(
-            engine.file(layout),
-            rank_entries(
-                dataclasses.replace(built, group=engine.group),
-                layout,
-                engine.dtype,
-                engine.quantization,
-                engine.kv_quantization,
-            ),
-        )
+        _check_file(engine.file(layout), rank_entries(grouped, layout, *formats))
     if source is None:
         digest = preset_digest(str(config.model_path))
     elif has_weights:

@@ -9,15 +9,13 @@ holds a rank's parts, with projections of the same input as one.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from mpillm.engine.shape.composition import CORRECTION, FUSED
 from mpillm.engine.shape.dtypes import N_BYTES, STORED
+from mpillm.engine.shape.layout import RankLayout
+from mpillm.engine.shape.model_config import ModelConfig
 from mpillm.engine.shape.quantization import BLOCK_SIZE
-
-if TYPE_CHECKING:
-    from mpillm.engine.shape.layout import RankLayout
-    from mpillm.engine.shape.model_config import ModelConfig
 
 # By safetensors' names; those besides ours may be in a file that is copied.
 ITEM_BYTES = {STORED[name]: n for name, n in N_BYTES.items()}
@@ -153,8 +151,6 @@ def rank_bytes(model: ModelConfig, layout: RankLayout, dtype: str, quantization:
 
 def layer_bytes(model: ModelConfig, dtype: str, quantization: str) -> tuple[int, int]:
     """Return the bytes of all layers' weights in an engine of one rank, and those of experts among them."""
-    from mpillm.engine.shape.layout import RankLayout
-
     entries = rank_entries(model, RankLayout(), dtype, quantization)
     sizes = {name: entry.n_bytes for name, entry in entries.items() if ".layers." in name}
     return sum(sizes.values()), sum(n for name, n in sizes.items() if ".experts." in name)

@@ -17,14 +17,13 @@ from disagg.errors import ConfigError
 from mpillm.engine.shape.dtypes import STORED
 from mpillm.engine.shape.entries import Entry, blocks_name, int4_group, is_linear, scale_name
 from mpillm.engine.shape.layout import ALL
+from mpillm.engine.shape.model_config import ModelConfig
 from mpillm.engine.shape.tensor_shapes import tensor_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mpillm.engine.shape.model_config import ModelConfig
-
-    _Read = Callable[[str, slice, slice], Tensor]
+    Read = Callable[[str, slice, slice], Tensor]
 
 _EACH = 8  # numbers of an int32
 _BLOCKS, _SCALES = blocks_name(""), scale_name("")
@@ -57,7 +56,7 @@ class Int4:
                 entries[f"{prefix}g_idx"] = Entry("I32", (n_in,))
         return entries
 
-    def get(self, name: str, rows: slice, columns: slice, read: _Read) -> Tensor:
+    def get(self, name: str, rows: slice, columns: slice, read: Read) -> Tensor:
         """As `WeightSource.get`: floats, or a part as it is."""
         full = _parameter(name)
         prefix = full.removesuffix("weight")
@@ -67,14 +66,12 @@ class Int4:
             return self._scales(full, columns, read)[rows].contiguous()
         return widened(*(self.get(part(full), rows, columns, read) for part in (blocks_name, scale_name)))
 
-    def _numbers(self, prefix: str, columns: slice, read: _Read) -> Tensor:
-        n = 1 if self._is_awq else _EACH
-        packed_columns = slice(*(None if end is None else end // n for end in (columns.start, columns.stop)))
-        packed = read(f"{prefix}qweight", packed_columns, ALL)
+    def _numbers(self, prefix: str, columns: slice, read: Read) -> Tensor:
+        packed = read(f"{prefix}qweight", in_units(columns, 1 if self._is_awq else _EACH), ALL)
         numbers = _unpacked(packed, _AWQ_PLACES) if self._is_awq else _unpacked(packed.t(), range(_EACH)).t()
         return (numbers[::2] | numbers[1::2] << 4).t()
 
-    def _scales(self, name: str, columns: slice, read: _Read) -> Tensor:
+    def _scales(self, name: str, columns: slice, read: Read) -> Tensor:
         """Return the scales of complete groups, `int4_group` inputs each."""
         import torch
 
@@ -90,9 +87,12 @@ class Int4:
         engine_group = int4_group(model)
         if model.group == -1:
             both = both.expand(-1, n_in // engine_group, -1)
-        return both[
-            :, slice(*(None if end is None else end // engine_group for end in (columns.start, columns.stop)))
-        ]
+        return both[:, in_units(columns, engine_group)]
+
+
+def in_units(part: slice, size: int) -> slice:
+    """Return a part of items, which holds whole units of `size` items, as a part of the units."""
+    return slice(*(None if end is None else end // size for end in (part.start, part.stop)))
 
 
 def _parameter(name: str) -> str:

@@ -10,12 +10,10 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from mpillm.engine.shape.model_config import ModelConfig
 from mpillm.engine.shape.tensor_shapes import tensor_shapes
-
-if TYPE_CHECKING:
-    from mpillm.engine.shape.model_config import ModelConfig
 
 ALL = slice(None)
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
 from mpillm.engine.shape.dtypes import N_BYTES
 from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.entries import rank_bytes
 from mpillm.engine.shape.layout import RankLayout
+from mpillm.engine.shape.model_config import ModelConfig
 from mpillm.engine.shape.quantization import weight_type
 from mpillm.engine.shape.speculative_config import decode_rows
-
-if TYPE_CHECKING:
-    from mpillm.engine.shape.model_config import ModelConfig
 
 _MAX_COPIED_ROWS = 1 << 16  # rows
 PADDED = 64  # rows of a sequence that are copied begin and end at multiples of it
@@ -63,16 +60,11 @@ def gpu_needs(
     # Graphs keep the memory of their largest step; others have theirs beside it.
     n_tokens = config.scheduler.max_num_tokens
     in_graphs = max(n_rows, min(n_tokens, MAX_GRAPH_ROWS))
-    step = (
-        width * per_row * (max(n_tokens, n_rows) + in_graphs)
-        + model.vocab_size * (width * n_rows + BYTES_TO_CHOOSE * min(n_rows, CHOSEN_AT_ONCE))
-        # Contexts that attention copies out of their blocks, a layer at a time.
-        + width
-        * 2
-        * max(1, model.n_kv_heads // config.tp_size)
-        * model.head_dim
-        * max_copied_rows(config.max_seq_len or model.max_position_embeddings)
-    )
+    step = width * per_row * (max(n_tokens, n_rows) + in_graphs)
+    step += model.vocab_size * (width * n_rows + BYTES_TO_CHOOSE * min(n_rows, CHOSEN_AT_ONCE))
+    # Contexts that attention copies out of their blocks, a layer at a time.
+    copied_row = width * 2 * max(1, model.n_kv_heads // config.tp_size) * model.head_dim
+    step += copied_row * max_copied_rows(config.max_seq_len or model.max_position_embeddings)
     return GpuNeeds(weights, step, model.kv_bytes_per_token(kv_dtype, config.tp_size, config.pp_size))
 
 
@@ -168,11 +160,8 @@ def load_bytes(model: ModelConfig, layout: RankLayout, dtype: str, quantization:
     tied = sizes["model.embed_tokens.weight"] if model.tie_word_embeddings and layout.is_last_stage else 0
     is_widened = quantization != "none" or model.stored in ("blocks", "mxfp4")
     under_way = 3 * 4 if is_widened else 2 * width
-    return (
-        rank_bytes(model, layout, dtype, weight_type(quantization, on_gpu=False))
-        + tied * width
-        + under_way * max(sizes.values())
-    )
+    held = rank_bytes(model, layout, dtype, weight_type(quantization, on_gpu=False))
+    return held + tied * width + under_way * max(sizes.values())
 
 
 def gibibytes(n_bytes: int) -> str:

@@ -105,12 +105,10 @@ def check_fit(config: EngineConfig, info: ModelInfo, other_bytes: int = 0) -> in
     kind = info.dtype if info.quantization == "none" else info.quantization
     needed, available = (weights + kv_cache) * config.node_ranks, available_bytes() - other_bytes
     if needed > available:
-        each = (
-            f"each of the {config.node_ranks} ranks on this node needs"
-            if config.node_ranks > 1
-            else "it needs"
-        )
-        together = f", {gibibytes(needed)} together" if config.node_ranks > 1 else ""
+        each, together = "it needs", ""
+        if config.node_ranks > 1:
+            each = f"each of the {config.node_ranks} ranks on this node needs"
+            together = f", {gibibytes(needed)} together"
         raise ConfigError(
             f"{config.model_path} does not fit: {each} {gibibytes(weights + kv_cache)} of memory"
             f" ({gibibytes(weights)} to load the weights in {kind},"
@@ -135,8 +133,7 @@ def model_info(config: EngineConfig) -> ModelInfo:
     if not config.model_path:
         known = ", ".join(presets())
         raise ConfigError(
-            f"--core_type {DEFAULT} needs --model_path: a folder, or one of {known}",
-            about=["core_type"],
+            f"--core_type {DEFAULT} needs --model_path: a folder, or one of {known}", about=["core_type"]
         )
     for name, allowed in _CHOICES.items():
         if (value := config.values[name]) not in allowed:
@@ -197,13 +194,12 @@ def model_info(config: EngineConfig) -> ModelInfo:
         free_bytes = free_cache_bytes(config, needs, config.gpu_bytes)
         cache = cache_bytes(config, model, kv_dtype, needs.per_token)
     kv_cache_tokens, max_seq_len = _lengths(config, model, cache, free_bytes)
+    is_unlimited = config.scheduler.enable_chunked_context or config.role == "generation"
     return ModelInfo(
         config=model,
         vocab_size=model.vocab_size,
         max_seq_len=max_seq_len,
-        max_prompt_len=None
-        if config.scheduler.enable_chunked_context or config.role == "generation"
-        else config.scheduler.max_num_tokens,
+        max_prompt_len=None if is_unlimited else config.scheduler.max_num_tokens,
         end_ids=_end_ids(config, raw, folder),
         stop_words=_stop_words(config, model, folder),
         layout=layout,
@@ -387,18 +383,15 @@ def _lengths(
     longest = max_seq_len or model.max_position_embeddings
     block = config.scheduler.tokens_per_block
     tokens_per_sequence = -(-longest // block) * block
+    most = config.scheduler.max_batch_size * tokens_per_sequence
     if config.kv_cache_tokens is None and gpu_bytes is None:
         capacity = max(longest, cache.tokens_in(_DEFAULT_KV_BYTES))
-        return -(
-            -min(capacity, config.scheduler.max_batch_size * tokens_per_sequence) // block
-        ) * block, longest
+        return -(-min(capacity, most) // block) * block, longest
     size = config.kv_cache_tokens
     if size is None:
         assert gpu_bytes is not None
-        size = min(
-            cache.tokens_in(int(config.kv_cache_free_gpu_mem_fraction * gpu_bytes)),
-            config.scheduler.max_batch_size * tokens_per_sequence + block,
-        )
+        fits = cache.tokens_in(int(config.kv_cache_free_gpu_mem_fraction * gpu_bytes))
+        size = min(fits, most + block)
     elif gpu_bytes is not None and cache.of(size) > gpu_bytes:
         needed = f"a KV cache of {size} tokens needs {gibibytes(cache.of(size))} on a GPU"
         raise ConfigError(f"{needed}, and the model leaves {gibibytes(gpu_bytes)}", about=["kv_cache_tokens"])
@@ -437,10 +430,8 @@ def _stop_words(config: EngineConfig, model: ModelConfig, folder: Path | None) -
     tokenizer = load_tokenizer(folder, apply_chat_template=False) if texts else None
     words = []
     for word in config.stop_words:
-        tokens = (
-            tuple(tokenizer.encode_plain(word))
-            if isinstance(word, str) and tokenizer
-            else tuple(int(t) for t in word)
+        tokens = tuple(
+            tokenizer.encode_plain(word) if isinstance(word, str) and tokenizer else map(int, word)
         )
         if not tokens or not 0 <= min(tokens) <= max(tokens) < model.vocab_size:
             allowed = f"one or more, each from 0 to {model.vocab_size - 1}"

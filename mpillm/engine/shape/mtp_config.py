@@ -16,7 +16,7 @@ from disagg.errors import ConfigError, about
 from mpillm.engine.shape.checkpoint_folder import checkpoint_files
 from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.model_config import ModelConfig
-from mpillm.engine.shape.speculative_config import MTP, SpeculativeConfig
+from mpillm.engine.shape.speculative_config import MTP, read_speculation
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,8 @@ def mtp_config(
 
     Raises ConfigError if the model has none.
     """
-    if not config.speculative_config or config.role == "context":
-        return None
-    if SpeculativeConfig.read(config.speculative_config).decoding_type != MTP:
+    how = read_speculation(config)
+    if how is None or how.decoding_type != MTP:
         return None
     why = ""
     if target.latent is None:

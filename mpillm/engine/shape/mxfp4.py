@@ -15,16 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BIAS = 127  # of exponents
-MAGNITUDES = (
-    0.0,
-    0.5,
-    1.0,
-    1.5,
-    2.0,
-    3.0,
-    4.0,
-    6.0,
-)  # of a number, by its lower three bits; the fourth is its sign
+# Of a number, by its lower three bits; the fourth is its sign.
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _LARGEST_POWER = 2  # of two, among the magnitudes
 # From where on a number is rounded to the next magnitude: half way, where the even one of both is nearer.
 _MIDPOINTS = [(low + high) / 2 for low, high in itertools.pairwise(MAGNITUDES)]

@@ -26,6 +26,7 @@ ALGORITHMS = ("int8", "fp8")
 TYPES = (*ALGORITHMS, "mxfp4", "int4")
 RECORD = "quantization.json"  # in a folder that `quantize` made: what was done, each matrix's relative error
 _TYPES = {"int": "int8", "float": "fp8"}
+_Refuse = Callable[[str, Any, str], ConfigError]  # takes a field, its value, and what is supported
 _DENSE = "dense"  # compressed-tensors' word for weights that are floats
 _FORMATS = {"int8": "int-quantized", "fp8": "float-quantized"}
 
@@ -128,7 +129,7 @@ def parse_quantization(raw: Raw, source: Path, more: Sequence[str]) -> Quantizat
     return methods[method](config, refuse)
 
 
-def _compressed(config: Raw, refuse: Callable[..., ConfigError]) -> Quantization:
+def _compressed(config: Raw, refuse: _Refuse) -> Quantization:
     groups, kv_algorithm = config.get("config_groups"), _kv_algorithm(config, refuse)
     if groups == {} and kv_algorithm != "none":
         return Quantization("none", kv_algorithm)
@@ -140,20 +141,16 @@ def _compressed(config: Raw, refuse: Callable[..., ConfigError]) -> Quantization
         raise refuse("config_groups", groups, "one group")
     group = next(iter(groups.values()))
     weights = group.get("weights") or {}
-    for name, value, allowed in (
-        ("format", config.get("format"), tuple(_FORMATS.values())),
-        ("targets", group.get("targets"), (["Linear"],)),
-        ("weights.type", weights.get("type"), tuple(_TYPES)),
-    ):
-        if value not in allowed:
-            raise refuse(name, value, ", ".join(map(json.dumps, allowed)))
-    _check("weights.", weights, weights["type"], tuple(_STRATEGIES), refuse)
+    _check(config, refuse, format=tuple(_FORMATS.values()))
+    _check(group, refuse, targets=(["Linear"],))
+    _check(weights, refuse, "weights.", type=tuple(_TYPES))
+    _check_numbers(weights, weights["type"], tuple(_STRATEGIES), refuse, "weights.")
     if "lm_head" not in (config.get("ignore") or ()):
         raise refuse("ignore", config.get("ignore"), 'a list with "lm_head" in it')
     return Quantization(_TYPES[weights["type"]], kv_algorithm, _STRATEGIES[weights["strategy"]])
 
 
-def _modelopt(config: Raw, refuse: Callable[..., ConfigError]) -> Quantization:
+def _modelopt(config: Raw, refuse: _Refuse) -> Quantization:
     """`hf_quant_config.json` of NVIDIA's ModelOpt, or what it writes into `config.json` since."""
     if (algorithm := config.get("quant_algo")) != "FP8":
         raise refuse("quant_algo", algorithm, '"FP8"')
@@ -166,7 +163,7 @@ def _modelopt(config: Raw, refuse: Callable[..., ConfigError]) -> Quantization:
     return Quantization("fp8", "fp8" if cache else _kv_algorithm(config, refuse), "matrix")
 
 
-def _fp8(config: Raw, refuse: Callable[..., ConfigError]) -> Quantization:
+def _fp8(config: Raw, refuse: _Refuse) -> Quantization:
     """Read the format of DeepSeek and Qwen: a scale for each block. The engine multiplies these as floats."""
     if (size := config.get("weight_block_size")) is None:
         return Quantization("fp8", stored="matrix")
@@ -177,71 +174,54 @@ def _fp8(config: Raw, refuse: Callable[..., ConfigError]) -> Quantization:
     return Quantization(stored="blocks")
 
 
-def _awq(config: Raw, refuse: Callable[..., ConfigError]) -> Quantization:
+def _awq(config: Raw, refuse: _Refuse) -> Quantization:
     """Read the format of AutoAWQ: `gemm`, its only one for many rows."""
     values = {"version": "gemm", "zero_point": True, "modules_to_not_convert": None, **config}
-    for name, allowed in (
-        ("bits", (4,)),
-        ("group_size", GROUPS),
-        ("version", ("gemm", "GEMM")),
-        ("zero_point", (True,)),
-        ("modules_to_not_convert", (None, [], ["lm_head"])),
-    ):
-        if values.get(name) not in allowed:
-            raise refuse(name, values.get(name), ", ".join(map(json.dumps, allowed)))
+    _check(values, refuse, bits=(4,), group_size=GROUPS, version=("gemm", "GEMM"), zero_point=(True,))
+    _check(values, refuse, modules_to_not_convert=(None, [], ["lm_head"]))
     return Quantization("int4", stored="awq", group=values["group_size"])
 
 
-def _gptq(config: Raw, refuse: Callable[..., ConfigError]) -> Quantization:
+def _gptq(config: Raw, refuse: _Refuse) -> Quantization:
     """Read the format of AutoGPTQ and GPTQModel, with inputs in their order."""
     values = {"checkpoint_format": "gptq", **config}
-    for name, allowed in (
-        ("bits", (4,)),
-        ("group_size", GROUPS),
-        ("desc_act", (False, None)),
-        ("checkpoint_format", ("gptq", "gptq_v2")),
-        ("is_marlin_format", (False, None)),
-        ("lm_head", (False, None)),
-        ("dynamic", (None, {})),
-        ("modules_in_block_to_quantize", (None,)),
-    ):
-        if values.get(name) not in allowed:
-            raise refuse(name, values.get(name), ", ".join(map(json.dumps, allowed)))
+    off = False, None
+    _check(values, refuse, bits=(4,), group_size=GROUPS, desc_act=off, checkpoint_format=("gptq", "gptq_v2"))
+    _check(values, refuse, is_marlin_format=off, lm_head=off)
+    _check(values, refuse, dynamic=(None, {}), modules_in_block_to_quantize=(None,))
     form: Stored = "gptq2" if values["checkpoint_format"] == "gptq_v2" else "gptq"
     return Quantization("int4", stored=form, group=values["group_size"])
 
 
-def _mxfp4(config: Raw, refuse: Callable[..., ConfigError]) -> Quantization:
+def _mxfp4(config: Raw, refuse: _Refuse) -> Quantization:
     return Quantization(stored="mxfp4")
 
 
-def _kv_algorithm(config: Raw, refuse: Callable[..., ConfigError]) -> str:
+def _kv_algorithm(config: Raw, refuse: _Refuse) -> str:
     if (scheme := config.get("kv_cache_scheme")) is None:
         return "none"
     if not isinstance(scheme, dict):
         raise refuse("kv_cache_scheme", scheme, "null, or an object")
     # ModelOpt leaves out what is fp8's usual form.
-    _check("kv_cache_scheme.", {"strategy": "tensor"} | scheme, "float", ("tensor", "attn_head"), refuse)
+    numbers, strategies = {"strategy": "tensor"} | scheme, ("tensor", "attn_head")
+    _check_numbers(numbers, "float", strategies, refuse, "kv_cache_scheme.")
     return "fp8"
 
 
-def _check(
-    prefix: str,
-    numbers: dict[str, Any],
-    kind: str,
-    strategies: tuple[str, ...],
-    refuse: Callable[..., ConfigError],
+def _check_numbers(
+    numbers: Raw, kind: str, strategies: tuple[str, ...], refuse: _Refuse, prefix: str
 ) -> None:
     """Refuse 8-bit numbers of `kind` that are not rounded as ours are."""
-    for name, default, allowed in (
-        ("num_bits", None, (8,)),
-        ("type", None, (kind,)),
-        ("strategy", None, strategies),
-        ("symmetric", True, (True,)),
-        ("dynamic", False, (False,)),
-    ):
-        if (value := numbers.get(name, default)) not in allowed:
-            raise refuse(prefix + name, value, ", ".join(map(json.dumps, allowed)))
+    values = {"symmetric": True, "dynamic": False, **numbers}
+    _check(values, refuse, prefix, num_bits=(8,), type=(kind,), strategy=strategies)
+    _check(values, refuse, prefix, symmetric=(True,), dynamic=(False,))
+
+
+def _check(values: Raw, refuse: _Refuse, prefix: str = "", **allowed: tuple[Any, ...]) -> None:
+    """Refuse the first value that is not allowed for its name; a missing value is None."""
+    for name, some in allowed.items():
+        if (value := values.get(name)) not in some:
+            raise refuse(prefix + name, value, ", ".join(map(json.dumps, some)))
 
 
 _METHODS: dict[str, Callable[..., Quantization]] = {

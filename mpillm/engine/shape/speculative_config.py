@@ -61,12 +61,18 @@ class SpeculativeConfig:
         return cls(**{_LENGTH if name == length else name: value for name, value in values.items()})
 
 
+def read_speculation(config: EngineConfig) -> SpeculativeConfig | None:
+    """Return how an instance drafts. None if it does not: a context instance computes only first tokens."""
+    if not config.speculative_config or config.role == "context":
+        return None
+    return SpeculativeConfig.read(config.speculative_config)
+
+
 def decode_rows(config: EngineConfig) -> int:
     """Return the rows of the largest step without contexts: last tokens and any draft tokens."""
     n_sequences = config.scheduler.max_batch_size
-    if not config.speculative_config or config.role == "context":
+    if (how := read_speculation(config)) is None:
         return n_sequences
-    how = SpeculativeConfig.read(config.speculative_config)
     n_drafting = min(n_sequences, how.max_concurrency or n_sequences)
     return max(n_sequences, min(n_drafting * (1 + how.max_draft_len), config.scheduler.max_num_tokens))
 
@@ -78,10 +84,8 @@ def max_rows(config: EngineConfig) -> int:
 
 def draft_config(config: EngineConfig) -> EngineConfig | None:
     """Return the configuration of the draft model, which is on one rank; None if the instance needs none."""
-    if not config.speculative_config or config.role == "context":  # which has only first tokens to compute
-        return None
-    how = SpeculativeConfig.read(config.speculative_config)
-    if how.decoding_type != DRAFT_TARGET:
+    how = read_speculation(config)
+    if how is None or how.decoding_type != DRAFT_TARGET:
         return None
     longest = config.max_seq_len
     if longest is not None:

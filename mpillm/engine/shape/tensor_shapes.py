@@ -104,12 +104,7 @@ def _of_feed_forward(feed_forward: AnyFeedForward, h: int) -> _Shapes:
 
 
 def _gated(
-    prefix: str,
-    h: int,
-    size: int,
-    gate_up: str = "gate_up_proj",
-    down: str = "down_proj",
-    bias: bool = False,
+    prefix: str, h: int, size: int, gate_up: str = "gate_up_proj", down: str = "down_proj", bias: bool = False
 ) -> _Shapes:
     for name in FUSED[gate_up]:
         yield from _product(f"{prefix}.{name}", size, h, bias)

@@ -31,11 +31,14 @@ from mpillm.engine.weights.rank_weights import read_embedding
 
 def start_speculation(config: EngineConfig, worker: Worker, scheduler: Scheduler) -> Speculation:
     """Load the draft model, if any, and return the speculation. `worker`: of the target model."""
-    how = SpeculativeConfig.read(config.speculative_config or {})
-    drafter = start_drafter(config, worker)
+    how, drafter = _how(config), start_drafter(config, worker)
     watch = drafter.computed if isinstance(drafter, EagleDrafter) else None
     limits = config.scheduler.max_num_tokens, how.max_draft_len, how.max_concurrency
     return Speculation(drafter, scheduler, *limits, watch)
+
+
+def _how(config: EngineConfig) -> SpeculativeConfig:
+    return SpeculativeConfig.read(config.speculative_config or {})
 
 
 def start_drafter(config: EngineConfig, worker: Worker) -> Drafter:
@@ -44,8 +47,7 @@ def start_drafter(config: EngineConfig, worker: Worker) -> Drafter:
     if info.head is not None:
         return _head_drafter(config, info.head, worker)
     if (draft := draft_config(config)) is None:
-        how = SpeculativeConfig.read(config.speculative_config or {})
-        return NGramDrafter(how.max_matching_ngram_size)
+        return NGramDrafter(_how(config).max_matching_ngram_size)
     if config.gpu_bytes is not None:  # `info` reserves a token of the draft cache for each of the model's
         draft = replace(draft, kv_cache_tokens=info.kv_cache_tokens)
     worker = draft_worker(draft, replace(model_info(draft), window_cache_tokens=0))
@@ -65,8 +67,7 @@ def draft_worker(config: EngineConfig, info: ModelInfo) -> Worker:
 
 def _head_drafter(config: EngineConfig, head: EagleConfig | MtpConfig, worker: Worker) -> EagleDrafter:
     """Load the head; its KV cache holds as many tokens as the model's."""
-    how, part = SpeculativeConfig.read(config.speculative_config or {}), worker.part
-    model = head.model
+    part, model = worker.part, head.model
     features = part.model.features
     assert features is not None
     on_gpu = worker.steps if isinstance(worker.steps, GpuSteps) else None
@@ -75,24 +76,17 @@ def _head_drafter(config: EngineConfig, head: EagleConfig | MtpConfig, worker: W
     with torch.inference_mode():
         embedding = part.model.embedding
         if part.groups.layout.tp_size > 1:  # each rank has a part of it, but the head needs all of it
-            dummy = config.load_format == "dummy"
-            embedding = read_embedding(part.info, str(part.device), dummy=dummy)
+            embedding = read_embedding(part.info, str(part.device), dummy=config.load_format == "dummy")
         of_model = embedding, part.info.max_seq_len, part.dtype, kernels or ops, max_rows(config)
         head_model = EagleHead(head, *of_model) if isinstance(head, EagleConfig) else MtpHead(head, *of_model)
-    info = replace(
-        part.info,
-        config=model,
-        kv_dtype=part.info.dtype,
-        layout=RankLayout(),
-        end_ids=(),
-        head=None,
-        window_cache_tokens=0,
-    )
+    info = replace(part.info, config=model, kv_dtype=part.info.dtype, layout=RankLayout(), end_ids=())
+    info = replace(info, head=None, window_cache_tokens=0)
     own = ModelPart(info, config.scheduler.tokens_per_block, Groups(), head_model, part.dtype)
     steps: CpuSteps | GpuSteps = CpuSteps(own, kernels)
     if on_gpu is not None:
         steps = GpuSteps(own, config.scheduler, kernels, decode_rows(config))
-    drafter = EagleDrafter(Worker(own, steps), head_model, features, config.scheduler, how.max_draft_len)
+    max_draft_len = _how(config).max_draft_len
+    drafter = EagleDrafter(Worker(own, steps), head_model, features, config.scheduler, max_draft_len)
     if on_gpu is not None:
         drafter.warm_up()
     return drafter

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from mpillm.engine.shape.composition import (
-    CLAMP,
-    SWISH,
-    GroupedQueryAttention,
-    Mixture,
-    PreNorm,
-    RmsNorm,
-)
+from mpillm.engine.shape.composition import CLAMP, SWISH, GroupedQueryAttention, Mixture, PreNorm, RmsNorm
 from mpillm.engine.shape.config_fields import FamilyFields, Raw
 from mpillm.engine.shape.model_config import Family, ModelConfig
 
@@ -28,12 +21,7 @@ FIELDS = FamilyFields(
         "num_key_value_heads": 8,
         "max_position_embeddings": 131_072,
     },
-    rope={
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "truncate": False,
-    },
+    rope={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
     fixed={
         "norm_topk_prob": (True, None),
         "attention_bias": (True, None),
