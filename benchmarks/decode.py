@@ -26,10 +26,10 @@ from mpillm.options.parsers import integers, not_negative, positive
 from mpillm.options.values import Values
 
 if TYPE_CHECKING:
-    from benchmarks.decode_parts import CudaGraphs, Rates
+    from benchmarks.decode_parts import CudaGraphs, LayerOp, Rates
     from benchmarks.decode_steps import Decoded
     from mpillm.engine.run.worker import Worker
-    from mpillm.experiments.bench.roofline import Energy, LayerOp
+    from mpillm.experiments.bench.roofline import Energy
 
 # An H200's counter of joules moves about ten times a second: over 0.1 to 0.4 s it said 270 to 852 W of a card
 # whose limit is 700.
@@ -248,7 +248,7 @@ def _explained(
     """Return what a step is made of, a line for each part."""
     lines = [f"batch {batch:<19} {'ms':>9} {'roof ms':>9} {'ratio':>6}  limit"]
     for part, seconds in times.items():
-        roof, limit = roofline.seconds(part.work), roofline.limit(part.work)
+        roof, limit = roofline.seconds(part.work), part.limit(roofline)
         ratio = f"{seconds / roof:.2f}"
         lines.append(f"  {part.name:<23} {seconds * 1e3:>9.3f} {roof * 1e3:>9.3f} {ratio:>6}  {limit}")
     rest = decoded.step_s - sum(times.values())

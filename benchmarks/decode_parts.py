@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from benchmarks.power_readings import PowerReader
 from mpillm.engine.shape.dtypes import N_BYTES
 from mpillm.engine.tensors.graphs import capture
-from mpillm.experiments.bench.roofline import Energy, LayerOp, Work
+from mpillm.experiments.bench.roofline import Energy, Roofline, Work
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +31,20 @@ class Loads(NamedTuple):
     settle_s: float = 1.0  # by then the clock has settled
     on_end_s: float = 2.0
     idle_s: float = 1.0  # clocks stay up longer than twice that
+
+
+@dataclass(frozen=True)
+class LayerOp:
+    """An operation in all layers."""
+
+    name: str
+    run: Callable[[], None]
+    work: Work
+
+    def limit(self, roofline: Roofline) -> str:
+        """Return what limits the operation: "memory" or "arithmetic"."""
+        memory_s = self.work.n_bytes / roofline.bandwidth
+        return "memory" if memory_s >= roofline.seconds(self.work) else "arithmetic"
 
 
 class Rate(NamedTuple):

@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from benchmarks.left_in_shm import LeftInShm
 from benchmarks.transformers_baseline import TransformersBaseline
 from benchmarks.vllm_baseline import VllmBaseline
 from disagg.errors import ConfigError
 from launch.children import Children
-from launch.shared_files import LeftInShm
 from mpillm.data.dataset import PromptLimits, load_dataset, unused_lengths
 from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.shape.engine_config import EngineConfig
@@ -230,7 +230,7 @@ def _others(config: Options, info: ModelInfo, prompts: list[list[int]]) -> Itera
                 vllm.answer(prompts, n_output)
                 yield {vllm.versions: lambda: vllm.answer(prompts, n_output)}
             finally:
-                left.note(children.pids())
+                left.note(child.process.pid for child in children.running())
             vllm.close()
         return
     baseline = TransformersBaseline(info.folder, dtype)

@@ -137,15 +137,6 @@ class Children:
         """Return the children that have not ended."""
         return [child for child in self._children if child.process.poll() is None]
 
-    def pids(self) -> list[int]:
-        """Return the process ids of the children that have not ended, and of all processes below them."""
-        pids: list[int] = []
-        for child in self.running():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process = psutil.Process(child.process.pid)
-                pids += [process.pid, *(below.pid for below in process.children(recursive=True))]
-        return pids
-
     def end_orphans(self, grace_s: float) -> None:
         """Kill adopted orphans `grace_s` after they were first noticed. Call it often; it does not wait."""
         now = time.monotonic()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,15 +30,6 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LayerOp:
-    """An operation in all layers."""
-
-    name: str
-    run: Callable[[], None]
-    work: Work
-
-
-@dataclass(frozen=True)
 class Roofline:
     """Bandwidth and arithmetic peak of a GPU."""
 
@@ -49,10 +40,6 @@ class Roofline:
     def seconds(self, *works: Work) -> float:
         """Return the minimum time of operations, one after the other."""
         return sum(max(work.n_bytes / self.bandwidth, self._arithmetic_s(work)) for work in works)
-
-    def limit(self, work: Work) -> str:
-        """Return the limit of an operation: "memory" or "arithmetic"."""
-        return "memory" if work.n_bytes / self.bandwidth >= self._arithmetic_s(work) else "arithmetic"
 
     def _arithmetic_s(self, work: Work) -> float:
         return work.n_flops / (self.peak_in_floats if work.in_floats else self.peak)

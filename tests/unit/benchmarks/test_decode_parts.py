@@ -13,12 +13,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.decode import _explained
-from benchmarks.decode_parts import CudaGraphs, Loads, Rate, Rates, decode_parts, measure_rates
+from benchmarks.decode_parts import CudaGraphs, LayerOp, Loads, Rate, Rates, decode_parts, measure_rates
 from benchmarks.decode_steps import Decoded
 from benchmarks.power_readings import PowerReader, Reading
 from mpillm.engine.model.model_part import ModelPart
 from mpillm.engine.shape.read_config import load_model_config
-from mpillm.experiments.bench.roofline import Energy, LayerOp, Roofline, Work, sample_work
+from mpillm.experiments.bench.roofline import Energy, Roofline, Work, sample_work
 from tests.helpers import plain_kernels
 from tests.helpers.torch_cores import make_core
 
@@ -75,9 +75,9 @@ def test_the_roofline_names_the_limit() -> None:
     computes = LayerOp("computes", _nothing, Work(1.0, 5000.0, in_floats=False))
     head = LayerOp("head", _nothing, Work(1.0, 5000.0, in_floats=True))
     energy = Energy(idle_watts=20.0, per_byte=2.0, per_flop=0.1, per_flop_in_floats=0.2)
-    assert (roofline.seconds(reads.work), roofline.limit(reads.work)) == (2.0, "memory")
-    assert (roofline.seconds(head.work), roofline.limit(head.work)) == (10.0, "arithmetic")
-    assert (roofline.seconds(computes.work), roofline.limit(computes.work)) == (5.0, "arithmetic")
+    assert (roofline.seconds(reads.work), reads.limit(roofline)) == (2.0, "memory")
+    assert (roofline.seconds(head.work), head.limit(roofline)) == (10.0, "arithmetic")
+    assert (roofline.seconds(computes.work), computes.limit(roofline)) == (5.0, "arithmetic")
     assert energy.joules(10.0, (reads.work, head.work)) == 200 + (400 + 1) + (2 + 1000)
     decoded = Decoded(10.0, 0.5, 30.0, watts=350.0, sm_mhz=1700.0)
     text = _explained(4, decoded, {reads: 3.0, computes: 6.0}, roofline, energy)

@@ -7,8 +7,9 @@ import sys
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
+from benchmarks.left_in_shm import LeftInShm
 from launch.children import Children
-from launch.shared_files import SHM, LeftInShm
+from launch.shared_files import SHM
 from tests.helpers.support import wait_until
 
 MAKES = """
@@ -30,7 +31,7 @@ def test_a_segment_of_a_process_that_is_killed(tmp_path: Path) -> None:
             # As vLLM's processes, in a session of their own, without Python's tracker of segments in the way.
             child = children.start("it", [sys.executable, "-c", MAKES, before.name, str(note)], os.environ)
             name = wait_until(lambda: note.exists() and note.read_text(), "its segment", 30)
-            left.note(children.pids())
+            left.note([child.process.pid])
             os.killpg(child.process.pid, 9)
             assert (SHM / str(name)).exists()
         assert not (SHM / str(name)).exists() and (SHM / before.name).exists()
