@@ -13,7 +13,6 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -49,9 +48,10 @@ class BoundedClient:
     def __enter__(self) -> BoundedClient:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._http.close()
 
     @contextlib.contextmanager

@@ -13,8 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType
+from typing import Any, Self
 
 import psutil
 
@@ -73,7 +73,7 @@ class Children:
         self._orphans: dict[psutil.Process, float] = {}  # when each was first seen
         self._previous: dict[int, Any] = {}
 
-    def __enter__(self) -> Children:
+    def __enter__(self) -> Self:
         if self._adopts:
             adopt_orphans()
         self._before = {child.pid for child in psutil.Process().children()}
@@ -81,9 +81,7 @@ class Children:
             self._previous = {number: signal.signal(number, self._stop) for number in stop_signals()}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._signals = max(self._signals, 1)  # from here on, a signal only ends the wait early
         try:
             self._end()

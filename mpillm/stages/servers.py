@@ -3,7 +3,7 @@
     check_ports(servers)
     with Servers(folder) as running:
         for server in servers:
-            running.start(server)
+            running.start_server(server)
         running.wait_ready(deadline_s)
         running.watch(stall_s)
 
@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
@@ -62,39 +61,26 @@ class ServerFailed(Exception):
         self.was_ready = was_ready
 
 
-class Servers:
+class Servers(Children):
     """Context that starts servers and stops them at its end. Logs go to `folder`, which must exist."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self._folder = folder
-        self._children = Children()
-        self._reasons: dict[str, str] = {}  # `Server.reason` by server
+        self._servers: dict[str, Server] = {}  # by name
         self._names: dict[str, str] = {}  # server by health URL
         self._checks: dict[str, HealthCheck] = {}  # last check by health URL
         self._answered_at: dict[str, float] = {}  # time of the last answer by health URL
         self._next_check = 0.0
         self._ready = False
-        self._ends_orphans = False
 
-    def __enter__(self) -> Servers:
-        self._children.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._children.__exit__(kind, error, trace)
-
-    def start(self, server: Server) -> Path:
+    def start_server(self, server: Server) -> Path:
         """Start a server and return its log. Raises ConfigError if its program cannot be started."""
         log = self._folder / (server.log or f"{server.name.replace(' ', '_')}.log")
         log.write_text(f"$ {server.command}\n", encoding="utf-8")
-        self._children.start(
-            server.name, server.command.argv, server.command.environment(server.keeps_job), log
-        )
+        self.start(server.name, server.command.argv, server.command.environment(server.keeps_job), log)
         self._names |= dict.fromkeys(server.health, server.name)
-        self._reasons[server.name] = server.reason
-        self._ends_orphans |= server.ends_orphans
+        self._servers[server.name] = server
         return log
 
     def wait_ready(self, deadline_s: float) -> float:
@@ -107,7 +93,7 @@ class Servers:
         waiting = list(self._names)
         while waiting:
             self._end_orphans()
-            if child := self._children.ended():
+            if child := self.ended():
                 raise ServerFailed(self._how_ended(child, "before it was ready"), False)
             for url in waiting:
                 if url not in self._checks or self._checks[url].answered is False:
@@ -139,7 +125,7 @@ class Servers:
         It starts health checks when they are due. A later call reads their results.
         """
         self._end_orphans()
-        if child := self._children.ended():
+        if child := self.ended():
             if child.process.returncode == 0:
                 return child.name
             raise ServerFailed(self._how_ended(child, "after it was ready" if self._names else ""), True)
@@ -159,17 +145,17 @@ class Servers:
         return None
 
     def _end_orphans(self) -> None:
-        if self._ends_orphans:
-            self._children.end_orphans(_ORPHAN_S)
+        if any(server.ends_orphans for server in self._servers.values()):
+            self.end_orphans(_ORPHAN_S)
 
     def _how_ended(self, child: Child, when: str) -> str:
-        why = "".join(f"  | {line}\n" for line in child.lines(self._reasons[child.name]))
+        why = "".join(f"  | {line}\n" for line in child.lines(self._servers[child.name].reason))
         log = f"; from {child.log}:\n{why}  | …\n" if why else f"; the end of {child.log}:\n"
         return f"{child.name} {how_ended(child.process.returncode)} {when}".rstrip() + log + child.tail()
 
     def _silent(self, urls: Sequence[str], problem: str) -> ServerFailed:
         names = {self._names[url] for url in urls}
-        tails = "\n".join(child.tail() for child in self._children.running() if child.name in names)
+        tails = "\n".join(child.tail() for child in self.running() if child.name in names)
         causes = "".join(f"; {url}: {self._checks[url].problem}" for url in urls if self._checks[url].problem)
         return ServerFailed(
             f"{problem}: {', '.join(sorted(names))}{causes}; the end of the log:\n{tails}", self._ready

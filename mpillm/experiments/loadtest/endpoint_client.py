@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 
 from disagg.errors import ConfigError
 from mpillm.cores.openai_client.client import Client
@@ -89,9 +88,7 @@ class EndpointClient:
     def __enter__(self) -> EndpointClient:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._client is not None:
             self._thread.post(self._client.close)
         self._thread.stop()

@@ -106,7 +106,7 @@ def run_servers(
         with Servers(folder) as running:
             end_with_launcher()
             for server in servers:
-                print(f"  {server.name}: log {running.start(server)}", flush=True)
+                print(f"  {server.name}: log {running.start_server(server)}", flush=True)
             seconds = running.wait_ready(load_deadline_s)
             if record:
                 record.end()

@@ -14,7 +14,6 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -105,9 +104,7 @@ class GrpcConnection:
     def __enter__(self) -> GrpcConnection:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end_stream(by_cancel=self._n_outstanding > 0)
         self._client.close()
 

@@ -7,7 +7,6 @@ import http
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from http.client import HTTPResponse
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -45,10 +44,8 @@ class KServeConnection:
     def __enter__(self) -> KServeConnection:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._server.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._server.close()
 
     def infer(
         self, model: str, tensors: Tensors, outputs: Sequence[str] = (), request_id: str = ""

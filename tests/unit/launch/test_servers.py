@@ -61,7 +61,7 @@ def answering(then: str, times: int = 1, name: str = "one") -> Server:
 def test_it_is_ready_and_ends(tmp_path: Path) -> None:
     server = answering("", times=2)  # it ends after a check that is made once it is ready
     with Servers(tmp_path) as running:
-        log = running.start(server)
+        log = running.start_server(server)
         assert running.wait_ready(60) < 60
         assert running.watch(60) == "one"
     assert log == tmp_path / "one.log" and log.read_text().endswith("\nanswered\n")
@@ -70,7 +70,7 @@ def test_it_is_ready_and_ends(tmp_path: Path) -> None:
 def test_it_answers_no_more(tmp_path: Path) -> None:
     """A server that runs but does not answer is reported."""
     with Servers(tmp_path) as running:
-        running.start(answering("time.sleep(600)"))
+        running.start_server(answering("time.sleep(600)"))
         running.wait_ready(60)
         message = r"^no answer to a health check for 0.5 s \(--stall_timeout\): one; (http[^;]+; )?the end of"
         with pytest.raises(ServerFailed, match=message) as failed:
@@ -80,7 +80,7 @@ def test_it_answers_no_more(tmp_path: Path) -> None:
 
 def test_it_dies_after_it_was_ready(tmp_path: Path) -> None:
     with Servers(tmp_path) as running:
-        running.start(answering("os.kill(os.getpid(), 9)", times=2))
+        running.start_server(answering("os.kill(os.getpid(), 9)", times=2))
         running.wait_ready(60)
         with pytest.raises(
             ServerFailed,
@@ -93,8 +93,8 @@ def test_it_dies_after_it_was_ready(tmp_path: Path) -> None:
 def test_one_ends_while_another_starts(tmp_path: Path) -> None:
     """An exit code of 0 before it was ready is a failure, too."""
     with Servers(tmp_path) as running:
-        running.start(answering("time.sleep(600)"))
-        running.start(
+        running.start_server(answering("time.sleep(600)"))
+        running.start_server(
             Server("two", Command((sys.executable, "-c", "print('bye')")), {}, ("http://localhost:9/",))
         )
         with pytest.raises(
@@ -112,7 +112,7 @@ def test_it_is_never_ready(tmp_path: Path, taken: int) -> None:
         (f"http://localhost:{free_ports(1)[0]}/",),
     )
     with Servers(tmp_path) as running:
-        running.start(hangs)
+        running.start_server(hangs)
         message = (
             r"^not ready within 3 s \(--load_deadline\): one; http://\S+: Connection refused; the end of the"
         )
@@ -126,7 +126,7 @@ def test_a_loop_of_the_callers_own(tmp_path: Path) -> None:
 
     def work() -> None:
         with Servers(tmp_path) as running:
-            running.start(answering("", times=2))
+            running.start_server(answering("", times=2))
             running.wait_ready(60)
             seen.append(running.poll(60))
             seen.append(running.watch(60))
@@ -172,7 +172,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Checks]:
 def test_a_deadline_holds_for_any_number_of_silent_servers(tmp_path: Path, checks: Checks) -> None:
     with Servers(tmp_path) as running:
         for server in silent(4):
-            running.start(server)
+            running.start_server(server)
         with pytest.raises(
             ServerFailed,
             match=r"^not ready within 0.2 s \(--load_deadline\): server 0, server 1, server 2, server 3;",
@@ -187,7 +187,7 @@ def test_a_look_waits_for_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with monkeypatch.context() as ready:
             ready.setattr(health_check, "_problem", lambda url: "")
             for server in silent(4):
-                running.start(server)
+                running.start_server(server)
             running.wait_ready(60)
         wait_until(lambda: running.poll(1e9) is None and len(checks.asked) == 4, "the checks")
         assert running.poll(1e9) is None
@@ -209,7 +209,7 @@ def test_a_server_that_answers_is_not_silent_between_two_looks(
 
     monkeypatch.setattr(health_check, "_problem", problem)
     with Servers(tmp_path) as running:
-        running.start(silent(1)[0])
+        running.start_server(silent(1)[0])
         running.wait_ready(60)
         wait_until(lambda: running.poll(1e-9) is None and len(asked) > 3, "three looks")
 
@@ -231,8 +231,8 @@ def test_an_answer_between_two_looks_counts(tmp_path: Path, monkeypatch: pytest.
                 check.wait(time.monotonic() + 60)
 
         monkeypatch.setattr(health_check, "_problem", problem)
-        monkeypatch.setattr(running._children, "ended", ended)
-        running.start(silent(1)[0])
+        monkeypatch.setattr(running, "ended", ended)
+        running.start_server(silent(1)[0])
         running.wait_ready(60)
     assert len(asked) == 1
 
