@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -22,6 +22,9 @@ from disagg.errors import ConfigError
 from launch.prctl import adopt_orphans, die_with_parent
 from launch.signals import Echoes, StopSignal, stop_signals
 from launch.supervisor import STOP_GRACE_S, end_processes
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _POLL_S = 0.1
 _TAIL_BYTES = 1 << 16

@@ -99,16 +99,16 @@ lookahead_ngram_size INT32 1 optional ragged
 lookahead_verification_set_size INT32 1 optional ragged
 """
 
-TENSORRT_LLM_OUTPUTS = """
-output_ids INT32 -1,-1
-sequence_length INT32 -1
+# Outputs of the engine's model, the ensemble and BLS.
+_SCORES = """
 cum_log_probs FP32 -1
 output_log_probs FP32 -1,-1
 context_logits FP32 -1,-1
 generation_logits FP32 -1,-1,-1
 batch_index INT32 1
 sequence_index INT32 1
-context_phase_params UINT8 -1
+"""
+PERF_METRICS = """
 kv_cache_alloc_new_blocks INT32 1
 kv_cache_reused_blocks INT32 1
 kv_cache_alloc_total_blocks INT32 1
@@ -119,9 +119,18 @@ last_token_time_ns INT64 1
 acceptance_rate FP32 1
 total_accepted_draft_tokens INT32 1
 total_draft_tokens INT32 1
+"""
+_COUNTS = """
 num_input_tokens INT32 1
 num_output_tokens INT32 1
 """
+TENSORRT_LLM_OUTPUTS = f"""
+output_ids INT32 -1,-1
+sequence_length INT32 -1
+{_SCORES}
+context_phase_params UINT8 -1
+{PERF_METRICS}
+{_COUNTS}"""
 
 PREPROCESSING_INPUTS = """
 QUERY STRING 1
@@ -240,24 +249,6 @@ guided_decoding_guide STRING 1 optional
 """
 
 # Outputs of both the ensemble and BLS.
-TEXT_OUTPUTS = """
+TEXT_OUTPUTS = f"""
 text_output STRING -1
-cum_log_probs FP32 -1
-output_log_probs FP32 -1,-1
-context_logits FP32 -1,-1
-generation_logits FP32 -1,-1,-1
-batch_index INT32 1
-sequence_index INT32 1
-kv_cache_alloc_new_blocks INT32 1
-kv_cache_reused_blocks INT32 1
-kv_cache_alloc_total_blocks INT32 1
-arrival_time_ns INT64 1
-first_scheduled_time_ns INT64 1
-first_token_time_ns INT64 1
-last_token_time_ns INT64 1
-acceptance_rate FP32 1
-total_accepted_draft_tokens INT32 1
-total_draft_tokens INT32 1
-num_input_tokens INT32 1
-num_output_tokens INT32 1
-"""
+{_SCORES}{PERF_METRICS}{_COUNTS}"""

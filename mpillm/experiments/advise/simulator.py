@@ -44,7 +44,7 @@ Make = Callable[[bool, InstanceListener, At], Instance]
 
 
 class Simulation:
-    """Simulation of one test; `run` sets the times of its requests."""
+    """Simulation of one test, and the listener of its instances; `run` sets the times of its requests."""
 
     def __init__(self, system: System, make: Make) -> None:
         self._system = system
@@ -52,8 +52,8 @@ class Simulation:
         self._n_events = 0
         self._now = 0.0
         n, m = system.entries, system.generations
-        self._entries = [make(False, _EntryListener(self), self._at) for _ in range(n)]
-        self._generations = [make(True, _GenerationListener(self), self._at) for _ in range(m)]
+        self._entries = [make(False, self, self._at) for _ in range(n)]
+        self._generations = [make(True, self, self._at) for _ in range(m)]
         self._entry_pool = _pool(n, system.policy, system.requests, system.tokens)
         self._generation_pool = _pool(m, system.policy, system.requests, system.generation_tokens)
         self._at_leader: deque[list[SimulatedRequest]] = deque()
@@ -142,9 +142,9 @@ class Simulation:
     def _return(self, pool: InstancePool, position: int, request: SimulatedRequest) -> None:
         pool.return_credits(np.array([position]), np.array([request.needs]))
 
-    # --- requests ---
+    # --- events of the instances; generation instances start no contexts and compute no first tokens ---
 
-    def offer(self, request: SimulatedRequest) -> None:
+    def started(self, request: SimulatedRequest) -> None:
         """Offer a request, whose context has memory, to its generation instance."""
         if request.max_output > 1 and self._generations:
             self._offers[request.generation].append(request)
@@ -181,28 +181,6 @@ class Simulation:
             self._return(self._generation_pool, request.generation, request)
         if not self._generations or request.n_output == 1:
             self._return(self._entry_pool, request.entry, request)
-
-
-class _EntryListener:
-    """Listener of aggregated and context instances."""
-
-    def __init__(self, simulation: Simulation) -> None:
-        self.started = simulation.offer
-        self.computed = simulation.computed
-        self.ended = simulation.ended
-
-
-class _GenerationListener:
-    """Listener of generation instances, which compute no first tokens."""
-
-    def __init__(self, simulation: Simulation) -> None:
-        self.ended = simulation.ended
-
-    def started(self, request: SimulatedRequest) -> None:
-        """Do nothing: the request has its generation instance."""
-
-    def computed(self, request: SimulatedRequest, now: float) -> None:
-        """Do nothing: the context instance computed the first token."""
 
 
 def _pool(n: int, policy: str, requests: int, tokens: int) -> InstancePool:

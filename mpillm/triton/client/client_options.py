@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from disagg.errors import ConfigError
 from mpillm.data.preprocessed.converted import load_npy
 from mpillm.options.command_line import Parser
+from mpillm.triton.tensors import PERF_METRICS, tensors
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -48,18 +49,7 @@ TENSOR_OPTIONS = (
 )
 LOGITS = ("context_logits", "generation_logits")
 LOG_PROBS = ("cum_log_probs", "output_log_probs")
-PERF_METRICS = (
-    "kv_cache_alloc_new_blocks",
-    "kv_cache_reused_blocks",
-    "kv_cache_alloc_total_blocks",
-    "arrival_time_ns",
-    "first_scheduled_time_ns",
-    "first_token_time_ns",
-    "last_token_time_ns",
-    "acceptance_rate",
-    "total_accepted_draft_tokens",
-    "total_draft_tokens",
-)
+_PERF_METRICS = [tensor["name"] for tensor in tensors(PERF_METRICS)]
 
 
 def client_parser(name: str, description: str, epilog: str) -> Parser:
@@ -134,22 +124,20 @@ def extra_outputs(args: argparse.Namespace) -> list[str]:
         (args.return_log_probs, LOG_PROBS),
         (args.return_context_logits, LOGITS[:1]),
         (args.return_generation_logits, LOGITS[1:]),
-        (args.return_perf_metrics, PERF_METRICS),
+        (args.return_perf_metrics, _PERF_METRICS),
     )
     return [name for is_requested, names in requested if is_requested for name in names]
 
 
-def print_extra(
-    response: Mapping[str, NDArray[Any]], names: Sequence[str], write: Callable[[str], None] = print
-) -> None:
+def print_extra(response: Mapping[str, NDArray[Any]], names: Sequence[str]) -> None:
     """Print additional outputs in the form of NVIDIA's scripts."""
     for name in names:
         if name not in response:
             continue
         value = response[name]
-        if name in PERF_METRICS:
-            write(f"{name}: {value.reshape(-1)[0]}")
+        if name in _PERF_METRICS:
+            print(f"{name}: {value.reshape(-1)[0]}")
         else:
             if name != "cum_log_probs":
-                write(f"{name}.shape: {value.shape}")
-            write(f"{name}: {value}")
+                print(f"{name}.shape: {value.shape}")
+            print(f"{name}: {value}")
