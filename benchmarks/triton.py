@@ -147,7 +147,7 @@ def _served(config: Options) -> Iterator[tuple[str, str, psutil.Process]]:
         server = triton_server(0, program, repo, ports, None)
         check_ports([server])
         with Servers(folder) as running:
-            log = running.start(server)
+            log = running.start_server(server)
             running.wait_ready(_DEADLINE_S)
             # parents come first, and models' processes name the repository, too
             process = next(

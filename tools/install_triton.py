@@ -104,7 +104,7 @@ def _starts(program: Path) -> str:
         health = f"http://localhost:{port}/v2/health/ready"
         try:
             with Servers(Path(name)) as running:
-                running.start(Server("tritonserver", command, {"HTTP": port}, (health,)))
+                running.start_server(Server("tritonserver", command, {"HTTP": port}, (health,)))
                 running.wait_ready(_READY_S)
         except (ConfigError, ServerFailed) as error:
             return str(error)
