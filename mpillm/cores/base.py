@@ -8,13 +8,14 @@ drives a core, which never waits: `enqueue` accepts a batch, `poll_responses` do
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
+from disagg.errors import ConfigError, nearest
 from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch
 from mpillm.devices import Gpu, visible_gpus
 from mpillm.engine.shape.engine_config import EngineConfig
@@ -258,6 +259,14 @@ class LLMCore(ABC):
 
         Unknown ids and ended requests are ignored: their FINAL row may be on the way.
         """
+
+
+def check_option_names(options: Iterable[str], known: Collection[str], core: str = "this core") -> None:
+    """Raise ConfigError for --core_options that the core does not have."""
+    for name in options:
+        if name not in known:
+            hint = f"{nearest(name, known)}; it has: {', '.join(known)}"
+            raise ConfigError(f"--core_options {name}: {core} has no such option{hint}")
 
 
 def short_requests(n: int, n_prompt: int = 8, max_output: int = 4, min_output: int = 0) -> Batch:

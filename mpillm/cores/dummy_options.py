@@ -12,6 +12,7 @@ import numpy as np
 
 from disagg.errors import ConfigError, about, nearest
 from mpillm.comms.messages import Batch
+from mpillm.cores.base import check_option_names
 from mpillm.phases import Phase
 
 _FAULTS = ("none", "raise", "hang", "exit", "slow", "silent")
@@ -42,12 +43,8 @@ class DummyOptions:
     def from_options(options: dict[str, object]) -> DummyOptions:
         known = DummyOptions.__dataclass_fields__
         values: dict[str, object] = {}
+        check_option_names(options, known, "the dummy core")
         for key, value in options.items():
-            if key not in known:
-                raise ConfigError(
-                    f"--core_options {key}: the dummy core has no such option{nearest(key, known)};"
-                    f" it has: {', '.join(known)}"
-                )
             kind: Callable[[object], object] = _KINDS[str(known[key].type)]
             try:
                 values[key] = read = kind(value)

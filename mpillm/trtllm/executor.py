@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from disagg.errors import ConfigError, about, nearest
+from disagg.errors import ConfigError, about
 from mpillm.comms.messages import Batch
-from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics, NumericLimits
+from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics, NumericLimits, check_option_names
 from mpillm.nvidia.configs import TrtllmExecutorConfig
 from mpillm.options.fields.model import CHUNKING_POLICIES, SCHEDULER_POLICIES
 from mpillm.options.mitten import configured
@@ -38,11 +38,7 @@ class ExecutorOptions:
     @staticmethod
     @about("core_options")
     def from_options(options: dict[str, Any]) -> ExecutorOptions:
-        known = ExecutorOptions.__dataclass_fields__
-        for name in options:
-            if name not in known:
-                hint = f"{nearest(name, known)}; it has: {', '.join(known)}"
-                raise ConfigError(f"--core_options {name}: the trtllm_executor core has no such option{hint}")
+        check_option_names(options, ExecutorOptions.__dataclass_fields__, "the trtllm_executor core")
         if (value := str(options.get("orchestrator", "false")).lower()) not in ("true", "false"):
             raise ConfigError(f"--core_options orchestrator:{value}: expected true or false")
         parsed = ExecutorOptions(value == "true", str(options.get("worker_path", "")))

@@ -2,5 +2,5 @@
 
 From the socket up: `http_connection` (HTTP/1.1), `event_stream` (server-sent events), `dialect` (requests, by
 server), `answer` (responses), `client` (endpoints, retries, deadlines), `client_thread` (its event loop),
-`endpoint_core` (the cores, with `endpoint_options` and `statistics`).
+`client_core` (the base of the cores), `endpoint_core` (the cores, with `endpoint_options` and `statistics`).
 """

@@ -12,19 +12,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from disagg.errors import ConfigError, about
 from mpillm.comms.messages import WAITING, Batch, Refusal, RequestFlag, ResponseFlag
-from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics, NumericLimits, short_requests
+from mpillm.cores.base import CoreConfig, Metrics, NumericLimits, short_requests
 from mpillm.cores.clients import (
     EARLIER,
-    MAX_PER_SERVER,
-    Answers,
     allow_files,
     longest_first_token_s,
     longest_wait_s,
-    share_of,
     until_when,
     with_owner_failures,
 )
 from mpillm.cores.openai_client.client import Call, Client
+from mpillm.cores.openai_client.client_core import ClientCore
 from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.cores.openai_client.delivered_tokens import AnswerTokens, DeliveredTokens
 from mpillm.cores.openai_client.dialect import COMPLETIONS, Sampling
@@ -84,37 +82,23 @@ class HarnessValues(Protocol):
     def compliance_test(self) -> str | None: ...
 
 
-class EndpointCore(LLMCore):
+class EndpointCore(ClientCore):
     """A server with `/v1/completions` over HTTP: vLLM, SGLang, `trtllm-serve` or another."""
 
-    is_client = True
     takes_text = True
 
     starts: ServerStarts = UNKNOWN_STARTS  # of servers outside the run
 
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
-        super().__init__(config, comms)
-        self._options = EndpointOptions.from_options(config.options)
         self._harness: HarnessValues = config.settings
-        self.streams = self._harness.streaming or config.serves
-        at_once = self._harness.max_concurrency or MAX_PER_SERVER
-        self._urls, self._at_once = (
-            share_of(self._harness.endpoint_urls, at_once, config.instance, config.n_instances)
-            if config.client.server is None
-            else share_of([""], at_once, config.client.index, config.client.n_clients)
-        )
-        # One client of each server reads the server's counts.
-        self._reads = config.client.index == 0 and (
-            config.client.server is not None or config.instance < len(self._harness.endpoint_urls)
-        )
+        super().__init__(config, comms, self._harness.endpoint_urls, self._harness.max_concurrency)
+        self._options = EndpointOptions.from_options(config.options)
         self._context_urls: list[str] = []
         self.waits_for_server = False
         self._tokenizer: Tokenizer | None = None
         self._tokens = AnswerTokens(None)
         self._thread: ClientThread | None = None
         self._shared: ClientThread | None = None
-        self._reader: ServerReader | None = None  # of one client of each server
-        self._answers = Answers()
         self._failed: EndpointError | None = None
         self._frameworks: list[str | None] = []  # of the servers
         self._handed_on = 0.0  # time.perf_counter()
@@ -304,10 +288,6 @@ class EndpointCore(LLMCore):
             self._reader.start(self._run)
         self._began(self._thread.cpu_s())
 
-    def flush(self) -> None:
-        if self._reader is not None:
-            self._reader.is_over = True
-
     def _began(self, cpu_s: float) -> None:
         self._statistics, self._prompt_tokens = Statistics(), 0
         self._started = time.perf_counter(), cpu_s
@@ -352,12 +332,8 @@ class EndpointCore(LLMCore):
         return sorted(set(known)) if len(known) == len(self._frameworks) else []
 
     def metrics(self) -> Metrics:
-        """Return the servers' own metrics if this is their only client, otherwise the client's."""
-        own = Metrics(self._prompt_tokens, self._client.generated_tokens, len(self._client.calls), 0)
-        if self._reader is None:
-            return own
-        is_only_client = self.config.client.server is not None and self.config.client.n_clients == 1
-        return self._reader.metrics(own, is_only_client=is_only_client)
+        client = self._client
+        return self._metrics(Metrics(self._prompt_tokens, client.generated_tokens, len(client.calls), 0))
 
     def notify_stop(self) -> None:
         if self._thread is not None:
@@ -373,9 +349,6 @@ class EndpointCore(LLMCore):
         self._client.close()
 
     # --- work ---
-
-    def credits(self) -> Credits:
-        return Credits(self._at_once * len(self._endpoints), 1 << 40)
 
     def enqueue(self, requests: Batch) -> None:
         assert self._thread is not None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from disagg.errors import ConfigError, about, nearest
+from disagg.errors import ConfigError, about
+from mpillm.cores.base import check_option_names
 
 
 @dataclass(frozen=True)
@@ -18,15 +19,10 @@ class EndpointOptions:
     @staticmethod
     @about("core_options")
     def from_options(options: dict[str, Any]) -> EndpointOptions:
-        known = [option.name for option in fields(EndpointOptions)]
-        for key, value in options.items():
-            if key not in known:
-                raise ConfigError(
-                    f"--core_options {key}: this core has no such option{nearest(key, known)};"
-                    f" it has: {', '.join(known)}"
-                )
-            if key == "retry_s" and not (isinstance(value, (int, float)) and value >= 0):
-                raise ConfigError(f"--core_options {key}:{value}: expected a number, at least 0")
+        check_option_names(options, EndpointOptions.__dataclass_fields__)
+        retry_s = options.get("retry_s", 0)
+        if not (isinstance(retry_s, (int, float)) and retry_s >= 0):
+            raise ConfigError(f"--core_options retry_s:{retry_s}: expected a number, at least 0")
         if "model" in options:
             options = {**options, "model": str(options["model"])}
         return EndpointOptions(**options)

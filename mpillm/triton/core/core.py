@@ -13,21 +13,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from disagg.errors import ConfigError, about, nearest
+from disagg.errors import ConfigError, about
 from launch.safe_text import one_line
 from mpillm.comms.messages import Batch, Refusal, RequestFlag, ResponseFlag
 from mpillm.core_names import TRITON_URL
-from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics, NumericLimits, short_requests
+from mpillm.cores.base import CoreConfig, Metrics, NumericLimits, check_option_names, short_requests
 from mpillm.cores.clients import (
     EARLIER,
-    MAX_PER_SERVER,
-    Answers,
     longest_first_token_s,
     longest_wait_s,
-    share_of,
     until_when,
     with_owner_failures,
 )
+from mpillm.cores.openai_client.client_core import ClientCore
 from mpillm.cores.openai_client.endpoint import RemoteServer
 from mpillm.cores.openai_client.server_reader import ServerReader
 from mpillm.errors import Failure, RunError
@@ -74,29 +72,16 @@ class _PendingRequest:
         self.n_forwarded = 0  # tokens sent to rank 0
 
 
-class TritonGrpcCore(LLMCore):
+class TritonGrpcCore(ClientCore):
     """Client of engines behind `tritonserver`: TensorRT-LLM's, or the embedded engine."""
 
-    is_client = True
     engine_stages = "mpillm.trtllm.engines:engine_stages"
     servers = "mpillm.triton.servers:triton_servers"
 
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
-        super().__init__(config, comms)
         self._harness: TritonHarnessConfig = config.settings
-        self.streams = self._harness.streaming or config.serves
-        at_once = int(self._harness.runtime_flags.get("max_batch_size") or MAX_PER_SERVER)
-        self._urls, self._at_once = (
-            share_of(self._harness.server_urls or (TRITON_URL,), at_once, config.instance, config.n_instances)
-            if config.client.server is None
-            else share_of([""], at_once, config.client.index, config.client.n_clients)
-        )
-        # One client of each server reads the server's metrics.
-        self._reads = config.client.index == 0 and (
-            config.client.server is not None
-            or config.instance < len(self._harness.server_urls or (TRITON_URL,))
-        )
-        self._reader: ServerReader | None = None
+        at_once = int(self._harness.runtime_flags.get("max_batch_size") or 0)
+        super().__init__(config, comms, self._harness.server_urls or (TRITON_URL,), at_once)
         self._metrics_port = ""  # of an owned server
         self._clients = StreamPool()
         self._models: dict[str, itertools.cycle[Model]] = {}  # of each server
@@ -104,7 +89,6 @@ class TritonGrpcCore(LLMCore):
         self._numbers: dict[int, int] = {}  # these numbers by request id
         self._number = itertools.count(1)
         self._frameworks: set[str] = set()
-        self._answers = Answers()
         self._gathers = not self.streams
         at_once = self._at_once * len(self._urls) if self._gathers else 1
         self._gather = max(1, at_once // _GATHER_PART)
@@ -121,12 +105,7 @@ class TritonGrpcCore(LLMCore):
     @classmethod
     def check(cls, config: CoreConfig) -> NumericLimits:
         with about("core_options"):
-            for key in config.options:
-                if key != "model":
-                    raise ConfigError(
-                        f"--core_options {key}: this core has no such option{nearest(key, ['model'])};"
-                        " it has: model"
-                    )
+            check_option_names(config.options, ["model"])
         with about("stop_words"):
             for word in config.engine.stop_words:
                 if isinstance(word, str):
@@ -223,19 +202,11 @@ class TritonGrpcCore(LLMCore):
             **(self._reader.counted(run) if self._reader else {}),
         }
 
-    def flush(self) -> None:
-        if self._reader is not None:
-            self._reader.is_over = True
-
     def frameworks(self) -> list[str]:
         return sorted(self._frameworks)
 
     def metrics(self) -> Metrics:
-        own = Metrics(self._prompt_tokens, self._generated_tokens, len(self._pending), 0)
-        if self._reader is None:
-            return own
-        client = self.config.client
-        return self._reader.metrics(own, is_only_client=client.server is not None and client.n_clients == 1)
+        return self._metrics(Metrics(self._prompt_tokens, self._generated_tokens, len(self._pending), 0))
 
     def notify_stop(self) -> None:
         if self._reader is not None:
@@ -243,9 +214,6 @@ class TritonGrpcCore(LLMCore):
         self._clients.close()
 
     # --- work ---
-
-    def credits(self) -> Credits:
-        return Credits(self._at_once * len(self._urls), 1 << 40)
 
     def enqueue(self, requests: Batch) -> None:
         offsets = requests.offsets().tolist()
