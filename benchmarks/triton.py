@@ -154,7 +154,7 @@ def _served(config: Options) -> Iterator[tuple[str, str, psutil.Process]]:
                 one for one in psutil.Process().children(recursive=True) if str(repo.folder) in _line(one)
             )
             print(f"tritonserver: process {process.pid}, log {log}", file=sys.stderr)
-            yield f"localhost:{ports.grpc}", repo.models[0], process
+            yield f"localhost:{ports.grpc}", next(iter(repo.ranks)), process
 
 
 def _line(process: psutil.Process) -> str:

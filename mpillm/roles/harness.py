@@ -85,11 +85,6 @@ class Totals:
         """Seconds from the test's start to the last answer; 0 without one."""
         return max(0.0, self.ended - self.started)
 
-    @property
-    def in_flight(self) -> int:
-        """Samples that LoadGen waits for."""
-        return self.issued - self.samples
-
 
 class Log(Protocol):
     """Log of responses: see `mpillm.report.request_log.RequestLog`."""

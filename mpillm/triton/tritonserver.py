@@ -35,11 +35,6 @@ class Repository(NamedTuple):
     is_embedded: bool = False  # the models use the embedded engine
 
     @property
-    def models(self) -> list[str]:
-        """Names of the models."""
-        return [*self.ranks]
-
-    @property
     def parallel(self) -> list[str]:
         """Names of the models whose engines have several ranks."""
         return [name for name, ranks in self.ranks.items() if ranks > 1]

@@ -332,7 +332,7 @@ def test_loadgen_is_told_of_a_first_token_once(messages: list[list[tuple[int, in
     assert (
         [response.id for response in told["first"]] == [response.id for response in told["complete"]] == [77]
     )
-    assert (totals.samples, totals.in_flight) == (1, 0)
+    assert (totals.samples, totals.issued) == (1, 1)
 
 
 def test_queries_that_loadgen_has_no_memory_for_name_the_options() -> None:
