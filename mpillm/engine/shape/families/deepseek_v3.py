@@ -37,7 +37,7 @@ def _latent(fields: ConfigFields) -> Latent:
     for name in ("kv_lora_rank", "qk_rope_head_dim"):
         if sizes[name] % 2:
             raise fields.error(
-                f"{name} is {sizes[name]}; must be even, because the engine processes keys in pairs of values"
+                f"{name} is {sizes[name]}; must be even, because a key is rotated in pairs of numbers"
             )
     return Latent(fields.integer("q_lora_rank") if fields.raw["q_lora_rank"] is not None else 0, **sizes)
 
