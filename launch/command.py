@@ -54,15 +54,15 @@ def wrapped(args: Iterable[str], width: int = 80, indent: str = "") -> str:
     return " \\\n".join(lines)
 
 
-def find_program(name: str, hint: str, typed: bool = False) -> str:
+def find_program(name: str, hint: str, typed: bool = False, python: str = sys.executable) -> str:
     """Return the path of a program beside this Python or in PATH.
 
     `typed`: the user has typed the name, so PATH takes precedence, as in a shell. Raises NotHere if there is
     none. `hint`: how to install it.
     """
-    places = [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]  # noqa: PTH120
+    places = [os.path.dirname(python), os.environ.get("PATH", os.defpath)]  # noqa: PTH120
     if (path := shutil.which(name, path=os.pathsep.join(reversed(places) if typed else places))) is None:
-        raise NotHere(f"there is no {name} beside {sys.executable} or in PATH; {hint}")
+        raise NotHere(f"there is no {name} beside {python} or in PATH; {hint}")
     return path
 
 

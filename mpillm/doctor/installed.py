@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import NamedTuple
 
@@ -29,10 +29,10 @@ class PackageFacts(NamedTuple):
     programs: tuple[tuple[str, str], ...] = ()  # other installed programs; their problem, or ""
 
 
-def package_facts() -> PackageFacts:
+def package_facts(requires: Callable[[str], list[str] | None] = metadata.requires) -> PackageFacts:
     """Compare the installed packages with mpillm's metadata, without importing them."""
     try:
-        requirements = metadata.requires("mpillm") or []
+        requirements = requires("mpillm") or []
     except metadata.PackageNotFoundError:
         return PackageFacts(None, {}, {}, compiler(), _program_problems())
     required: dict[str, str] = {}

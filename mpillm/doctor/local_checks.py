@@ -9,7 +9,7 @@ from pathlib import Path
 from launch.launcher import EveryRankError, find_launcher
 from launch.siblings import ranks_here, siblings
 from mpillm.doctor import disk, gpus, installed, limits
-from mpillm.doctor.findings import Check, Line, Status, World, judge, one_line
+from mpillm.doctor.findings import Line, Status, World, judge, one_line
 from mpillm.doctor.launch_checks import not_one_world
 
 _BAD = (Status.FAILURE, Status.WARNING)
@@ -25,7 +25,7 @@ def lines_alone(error: EveryRankError, log_dir: Path) -> list[Line]:
     return [*lines, disk.run_directory(disk.disk_facts(log_dir))]
 
 
-def explain(cause: str) -> str:
+def explain(cause: str, limit_facts: Callable[[], limits.LimitFacts] = limits.limit_facts) -> str:
     """Return the line that explains why a run could not be set up here; "" if no check finds anything.
 
     `cause`: the cause that the run reports. Only checks that can be related to it run.
@@ -33,7 +33,8 @@ def explain(cause: str) -> str:
     summary = cause.partition("\n")[0]  # the rest is a stack trace, whose file names would match
     for pattern, check in _EXPLAINED:
         if re.search(pattern, summary, re.IGNORECASE):
-            for line in check(summary):
+            lines = check({0: limit_facts()}, job_here()) if check in limits.CHECKS else check(summary)
+            for line in lines:
                 if line.status in _BAD or (check is _gpus and line.status is Status.SKIPPED):
                     return one_line(line)
     return ""
@@ -45,10 +46,6 @@ def job_here() -> World:
     size = (launcher and launcher.size) or 1
     n_here = ranks_here() or len(siblings()) or 1
     return World({rank: "here" if rank < n_here else "elsewhere" for rank in range(size)})
-
-
-def _limit(check: Check[limits.LimitFacts]) -> Callable[[str], list[Line]]:
-    return lambda cause: check({0: limits.limit_facts()}, job_here())
 
 
 def _gpus(cause: str) -> list[Line]:
@@ -83,13 +80,13 @@ def _port(cause: str) -> list[Line]:
 
 
 _LOST = r"process has ended|bus error|no space left"
-_EXPLAINED: tuple[tuple[str, Callable[[str], list[Line]]], ...] = (
-    (r"too many open files", _limit(limits.open_files)),
+_EXPLAINED: tuple[tuple[str, Callable[..., list[Line]]], ...] = (
+    (r"too many open files", limits.open_files),
     (r"address already in use|port \d+ is|:\d+ is taken", _port),
-    (r"can't start new thread|resource temporarily unavailable", _limit(limits.processes)),
-    (rf"shared memory|/dev/shm|{_LOST}", _limit(limits.shared_memory)),
+    (r"can't start new thread|resource temporarily unavailable", limits.processes),
+    (rf"shared memory|/dev/shm|{_LOST}", limits.shared_memory),
     (r"CUDA out of memory", _gpu_memory),
-    (rf"cannot allocate memory|memoryerror|out of memory|{_LOST}", _limit(limits.memory)),
+    (rf"cannot allocate memory|memoryerror|out of memory|{_LOST}", limits.memory),
     (r"\bGPUs?\b|CUDA|NCCL", _gpus),
 )
 """Patterns of causes, each with the check that may explain it."""

@@ -58,10 +58,15 @@ class Guard:
     """Checks requests before their routes. Used in one event loop's thread."""
 
     def __init__(
-        self, api_key: str | None = None, max_body_bytes: int = 1 << 24, host: str = "0.0.0.0"
+        self,
+        api_key: str | None = None,
+        max_body_bytes: int = 1 << 24,
+        host: str = "0.0.0.0",
+        body_s: float = BODY_S,
     ) -> None:
         """`host`: on which the server listens."""
         self.max_body_bytes = max_body_bytes
+        self._body_s = body_s
         self.draining = False
         self.active = 0  # handlers at work
         self._api_key = api_key.encode() if api_key else None
@@ -145,8 +150,8 @@ class Guard:
             self._count(body, len(data))
             return data
         self._arriving.add(body)
-        late = ApiError(408, f"the body did not arrive within {BODY_S:g} s", code="body_too_slow")
-        timer = asyncio.get_running_loop().call_later(BODY_S, body.drop, late)
+        late = ApiError(408, f"the body did not arrive within {self._body_s:g} s", code="body_too_slow")
+        timer = asyncio.get_running_loop().call_later(self._body_s, body.drop, late)
         parts: list[bytes] = []
         try:
             while part := await request.content.readany():

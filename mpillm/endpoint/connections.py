@@ -22,8 +22,6 @@ from mpillm.endpoint.http_errors import error_response
 
 _MAX_FILES = 1 << 16
 _NETWORK_BYTES = 8  # of an IPv6 address
-FIRST_S = 30.0
-"""The time from a connection to the end of its first request's head."""
 _SPARE, _SPARE_PART = 192, 8  # files for other uses: at least this number, and this part of all
 
 
@@ -34,14 +32,20 @@ def raise_limit() -> int:
         max_files = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
         soft = max(soft, max_files)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    files = _MAX_FILES if soft == resource.RLIM_INFINITY else min(soft, _MAX_FILES)
+    return n_connections(_MAX_FILES if soft == resource.RLIM_INFINITY else min(soft, _MAX_FILES))
+
+
+def n_connections(files: int) -> int:
+    """Return how many of a process's files may be clients' connections."""
     return max(files - max(_SPARE, files // _SPARE_PART), files // 4)
 
 
 class Connections:
     """The connections of one port. Used in its event loop's thread."""
 
-    def __init__(self, max_connections: int) -> None:
+    def __init__(self, max_connections: int, first_s: float = 30.0) -> None:
+        """`first_s`: from a connection to the end of its first request's head."""
+        self.first_s = first_s
         self._max_connections = max_connections
         self._all: set[Connection] = set()
         # Connections that wait for a complete request, by address; the oldest first.
@@ -96,7 +100,7 @@ class Connection(web.RequestHandler):
         super().connection_made(transport)
         self.address = client_of(transport)
         if self._others.add(self):
-            self._first = asyncio.get_running_loop().call_later(FIRST_S, self.abort)
+            self._first = asyncio.get_running_loop().call_later(self._others.first_s, self.abort)
         else:
             self.abort()
 

@@ -26,10 +26,7 @@ _log = logging.getLogger(__name__)
 _BACKLOG = 1024  # connections not accepted yet
 _LOOK_S = 0.02  # between checks whether the last request has ended
 _CANCEL_S = 5.0  # for ranks to drop requests cancelled by `drain`; phase drain reports the others
-_FETCH_S = 5.0  # for another server to fetch a KV cache whose client has its answer
 _STOP_S = 2.0
-IDLE_S = 120.0
-"""The time for which a connection may stay open without a complete request."""
 _UNREAD_S = 120  # for a client that does not read sent data
 
 
@@ -58,12 +55,12 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 async def listen(
-    app: web.Application, bound: socket.socket, max_connections: int | None = None
+    app: web.Application, bound: socket.socket, connections: Connections | None = None, idle_s: float = 120.0
 ) -> tuple[web.AppRunner, asyncio.Server]:
     """Accept connections on a bound socket, until the server that is returned is closed.
 
-    `max_connections` defaults to the limit of open files. Handlers are cancelled when their
-    client disconnects: this ends its request.
+    `connections` are by default as many as the limit of open files allows. One may stay open for `idle_s`
+    without a complete request. Handlers are cancelled when their client disconnects: this ends its request.
     """
     logging.getLogger("aiohttp.server").addFilter(downgrade_http_errors)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_STOP_S)
@@ -72,11 +69,11 @@ async def listen(
     loop = asyncio.get_running_loop()
     connection = partial(
         Connection,
-        Connections(max_connections or raise_limit()),
+        connections or Connections(raise_limit()),
         runner.server,
         loop=loop,
         access_log=None,
-        keepalive_timeout=IDLE_S,
+        keepalive_timeout=idle_s,
         auto_decompress=False,
     )
     return runner, await loop.create_server(connection, sock=bound, backlog=_BACKLOG)
@@ -95,11 +92,18 @@ class HttpThread:
     """
 
     def __init__(
-        self, service: Service, requests: OpenRequests, mailbox: Mailbox, bound: socket.socket
+        self,
+        service: Service,
+        requests: OpenRequests,
+        mailbox: Mailbox,
+        bound: socket.socket,
+        fetch_s: float = 5.0,
     ) -> None:
+        """`fetch_s`: for another server to fetch a KV cache whose client has its answer."""
         self._service = service
         self._requests = requests
         self._socket = bound
+        self._fetch_s = fetch_s
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
         self._listening, self._drained = threading.Event(), threading.Event()
@@ -167,7 +171,7 @@ class HttpThread:
             end = time.monotonic() + seconds
             while guard.active and time.monotonic() < end:
                 await asyncio.sleep(_LOOK_S)
-            await self._until_none_is_open(min(end, time.monotonic() + _FETCH_S))
+            await self._until_none_is_open(min(end, time.monotonic() + self._fetch_s))
             self._requests.give_up_all()
             await self._until_none_is_open(time.monotonic() + _CANCEL_S)
             self._drained.set()

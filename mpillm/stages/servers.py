@@ -28,8 +28,6 @@ from launch.command import Command
 from launch.exits import how_ended
 from launch.health_check import HealthCheck
 
-_POLL_S = 0.5
-_CHECK_INTERVAL_S = 10.0  # between health checks of ready servers
 _ORPHAN_S = 2.0  # time for a process to notice that its parent has ended
 
 
@@ -62,11 +60,13 @@ class ServerFailed(Exception):
 
 
 class Servers(Children):
-    """Context that starts servers and stops them at its end. Logs go to `folder`, which must exist."""
+    """Context that starts servers and stops them at its end."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, poll_s: float = 0.5, check_interval_s: float = 10.0) -> None:
+        """`folder`: for logs; it must exist. `check_interval_s`: between health checks of ready servers."""
         super().__init__()
         self._folder = folder
+        self._poll_s, self._check_interval_s = poll_s, check_interval_s
         self._servers: dict[str, Server] = {}  # by name
         self._names: dict[str, str] = {}  # server by health URL
         self._checks: dict[str, HealthCheck] = {}  # last check by health URL
@@ -98,7 +98,7 @@ class Servers(Children):
             for url in waiting:
                 if url not in self._checks or self._checks[url].answered is False:
                     self._checks[url] = HealthCheck(url, self._checks.get(url))
-            again = min(time.monotonic() + _POLL_S, deadline)
+            again = min(time.monotonic() + self._poll_s, deadline)
             for url in waiting:
                 self._checks[url].wait(again)
             waiting = [url for url in waiting if not self._checks[url].answered]
@@ -107,7 +107,7 @@ class Servers(Children):
             time.sleep(max(0.0, again - time.monotonic()) if waiting else 0)
         self._ready = True
         now = time.monotonic()
-        self._answered_at, self._next_check = dict.fromkeys(self._names, now), now + _CHECK_INTERVAL_S
+        self._answered_at, self._next_check = dict.fromkeys(self._names, now), now + self._check_interval_s
         return now - began
 
     def watch(self, stall_s: float) -> str:
@@ -116,7 +116,7 @@ class Servers(Children):
         Raises ServerFailed if one fails or does not answer.
         """
         while (ended := self.poll(stall_s)) is None:
-            time.sleep(_POLL_S)
+            time.sleep(self._poll_s)
         return ended
 
     def poll(self, stall_s: float) -> str | None:
@@ -131,7 +131,7 @@ class Servers(Children):
             raise ServerFailed(self._how_ended(child, "after it was ready" if self._names else ""), True)
         now = time.monotonic()
         is_due, silent = now >= self._next_check, []
-        self._next_check = now + _CHECK_INTERVAL_S if is_due else self._next_check
+        self._next_check = now + self._check_interval_s if is_due else self._next_check
         for url, check in self._checks.items():
             answered = check.answered  # read once, because another thread sets it
             if answered:

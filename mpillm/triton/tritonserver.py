@@ -16,7 +16,7 @@ from disagg.errors import ConfigError
 from disagg.text_file import read_text
 from launch.bounded_http import ReplyError, page
 from launch.command import Command, NotHere, find_program
-from launch.find_mpirun import detect
+from launch.find_mpirun import Mpi, detect
 from launch.mpirun import command_line, on_this_host, usable_cores
 from launch.safe_text import one_line
 from mpillm.stages.servers import Server
@@ -86,9 +86,9 @@ def mpirun_argv(repo: Repository) -> list[str]:
     return [mpirun, *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
 
 
-def embedded_mpirun(n_ranks: int, *, oversubscribe: bool = False) -> list[str]:
+def embedded_mpirun(n_ranks: int, *, oversubscribe: bool = False, mpi: Mpi | None = None) -> list[str]:
     """Return the mpirun arguments of the embedded engine's MPI, for `n_ranks` servers on this host."""
-    mpi = detect()
+    mpi = mpi or detect()
     crowded = mpi.kind == "openmpi" and (oversubscribe or n_ranks > usable_cores())
     options = ["--oversubscribe"] if crowded else []
     options += on_this_host(mpi)

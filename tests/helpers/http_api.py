@@ -13,8 +13,9 @@ from aiohttp import ClientResponse, ClientSession
 
 from mpillm.data.dataset import PromptLimits
 from mpillm.data.tokenizer import ByteTokenizer
-from mpillm.endpoint.admission import Guard
+from mpillm.endpoint.admission import BODY_S, Guard
 from mpillm.endpoint.app import Service
+from mpillm.endpoint.connections import Connections
 from mpillm.endpoint.http_thread import bind, listen, url
 from mpillm.endpoint.protocol import ServedModel
 from tests.helpers.served import World
@@ -82,13 +83,15 @@ async def api(
     api_key: str | None = None,
     max_body_bytes: int = 1 << 24,
     host: str = "0.0.0.0",
-    max_connections: int | None = None,
+    connections: Connections | None = None,
+    idle_s: float = 120.0,
+    body_s: float = BODY_S,
     **options: Any,
 ) -> AsyncIterator[Api]:
     world = World(7, disaggregated, **core or {})
-    service = Service(served, world.open, guard=Guard(api_key, max_body_bytes, host), **options)
+    service = Service(served, world.open, guard=Guard(api_key, max_body_bytes, host, body_s), **options)
     bound = bind("127.0.0.1", 0)
-    runner, _ = await listen(service.app(), bound, max_connections)
+    runner, _ = await listen(service.app(), bound, connections, idle_s)
 
     async def turn() -> None:
         while True:

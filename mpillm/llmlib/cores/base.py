@@ -24,7 +24,6 @@ from mpillm.nvidia import backends
 
 _POLL = datetime.timedelta(milliseconds=1)
 _WAIT_S = 1.0  # timeout of one wait for a condition
-_END_S = 5.0  # timeout for the end of a response thread
 _WARM_UP_TOKENS = 100  # per prompt
 
 CompleteCallback = Callable[..., object]
@@ -73,6 +72,7 @@ class LLMCore(ABC):
     # the adapter for ranks, for `BackendRegistry`
     rank_core: ClassVar[str] = "mpillm.llmlib.rank_core:rank_core"
     CONFIG_T: ClassVar[type[backends.HarnessConfig]] = HarnessConfig
+    _end_s = 5.0  # timeout for the end of the response thread
 
     def __init__(
         self,
@@ -224,12 +224,12 @@ class LLMCore(ABC):
         if self.response_thread is None:
             self._cleanup_resources()
         elif self.response_thread is not threading.current_thread():
-            self.response_thread.join(_END_S)
+            self.response_thread.join(self._end_s)
             if self.response_thread.is_alive():
                 self.logger.warning(
                     "core %s: _poll_responses_impl has not returned for %g s; its thread is left",
                     self.name,
-                    _END_S,
+                    self._end_s,
                 )
 
     # --- the response thread ---

@@ -78,11 +78,16 @@ class GrpcConnection:
     """Context that closes a channel, and a stream after the first request to a decoupled model."""
 
     def __init__(
-        self, url: str, timeout_s: float, secure: Secure | None = None, compression: str | None = None
+        self,
+        url: str,
+        timeout_s: float,
+        secure: Secure | None = None,
+        compression: str | None = None,
+        options: Sequence[tuple[str, int]] = GRPC_OPTIONS,
     ) -> None:
         """Open the channel. Raises InferError for a wrong address.
 
-        `timeout_s`: for a whole answer.
+        `timeout_s`: for a whole answer. `options`: gRPC's.
         """
         self.url = url
         self._timeout_s = timeout_s
@@ -91,7 +96,7 @@ class GrpcConnection:
             self._client = grpcclient.InferenceServerClient(
                 url,
                 ssl=secure is not None,
-                channel_args=GRPC_OPTIONS,
+                channel_args=options,
                 **(secure._asdict() if secure else {}),
             )
         except (InferenceServerException, OSError) as error:

@@ -29,13 +29,13 @@ _TYPES: Mapping[str, Any] = {
 class KServeConnection:
     """Context with a persistent connection, for one request at a time."""
 
-    def __init__(self, url: str, timeout_s: float) -> None:
+    def __init__(self, url: str, timeout_s: float, max_bytes: int = MAX_ANSWER_BYTES) -> None:
         """Prepare a connection, which the first request opens. Raises InferError for a wrong address.
 
-        `timeout_s`: for a whole answer.
+        `timeout_s`, `max_bytes`: of a whole answer.
         """
         self.url = url
-        self._timeout_s = timeout_s
+        self._timeout_s, self._max_bytes = timeout_s, max_bytes
         try:
             self._server = BoundedClient(url)
         except ReplyError as error:
@@ -99,7 +99,7 @@ class KServeConnection:
             with (
                 as_answer(self.url),
                 self._server.request(
-                    f"/v2/models/{path}", self._timeout_s, data, MAX_ANSWER_BYTES
+                    f"/v2/models/{path}", self._timeout_s, data, self._max_bytes
                 ) as response,
             ):
                 if response.status != http.HTTPStatus.OK:

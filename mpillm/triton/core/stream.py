@@ -18,7 +18,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -48,7 +48,9 @@ def open_channel(url: str) -> grpc.Channel:
 class StreamPool:
     """Streams of a process and their channels, on a separate thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: Sequence[tuple[str, int]] = GRPC_OPTIONS) -> None:
+        """`options`: gRPC's, of each channel."""
+        self._options = options
         self.thread = ClientThread("mpillm-triton")
         self.open: list[InferStream] = []
         self._channels: list[grpc.aio.Channel] = []
@@ -80,7 +82,7 @@ class StreamPool:
     def _channel(self, url: str) -> grpc.aio.Channel:
         # channels with equal arguments would share a connection
         own = ("mpillm.channel", len(self._channels))
-        self._channels.append(grpc.aio.insecure_channel(url, [*GRPC_OPTIONS, own]))
+        self._channels.append(grpc.aio.insecure_channel(url, [*self._options, own]))
         return self._channels[-1]
 
     @property

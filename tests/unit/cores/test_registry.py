@@ -84,11 +84,13 @@ def test_what_every_core_must_do() -> None:
     assert named == ["mpillm.engine.shape.engine_config"]
 
 
-def test_registration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_names, "registered", {})
+def test_registration() -> None:
     BackendRegistry.register("mine", "mpillm.cores.dummy:DummyCore")
-    assert BackendRegistry.get("mine") is BackendRegistry.get("dummy") is DummyCore
-    assert "mine" in BackendRegistry.names()
+    try:
+        assert BackendRegistry.get("mine") is BackendRegistry.get("dummy") is DummyCore
+        assert "mine" in BackendRegistry.names()
+    finally:
+        del core_names.registered["mine"]
 
 
 @pytest.mark.parametrize(

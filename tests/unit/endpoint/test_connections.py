@@ -13,6 +13,7 @@ import pytest
 
 from launch.logs import log_handler
 from mpillm.endpoint import connections
+from mpillm.endpoint.connections import Connections
 from tests.helpers.http_api import HOUR_MS, api, run
 
 BODY = b'{"prompt": "hi", "max_tokens": 2}'
@@ -31,7 +32,7 @@ def test_who_has_waited_longest_for_a_whole_request_makes_room(says: bytes) -> N
     """Whether it has said nothing, half of the headers or half of the body."""
 
     async def test() -> None:
-        async with api(max_connections=MOST) as a:
+        async with api(connections=Connections(MOST)) as a:
             host, port = a.base.removeprefix("http://").split(":")
             strangers = []
             for _ in range(2 * MOST):
@@ -51,7 +52,7 @@ def test_one_address_makes_room_for_the_others() -> None:
     """Whoever came first: the crowd is of one address."""
 
     async def test() -> None:
-        async with api(max_connections=MOST) as a:
+        async with api(connections=Connections(MOST)) as a:
             host, port = a.base.removeprefix("http://").split(":")
             other = ("127.0.0.2", 0)  # all of 127.0.0.0/8 is this machine's, on Linux
             reader, writer = await asyncio.open_connection(host, int(port), local_addr=other)
@@ -88,12 +89,11 @@ def test_the_networks_of_addresses() -> None:
 
 
 @pytest.mark.long
-def test_a_first_request_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_request_has_a_deadline() -> None:
     """Whoever has sent one may wait longer before the next, and for the body and the answer."""
-    monkeypatch.setattr(connections, "FIRST_S", 1.0)
 
     async def test() -> None:
-        async with api() as a:
+        async with api(connections=Connections(1000, first_s=1.0)) as a:
             host, port = a.base.removeprefix("http://").split(":")
             silent, _ = await asyncio.open_connection(host, int(port))
             slow, drops = await asyncio.open_connection(host, int(port))
@@ -118,7 +118,7 @@ def test_a_first_request_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None
 def test_who_is_answered_is_left_in_peace() -> None:
 
     async def test() -> None:
-        async with api(max_connections=MOST, core={"tpot_ms": 50.0}) as a:
+        async with api(connections=Connections(MOST), core={"tpot_ms": 50.0}) as a:
             host, port = a.base.removeprefix("http://").split(":")
             reading = asyncio.ensure_future(a.events("/v1/completions", prompt="hi", max_tokens=20))
             await a.until(lambda: a.service.guard.active == 1 and len(a.world.open) == 1)
@@ -129,15 +129,21 @@ def test_who_is_answered_is_left_in_peace() -> None:
     run(test)
 
 
-def test_connections_leave_files_for_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+@pytest.mark.parametrize(("files", "most"), [(300, 108), (1024, 832), (20_000, 17_500)])
+def test_connections_leave_files_for_the_run(files: int, most: int) -> None:
+    assert connections.n_connections(files) == most
+
+
+def test_the_limit_of_open_files_is_raised() -> None:
+    limits = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    max_files = 1 << 16 if hard == unlimited else min(hard, 1 << 16)
     try:
-        for files, most in ((300, 108), (1024, 832), (20_000, 17_500)):
-            monkeypatch.setattr(resource, "getrlimit", lambda _, files=files: (100, files))
-            monkeypatch.setattr(resource, "setrlimit", lambda _, pair, files=files: pair == (files, files))
-            assert connections.raise_limit() == most
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max_files - 1, hard))
+        assert connections.raise_limit() == connections.n_connections(max_files)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (max_files, hard)
     finally:
-        monkeypatch.undo()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == limits
 
 

@@ -19,7 +19,7 @@ from mpillm.comms.tags import Tag
 from mpillm.comms.transport import Envelope
 from mpillm.data.dataset import PromptLimits
 from mpillm.data.tokenizer import ByteTokenizer
-from mpillm.endpoint import http_thread
+from mpillm.endpoint.admission import Guard
 from mpillm.endpoint.app import Service
 from mpillm.endpoint.frontend import Frontend, Mailbox
 from mpillm.endpoint.http_thread import HttpThread, bind, url
@@ -34,7 +34,9 @@ DEADLINE_S = 120.0
 class Rank0:
     """Holds what rank 0 has, and plays the leader."""
 
-    def __init__(self, drain_s: float = DEADLINE_S) -> None:
+    def __init__(
+        self, drain_s: float = DEADLINE_S, fetch_s: float = DEADLINE_S, guard: Guard | None = None
+    ) -> None:
         self.network = Network(2, random.Random(0))
         self.queries: list[Batch] = []
         self.network.routes[1].handlers[Tag.QUERY] = lambda received: self.queries.append(
@@ -47,8 +49,9 @@ class Rank0:
         mailbox = Mailbox()
         self.open = OpenRequests(False, mailbox.out.append)
         self.socket = bind("127.0.0.1", 0)
-        service = Service(ServedModel(("m",), ByteTokenizer(), PromptLimits(256, 100)), self.open)
-        self.http = HttpThread(service, self.open, mailbox, self.socket)
+        served = ServedModel(("m",), ByteTokenizer(), PromptLimits(256, 100))
+        service = Service(served, self.open, guard=guard)
+        self.http = HttpThread(service, self.open, mailbox, self.socket, fetch_s)
         self.role = Frontend(self.network.routes[0], 1, mailbox, self.http, drain_s)
         self.address = url(self.socket).removeprefix("http://").removesuffix("/v1")
 
@@ -99,15 +102,17 @@ def test_a_signal_lets_what_is_open_end_and_takes_nothing_more() -> None:
     assert not rank0.http.thread.runs and not rank0.cancelled
 
 
-def test_what_fails_while_requests_end_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under serve the test has no deadline."""
-    rank0 = Rank0()
-    rank0.serve()
+class BrokenGuard(Guard):
+    """Fails when requests are to end."""
 
-    def close() -> None:
+    def drain(self) -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(rank0.http, "_server", SimpleNamespace(close=close))
+
+def test_what_fails_while_requests_end_ends_the_run() -> None:
+    """Under serve the test has no deadline."""
+    rank0 = Rank0(guard=BrokenGuard())
+    rank0.serve()
     rank0.role.end_early()
     with pytest.raises(RunError, match="Too many open files"):
         rank0.turn_until(lambda: rank0.role.done("test"))
@@ -130,10 +135,9 @@ def test_what_has_not_ended_when_the_time_is_over_is_cancelled() -> None:
     rank0.role.stop()
 
 
-def test_a_cache_that_nobody_fetches_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_nobody_fetches_is_not_waited_for() -> None:
     """Its request is open while its client has the answer; a stop that waits is ended by a SIGKILL."""
-    monkeypatch.setattr(http_thread, "_FETCH_S", 0.01)
-    rank0 = Rank0()
+    rank0 = Rank0(fetch_s=0.01)
     rank0.serve()
     rank0.open.open({"max_output": 1}, [5])
     rank0.turn_until(lambda: rank0.queries)

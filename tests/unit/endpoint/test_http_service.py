@@ -269,11 +269,9 @@ def test_what_is_nested_deep_is_the_clients_mistake(depth: int) -> None:
     run(test)
 
 
-def test_a_connection_without_a_whole_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_thread, "IDLE_S", 0.5)
-
+def test_a_connection_without_a_whole_request_is_closed() -> None:
     async def test() -> None:
-        async with api() as a:
+        async with api(idle_s=0.5) as a:
             for sent in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"):
                 reader, writer = await asyncio.open_connection(*a.base.removeprefix("http://").split(":"))
                 writer.write(sent)
@@ -284,11 +282,9 @@ def test_a_connection_without_a_whole_request_is_closed(monkeypatch: pytest.Monk
     run(test)
 
 
-def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "BODY_S", 0.5)
-
+def test_a_body_that_does_not_come() -> None:
     async def test() -> None:
-        async with api() as a:
+        async with api(body_s=0.5) as a:
             reader, writer = await asyncio.open_connection(*a.base.removeprefix("http://").split(":"))
             writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
             answer = await reader.readuntil(b"}}")

@@ -8,14 +8,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from disagg.errors import ConfigError
 from launch import health_check
+from launch.children import Child
 from launch.command import Command
-from mpillm.stages import servers as module
+from launch.health_check import HealthCheck
 from mpillm.stages.servers import Server, ServerFailed, Servers, check_ports, files_of, write_files
 from tests.helpers.support import free_ports, wait_until
 
@@ -36,11 +39,8 @@ with http.server.HTTPServer(("localhost", int(sys.argv[1])), Handler) as server:
 """
 
 
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a test wait for nothing between two looks."""
-    monkeypatch.setattr(module, "_POLL_S", 0.02)
-    monkeypatch.setattr(module, "_CHECK_INTERVAL_S", 0.05)
+# A test waits for nothing between two looks.
+servers = partial(Servers, poll_s=0.02, check_interval_s=0.05)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def answering(then: str, times: int = 1, name: str = "one") -> Server:
 
 def test_it_is_ready_and_ends(tmp_path: Path) -> None:
     server = answering("", times=2)  # it ends after a check that is made once it is ready
-    with Servers(tmp_path) as running:
+    with servers(tmp_path) as running:
         log = running.start_server(server)
         assert running.wait_ready(60) < 60
         assert running.watch(60) == "one"
@@ -69,7 +69,7 @@ def test_it_is_ready_and_ends(tmp_path: Path) -> None:
 
 def test_it_answers_no_more(tmp_path: Path) -> None:
     """A server that runs but does not answer is reported."""
-    with Servers(tmp_path) as running:
+    with servers(tmp_path) as running:
         running.start_server(answering("time.sleep(600)"))
         running.wait_ready(60)
         message = r"^no answer to a health check for 0.5 s \(--stall_timeout\): one; (http[^;]+; )?the end of"
@@ -79,7 +79,7 @@ def test_it_answers_no_more(tmp_path: Path) -> None:
 
 
 def test_it_dies_after_it_was_ready(tmp_path: Path) -> None:
-    with Servers(tmp_path) as running:
+    with servers(tmp_path) as running:
         running.start_server(answering("os.kill(os.getpid(), 9)", times=2))
         running.wait_ready(60)
         with pytest.raises(
@@ -92,7 +92,7 @@ def test_it_dies_after_it_was_ready(tmp_path: Path) -> None:
 
 def test_one_ends_while_another_starts(tmp_path: Path) -> None:
     """An exit code of 0 before it was ready is a failure, too."""
-    with Servers(tmp_path) as running:
+    with servers(tmp_path) as running:
         running.start_server(answering("time.sleep(600)"))
         running.start_server(
             Server("two", Command((sys.executable, "-c", "print('bye')")), {}, ("http://localhost:9/",))
@@ -111,7 +111,7 @@ def test_it_is_never_ready(tmp_path: Path, taken: int) -> None:
         {},
         (f"http://localhost:{free_ports(1)[0]}/",),
     )
-    with Servers(tmp_path) as running:
+    with servers(tmp_path) as running:
         running.start_server(hangs)
         message = (
             r"^not ready within 3 s \(--load_deadline\): one; http://\S+: Connection refused; the end of the"
@@ -125,7 +125,7 @@ def test_a_loop_of_the_callers_own(tmp_path: Path) -> None:
     seen: list[str | None] = []
 
     def work() -> None:
-        with Servers(tmp_path) as running:
+        with servers(tmp_path) as running:
             running.start_server(answering("", times=2))
             running.wait_ready(60)
             seen.append(running.poll(60))
@@ -170,7 +170,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Checks]:
 
 
 def test_a_deadline_holds_for_any_number_of_silent_servers(tmp_path: Path, checks: Checks) -> None:
-    with Servers(tmp_path) as running:
+    with servers(tmp_path) as running:
         for server in silent(4):
             running.start_server(server)
         with pytest.raises(
@@ -183,7 +183,7 @@ def test_a_deadline_holds_for_any_number_of_silent_servers(tmp_path: Path, check
 def test_a_look_waits_for_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checks: Checks) -> None:
     """It reports servers that have been silent for too long, all the same."""
     monkeypatch.setattr(health_check, "_ANSWER_S", 0.1)
-    with Servers(tmp_path) as running:
+    with servers(tmp_path) as running:
         with monkeypatch.context() as ready:
             ready.setattr(health_check, "_problem", lambda url: "")
             for server in silent(4):
@@ -197,43 +197,48 @@ def test_a_look_waits_for_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             running.watch(0.2)
 
 
-def test_a_server_that_answers_is_not_silent_between_two_looks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_answers_is_not_silent_between_two_looks(tmp_path: Path) -> None:
     """The limit is shorter than the time between the looks."""
-    asked: list[str] = []
-
-    def problem(url: str) -> str:
-        asked.append(url)
-        return ""
-
-    monkeypatch.setattr(health_check, "_problem", problem)
-    with Servers(tmp_path) as running:
-        running.start_server(silent(1)[0])
+    checks = set[HealthCheck]()
+    with servers(tmp_path) as running:
+        running.start_server(answering("", times=10**6))
         running.wait_ready(60)
-        wait_until(lambda: running.poll(1e-9) is None and len(asked) > 3, "three looks")
+
+        def look() -> bool:
+            checks.update(running._checks.values())
+            return running.poll(1e-9) is None and len(checks) > 3
+
+        wait_until(look, "three looks")
 
 
-def test_an_answer_between_two_looks_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_between_two_looks_counts(tmp_path: Path) -> None:
     """The only answer comes just before the server would be asked again."""
     come = threading.Event()
     asked: list[str] = []
 
-    def problem(url: str) -> str:
-        asked.append(url)
-        return "" if len(asked) == 1 and come.wait(60) else "it was asked again"
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(200 if come.wait(60) else 500)
+            self.end_headers()
 
-    with Servers(tmp_path) as running:
+        def log_message(self, *words: object) -> None:
+            pass
 
-        def ended() -> None:
-            for check in running._checks.values():
+    class Waits(Servers):
+        def ended(self) -> Child | None:
+            """Let the answer to a check come before the next look."""
+            for check in self._checks.values():
                 come.set()
                 check.wait(time.monotonic() + 60)
+            return super().ended()
 
-        monkeypatch.setattr(health_check, "_problem", problem)
-        monkeypatch.setattr(running, "ended", ended)
-        running.start_server(silent(1)[0])
+    with HTTPServer(("localhost", 0), Handler) as http, Waits(tmp_path, poll_s=0.02) as running:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        sleeps = Command((sys.executable, "-c", "import time; time.sleep(600)"))
+        running.start_server(Server("one", sleeps, {}, (f"http://localhost:{http.server_port}/",)))
         running.wait_ready(60)
+        http.shutdown()
     assert len(asked) == 1
 
 
@@ -254,7 +259,7 @@ def test_a_port_that_is_taken(taken: int) -> None:
 
 def test_files_are_written_once(tmp_path: Path) -> None:
     file = tmp_path / "a" / "options.yaml"
-    servers = [Server(name, Command(("x",)), {}, (), files={file: "text"}) for name in ("one", "two")]
-    assert files_of(servers) == {file: "text"}
-    write_files(tmp_path / "logs", servers)
+    two = [Server(name, Command(("x",)), {}, (), files={file: "text"}) for name in ("one", "two")]
+    assert files_of(two) == {file: "text"}
+    write_files(tmp_path / "logs", two)
     assert file.read_text() == "text" and (tmp_path / "logs").is_dir()

@@ -201,9 +201,7 @@ def test_a_silent_core_is_waited_for_as_long_as_the_run_says(told: Told) -> None
     server.abandon()
 
 
-def test_a_thread_that_does_not_end_is_reported(
-    told: Told, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_thread_that_does_not_end_is_reported(told: Told, caplog: pytest.LogCaptureFixture) -> None:
     """Nobody waits for ever for a backend that ignores the timeout of a poll."""
     polling, released = threading.Event(), threading.Event()
 
@@ -216,7 +214,7 @@ def test_a_thread_that_does_not_end_is_reported(
     (core,) = server.cores
     polled: Any = core
     polled._poll_responses_impl = poll
-    monkeypatch.setattr("mpillm.llmlib.cores.base._END_S", 0.1)
+    polled._end_s = 0.1
     server.issue_queries(requests(1))
     assert polling.wait(20)
     server.abandon()

@@ -14,10 +14,10 @@ import pytest
 
 from disagg.errors import ConfigError
 from launch.command import Command, find_program
+from launch.interfaces import own_addresses
 from launch.owned_server import OwnedServer
 from mpillm.programs.servers.kind import ServerNode, ServerSpec
 from mpillm.programs.servers.kinds import kind_of
-from mpillm.roles import server as role
 from mpillm.roles.server import ServerRole, doing, last_message
 from tests.helpers.support import wait_until
 
@@ -37,11 +37,9 @@ def test_a_host_without_an_address_is_named(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_host_that_is_named_to_itself_as_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other parts of its server need an address of its that they reach."""
-    monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(role, "own_addresses", lambda: ("10.1.2.3", "10.9.9.9"))
     made = ServerRole(
-        replace(SPEC, kind=kind_of("vllm"), node=ServerNode(1, 2, "h6", 4711)),
+        replace(SPEC, kind=kind_of("vllm"), node=ServerNode(1, 2, "h6", 4711), reached_at="127.0.1.1"),
         tmp_path,
         1.0,
         lambda: None,
@@ -49,18 +47,24 @@ def test_a_host_that_is_named_to_itself_as_loopback(tmp_path: Path, monkeypatch:
     )
     with pytest.raises(ConfigError, match="there is no vllm"):
         made.load()
-    assert made._spec.address == "10.1.2.3"
+    assert made._spec.address == next(iter(own_addresses()), "127.0.1.1")
 
 
 @pytest.mark.parametrize("set_by_user", [False, True])
 def test_halves_share_a_secret_that_is_not_shown(
     set_by_user: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.0.1")
     if set_by_user:
         monkeypatch.setenv("KV_SECRET", "theirs")
     kind = replace(kind_of("command:sh -c 'printenv KV_SECRET' {port}"), secret="KV_SECRET")
-    made = ServerRole(replace(SPEC, kind=kind, role="context"), tmp_path, 5.0, lambda: None, print, "ours")
+    made = ServerRole(
+        replace(SPEC, kind=kind, role="context", reached_at="127.0.0.1"),
+        tmp_path,
+        5.0,
+        lambda: None,
+        print,
+        "ours",
+    )
     made.load()
     try:
         log = tmp_path / "server_3.log"
@@ -106,9 +110,9 @@ def test_which_program_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (tmp_path / folder).mkdir()
         (program := tmp_path / folder / "it").write_text("#!/bin/sh\n")
         program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "beside" / "python"))
+    python = str(tmp_path / "beside" / "python")
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
-    assert find_program("it", "", typed=True) == str(tmp_path / "path" / "it")
-    assert find_program("it", "") == str(tmp_path / "beside" / "it"), "mpirun, say"
+    assert find_program("it", "", typed=True, python=python) == str(tmp_path / "path" / "it")
+    assert find_program("it", "", python=python) == str(tmp_path / "beside" / "it"), "mpirun, say"
     monkeypatch.setenv("PATH", "")
-    assert find_program("it", "", typed=True) == str(tmp_path / "beside" / "it")
+    assert find_program("it", "", typed=True, python=python) == str(tmp_path / "beside" / "it")

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from mpillm.triton.bench.load import LoadRequest, Target, over_http
-from mpillm.triton.client import kserve_http
 from mpillm.triton.client.connection import InferError
 from mpillm.triton.client.kserve_http import KServeConnection
 from tests.helpers.endless_server import ENDLESS, OK, endless_server
@@ -101,11 +100,10 @@ def test_an_answer_that_makes_no_sense(body: bytes) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("way", ENDLESS)
-def test_an_answer_without_end(way: str, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kserve_http, "MAX_ANSWER_BYTES", 1 << 22)
+def test_an_answer_without_end(way: str, stream: bool) -> None:
     with (
         endless_server(*ENDLESS[way]) as url,
-        KServeConnection(url, TIMEOUT_S) as connection,
+        KServeConnection(url, TIMEOUT_S, 1 << 22) as connection,
         pytest.raises(
             InferError, match=f"{url}: .*(longer than 4194304 bytes|LineTooLong|more than 100 headers)"
         ),

@@ -20,8 +20,8 @@ def test_an_allocation_of_slurm_is_left_alone(
     kind: Kind, version: tuple[int, ...], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ranks are servers of one host."""
-    monkeypatch.setattr(tritonserver, "detect", lambda: Mpi(kind, version, "mpirun"))
+    mpi = Mpi(kind, version, "mpirun")
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    assert "slurm" not in " ".join(line := tritonserver.embedded_mpirun(2)) and "-rmk" not in line
+    assert "slurm" not in " ".join(line := tritonserver.embedded_mpirun(2, mpi=mpi)) and "-rmk" not in line
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert tritonserver.embedded_mpirun(2) == [*line, *words.split()]
+    assert tritonserver.embedded_mpirun(2, mpi=mpi) == [*line, *words.split()]

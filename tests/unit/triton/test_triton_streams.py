@@ -17,7 +17,6 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from launch.bounded_http import GRPC_OPTIONS, MAX_ANSWER_BYTES
 from mpillm.triton.client import connection
-from mpillm.triton.core import stream
 from mpillm.triton.core.stream import StreamPool
 from mpillm.triton.core.tensors import is_last
 from tests.helpers.support import wait_until
@@ -61,15 +60,11 @@ def url() -> Iterator[str]:
     server.stop(None).wait(10)
 
 
-def test_no_message_of_a_server_has_more_bytes_than_an_answer_may_have(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_message_of_a_server_has_more_bytes_than_an_answer_may_have(url: str) -> None:
     """Neither for a core nor for a client, whose library would take 2 GiB."""
     assert dict(GRPC_OPTIONS)["grpc.max_receive_message_length"] == MAX_ANSWER_BYTES
     few = [("grpc.max_receive_message_length", LARGE)]
-    monkeypatch.setattr(stream, "GRPC_OPTIONS", few)
-    monkeypatch.setattr(connection, "GRPC_OPTIONS", few)
-    heard, streams = list[str](), StreamPool()
+    heard, streams = list[str](), StreamPool(few)
     try:
         streams.connect(url, 1, lambda _, response, error: heard.append(error), n_calls=1)
         request = service_pb2.ModelInferRequest(id="7").SerializeToString()
@@ -80,7 +75,7 @@ def test_no_message_of_a_server_has_more_bytes_than_an_answer_may_have(
         streams.close()
     assert heard[0].startswith("RESOURCE_EXHAUSTED: ")
     with (
-        connection.GrpcConnection(url, 60.0) as client,
+        connection.GrpcConnection(url, 60.0, options=few) as client,
         pytest.raises(connection.InferError, match="larger than max"),
     ):
         list(client.infer("m", {}, request_id="7"))
