@@ -45,8 +45,14 @@ class Transport:
     Messages from one rank are delivered in the order sent. The counters are for the benchmarks.
     """
 
-    def __init__(self, comm: MPI.Intracomm, wakeup: WakeupSocket | None = None) -> None:
-        """`wakeup`: wakes the receiver of each message."""
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        wakeup: WakeupSocket | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`wakeup`: wakes the receiver of each message. `clock`: limits the time to look for one."""
+        self._clock = clock
         self.comm = comm
         self.rank = comm.rank
         self._local: deque[Envelope] = deque()
@@ -177,14 +183,14 @@ class Transport:
         MPICH advances by one waiting message per try, which is enough for a caller that tries again soon.
         Open MPI may yield the CPU core at each try, which takes much longer if other processes compute.
         """
-        end = time.monotonic() + _TAKE_S
+        end = self._clock() + _TAKE_S
         for _ in range(tries):
             message = self.comm.Improbe(source, tag, self._status)
             if message is not None:
                 buffer = np.empty(self._status.Get_count(MPI.BYTE), np.uint8)
                 message.Recv((buffer, MPI.BYTE))
                 return Envelope(source, tag, buffer)
-            if time.monotonic() > end:
+            if self._clock() > end:
                 break
         return None
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import resource
 import signal
 import time
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,17 +17,24 @@ import pytest
 from mpi4py import MPI
 
 from disagg.errors import ConfigError
-from mpillm.comms import transport
+from launch.environment import EXIT_FILE, read_exit_code
 from mpillm.comms.control import RunStopped, Timeouts
 from mpillm.comms.messages import BEAT, STOP, Beat, Rank0At, Stop
 from mpillm.comms.tags import Tag
-from mpillm.comms.transport import Envelope
+from mpillm.comms.transport import Envelope, Transport
 from mpillm.errors import ExitCode, Failure, InterruptError, RunError
 from mpillm.options.fields import DEADLINES
 from mpillm.runtime import ending
 from mpillm.runtime.ending import Ending, Rank0Ending, RankEnding, State, failures_of
 
 BROKEN = (Failure("broken", 2, "trace"),)
+GRACE_S = 0.05
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Have a launcher that reads rank 0's exit code."""
+    monkeypatch.setenv(EXIT_FILE, str(tmp_path / "exit_code"))
 
 
 class Ended(BaseException):
@@ -34,8 +44,13 @@ class Ended(BaseException):
 class World:
     """Stands for one rank's surroundings; `events` has what happened, in order."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, rank: int, finalize: Callable[[], None] | None = None
+    ) -> None:
         self.events: list[str] = []
+        self._exit_code: int | None = None
+        self._exit_file = Path(os.environ[EXIT_FILE])
+        self._exit_file.unlink(missing_ok=True)
         self.states: list[State] = []
         self.messages: list[Envelope] = []  # for the watch's transport
         # what telling rank 0, or stopping all, comes to
@@ -46,11 +61,11 @@ class World:
             phase="load",
             enter=lambda *_: None,
             quiet=self.note("quiet"),
-            note=lambda text: self.events.append(f"note {text}"),
+            note=lambda text: self.event(f"note {text}"),
         )
         transport = SimpleNamespace(rank=rank)
         control: Any = SimpleNamespace(
-            transport=transport, watch=watch, timeouts=Timeouts(DEADLINES), lost_instances=[],
+            transport=transport, watch=watch, timeouts=Timeouts(DEADLINES, grace=GRACE_S), lost_instances=[],
             sees_rank0=True, rank0=Rank0At("here", 1, "", None),
             rank0_has_exited=lambda: False,
             rank0_lost=lambda: self.rank0_lost, rank0_beat=self.note("beat"),
@@ -72,7 +87,7 @@ class World:
         )
         beats: Any = SimpleNamespace(
             take=self.take,
-            send=lambda dest, tag, buffer: self.events.append(f"{Tag(tag).name} to {dest}"),
+            send=lambda dest, tag, buffer: self.event(f"{Tag(tag).name} to {dest}"),
             acknowledge_losses=lambda: None,
         )
         roles: Any = [SimpleNamespace(stop=self.note("role stops"))]
@@ -81,14 +96,14 @@ class World:
         )
         mpi = SimpleNamespace(
             Exception=MPI.Exception,
-            Finalize=self.note("finalize"),
+            Finalize=finalize or self.note("finalize"),
             COMM_WORLD=SimpleNamespace(Abort=self.abort),
         )
         monkeypatch.setattr(ending, "MPI", mpi)
         monkeypatch.setattr(
             ending,
             "os",
-            SimpleNamespace(_exit=self.exit, kill=lambda pid, number: self.events.append(f"kill {pid}")),
+            SimpleNamespace(_exit=self.exit, kill=lambda pid, number: self.event(f"kill {pid}")),
         )
         names = {
             name: getattr(signal, name)
@@ -97,17 +112,21 @@ class World:
         monkeypatch.setattr(
             ending, "signal", SimpleNamespace(signal=lambda *_: None, setitimer=lambda *_: None, **names)
         )
-        monkeypatch.setattr(
-            ending, "write_exit_code", lambda code: self.events.append(f"launcher {int(code)}")
-        )
         monkeypatch.setattr(logging, "shutdown", lambda: None)
-        monkeypatch.setattr(time, "sleep", lambda seconds: self.events.append("wait"))
+
+    def event(self, text: str) -> None:
+        """Note an event, behind the exit code that the launcher has got by then."""
+        code = read_exit_code(self._exit_file)
+        if code != self._exit_code:
+            self._exit_code = code
+            self.events.append(f"launcher {code}")
+        self.events.append(text)
 
     def note(self, event: str) -> Any:
         return lambda *_: self.did(event, None)
 
     def did(self, event: str, value: Any) -> Any:
-        self.events.append(event)
+        self.event(event)
         self.states.append(self.ending.state)
         return value
 
@@ -119,11 +138,11 @@ class World:
         return None
 
     def exit(self, code: int) -> None:
-        self.events.append(f"exit {int(code)}")
+        self.event(f"exit {int(code)}")
         raise Ended
 
     def abort(self, code: int) -> None:
-        self.events.append(f"abort {int(code)}")
+        self.event(f"abort {int(code)}")
         raise Ended
 
     def ended(self, call: Any, *arguments: Any) -> list[str]:
@@ -165,12 +184,11 @@ def test_rank_0_tells_the_person_and_stops_all(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_rank_that_ended_sooner_changes_nothing_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """ULFM takes it for a lost one in MPI_Finalize."""
-    world = World(monkeypatch, 0)
 
     def finalize() -> None:
         raise MPI.Exception(MPI.ERR_PROC_FAILED)
 
-    monkeypatch.setattr("mpillm.runtime.ending.MPI.Finalize", finalize)
+    world = World(monkeypatch, 0, finalize)
     assert world.ended(world.ending.fail, BROKEN)[-1] == "exit 3"
 
 
@@ -253,8 +271,7 @@ class BusyMachine:
 def test_a_stuck_rank_of_a_busy_machine_soon_beats_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """As soon as it has looked 32 times, the next heartbeat of rank 0 may be there."""
     world, machine = World(monkeypatch, 2), BusyMachine()
-    monkeypatch.setattr(transport, "time", SimpleNamespace(monotonic=lambda: machine.now))
-    world.ending._beats = transport.Transport(cast(MPI.Intracomm, machine))
+    world.ending._beats = Transport(cast(MPI.Intracomm, machine), clock=lambda: machine.now)
     world.ending._beats._status = cast(MPI.Status, SimpleNamespace(Get_count=lambda _: machine.beat.nbytes))
     for _ in range(20):
         began = machine.now
@@ -292,7 +309,9 @@ def test_the_main_thread_yields_to_the_watch(monkeypatch: pytest.MonkeyPatch, ra
         assert world.ending.end_stuck() == 5
         world.events.clear()
         arguments = {"fail": (BROKEN,), "finish": (0, None), "stop": (RunStopped(5, True),)}[call]
-        assert world.ended(getattr(world.ending, call), *arguments) == ["wait", "exit 5"]
+        began = time.monotonic()
+        assert world.ended(getattr(world.ending, call), *arguments) == ["exit 5"]
+        assert time.monotonic() - began >= 3 * GRACE_S
 
 
 def test_the_last_resort_tells_the_person_unless_they_were_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,13 +355,11 @@ def test_what_an_error_tells(error: BaseException, rank: int, expected: Failure)
 
 
 @pytest.mark.parametrize("filename", [(), ("leader.py",)])
-def test_too_few_open_files_name_the_limit(
-    monkeypatch: pytest.MonkeyPatch, filename: tuple[str, ...]
-) -> None:
+def test_too_few_open_files_name_the_limit(filename: tuple[str, ...]) -> None:
     """The file that is not opened is not to blame, and neither is the program."""
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (36, 64))
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     error = OSError(24, "Too many open files", *filename)
-    expected = Failure("Too many open files: this process may open 36; raise ulimit -n", 3)
+    expected = Failure(f"Too many open files: this process may open {limit}; raise ulimit -n", 3)
     assert failures_of(error, 3, "load", None) == (expected,)
 
 
@@ -357,12 +374,14 @@ def test_a_file_that_may_not_be_read_is_a_wrong_option_until_all_have_joined() -
     assert unknown.traceback.endswith("ZeroDivisionError: x\n")
 
 
-def test_what_cannot_be_explained_is_told_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_explained_is_reported_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     """For "Too many open files" even looking at the machine fails."""
-
-    def explain(cause: str) -> tuple[str, ...]:
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr("mpillm.doctor.local_checks.explain", explain)
-    world = World(monkeypatch, 0)
-    assert world.ended(world.ending.fail, BROKEN)[:3] == ["launcher 3", "told broken", "stop all"]
+    failure = Failure("Too many open files")
+    ending._explained(failure)  # it imports what it needs
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        assert ending._explained(failure) == failure
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert "in the checks of mpillm doctor" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,11 +39,11 @@ def test_what_a_rank_holds_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_does_not_fit_here_is_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_info, "available_bytes", lambda: 8 << 30)
-    monkeypatch.setattr(TorchCore, "gpus", classmethod(lambda cls: ()))
-    shown = said(capsys, "--world_size", 2, "--model_path", "llama3.1-8b")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    cache = ("--kv_cache_tokens", 500_000_000)  # 60 TiB
+    shown = said(capsys, "--world_size", 2, "--model_path", "llama3.1-8b", *cache)
     assert "here a run would be refused: llama3.1-8b does not fit: it needs " in shown
-    assert "8.0 GiB are available" in shown
+    assert re.search(r"[\d.]+ GiB are available", shown)
     assert "refused" not in said(capsys, "--world_size", 2, "--model_path", "tiny-llama")
     assert "memory" not in said(
         capsys, "--world_size", 2, "--model_path", "tiny-llama", "--core_type", "dummy"
@@ -69,7 +70,7 @@ def test_a_refusal_is_said_once(capsys: pytest.CaptureFixture[str], monkeypatch:
     """It was said for each instance: what is available changes meanwhile. A run says the first."""
     left = iter(range(20 << 30, 0, -(1 << 28)))
     monkeypatch.setattr(model_info, "available_bytes", lambda: next(left))
-    monkeypatch.setattr(TorchCore, "gpus", classmethod(lambda cls: ()))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     options = ("--world_size", 4, "--model_path", "llama3.1-8b", "--mode", "disaggregated")
     assert said(capsys, *options, "--ctx_tp_size", 2).count("would be refused: llama3.1-8b does not fit") == 1
     shown = said(capsys, *options, "--device", "cuda")

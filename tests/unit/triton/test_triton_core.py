@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +19,7 @@ import pytest
 pytest.importorskip("tritonclient.grpc")
 
 import grpc
-from tritonclient.grpc import service_pb2
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from mpillm.comms.messages import Refusal, ResponseFlag
 from mpillm.cores.base import CoreConfig
@@ -85,22 +88,56 @@ def test_answers_wait_for_others_where_nobody_measures_them(
         core.notify_stop()
 
 
+class Server:
+    """Is ready, with one model, and says nothing on a stream until its client ends it."""
+
+    def __getattr__(self, name: str) -> None:
+        """Have the names of all other calls, which registering it asks for."""
+
+    def ServerReady(self, request: object, context: object) -> Any:
+        return service_pb2.ServerReadyResponse(ready=True)
+
+    def RepositoryIndex(self, request: object, context: object) -> Any:
+        made = service_pb2.RepositoryIndexResponse()
+        made.models.add(name="llm")
+        return made
+
+    def ModelConfig(self, request: object, context: object) -> Any:
+        made = service_pb2.ModelConfigResponse()
+        made.config.model_transaction_policy.decoupled = True
+        for name in ("input_ids", "request_output_len"):
+            made.config.input.add(name=name)
+        return made
+
+    def ModelStreamInfer(self, requests: Iterator[object], context: object) -> Iterator[Any]:
+        with contextlib.suppress(grpc.RpcError):
+            for _ in requests:
+                pass
+        yield from ()
+
+
+@pytest.fixture
+def two_servers() -> Iterator[tuple[str, str]]:
+    server = grpc.server(ThreadPoolExecutor(32))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Server(), server)
+    one, two = (server.add_insecure_port("localhost:0") for _ in range(2))
+    server.start()
+    yield f"localhost:{one}", f"localhost:{two}"
+    server.stop(None).wait(10)
+
+
 @pytest.mark.parametrize(("per_frontend", "per_server", "n"), [(1, 1, 1), (4, 1, 4), (1, 3, 3), (2, 8, 8)])
 def test_both_names_of_the_number_of_clients(
-    per_frontend: int, per_server: int, n: int, monkeypatch: pytest.MonkeyPatch
+    per_frontend: int, per_server: int, n: int, two_servers: tuple[str, str]
 ) -> None:
     """Each server gets so many."""
     config = TritonHarnessConfig(
-        clients_per_frontend=per_frontend, clients_per_server=per_server, server_urls=("a:1", "b:2")
+        clients_per_frontend=per_frontend, clients_per_server=per_server, server_urls=two_servers
     )
-    monkeypatch.setattr(module, "until_ready", lambda *_: None)
-    monkeypatch.setattr(module, "find_models", lambda *_: [Model("llm", decoupled=True)])
     core = module.TritonGrpcCore(CoreConfig("triton_grpc", settings=config))
-    opened = {}
-    monkeypatch.setattr(core._clients, "connect", lambda url, n, *_: opened.update({url: n}))
     try:
         core.load()
-        assert opened == {"a:1": n, "b:2": n}
+        assert Counter(one.url for one in core._clients.open) == dict.fromkeys(two_servers, n)
     finally:
         core.notify_stop()
 
