@@ -172,13 +172,13 @@ class TorchCore(LLMCore):
         )
 
     def _make_host_mover(self, mover: MpiMover) -> HostMover:
-        from mpillm.engine.handoff.host_mover import HostMover
+        from mpillm.engine.handoff.host_mover import CopyStream, HostMover
         from mpillm.engine.handoff.pinned import PinnedMemory
         from mpillm.telemetry.free_memory import available_bytes
 
         max_bytes = available_bytes() // (_MEMORY_TO_PINNED * self.config.engine.node_ranks)
         self._pinned = PinnedMemory(min(max_bytes, _PINNED if self._leads else _PINNED // 8))
-        return HostMover(mover, mover.comm.rank, self._pinned)
+        return HostMover(mover, mover.comm.rank, self._pinned, CopyStream())
 
     def _make_worker(self) -> Worker:
         import torch

@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 from mpillm.comms.mover import Peer
 from mpillm.engine.cache.kv_cache import KVCache
 from mpillm.engine.handoff.host_end import HostEnd
-from mpillm.engine.handoff.host_mover import HostMover
+from mpillm.engine.handoff.host_mover import CopyStream, HostMover
 from mpillm.engine.handoff.pinned import PinnedMemory
 from mpillm.engine.handoff.transfers import Transfers
 from mpillm.engine.run.gpu_steps import use_gpu
@@ -56,7 +56,7 @@ def test_a_cache_goes_in_and_out(rank: int, max_bytes: int | None, pinned_bytes:
     sender, receiver = (KVCache(layers, 400, n_heads, n, width, torch.float32, "cuda") for n in (16, 32))
     before = [pool.clone() for pool in filled(sender).pools]
     here = {0: Peer(0, 1, 1)}
-    mover = HostMover(wire.mover(rank), rank, pinned)
+    mover = HostMover(wire.mover(rank), rank, pinned, CopyStream())
     leaving = Transfers(sender, config, RankLayout(), mover, here, sends=True, max_bytes=max_bytes)
     at_end = mover.host_end if rank == 0 else wire.mover(0)
     end = HostEnd(config, kv_bytes, at_end, Peer(rank, 1, 1), takes=True, new=pinned.new)
@@ -67,7 +67,7 @@ def test_a_cache_goes_in_and_out(rank: int, max_bytes: int | None, pinned_bytes:
     filled(sender)
     taken = dict(collect(lambda: end.poll().items()))
 
-    mover = HostMover(wire.mover(rank), rank, pinned)
+    mover = HostMover(wire.mover(rank), rank, pinned, CopyStream())
     coming = Transfers(receiver, config, RankLayout(), mover, here, sends=False)
     at_end = mover.host_end if rank == 0 else wire.mover(0)
     end = HostEnd(config, kv_bytes, at_end, Peer(rank, 1, 1), takes=False, new=pinned.new)

@@ -57,15 +57,23 @@ class LateGpuCore(GpuCore):
 KINDS: dict[str, type[TorchCore]] = {"of a CPU": TorchCore, "of a GPU": LateGpuCore}
 
 
-def gpu_worker(core: TorchCore, kind: type[Worker] = Worker) -> Worker:
+def gpu_worker(core: TorchCore, kind: type[Worker] = Worker, kernels: Any = plain_kernels) -> Worker:
     """Return a worker that computes on a CPU as on a GPU, with plain kernels."""
-    return kind.on_gpu(core.config.engine, core.info, Groups(), plain_kernels)
+    return kind.on_gpu(core.config.engine, core.info, Groups(), kernels)
 
 
-def make_engine(model: Path, kind: type[Worker] = LateWorker, on_gpu: bool = True, **options: Any) -> Engine:
+def make_engine(
+    model: Path,
+    kind: type[Worker] = LateWorker,
+    on_gpu: bool = True,
+    kernels: Any = plain_kernels,
+    **options: Any,
+) -> Engine:
     torch.set_num_threads(1)
     defaults: dict[str, Any] = {"tokens_per_block": 8, "end_ids": (), "max_seq_len": 256}
     core = TorchCore(CoreConfig("torch", engine_config(model, **defaults | options)))
     scheduler = dataclasses.replace(core.config.engine.scheduler, enable_chunked_context=True)
-    worker = gpu_worker(core, kind) if on_gpu else kind.on_cpu(core.config.engine, core.info, Groups())
+    worker = (
+        gpu_worker(core, kind, kernels) if on_gpu else kind.on_cpu(core.config.engine, core.info, Groups())
+    )
     return Engine(core.info, scheduler, worker)

@@ -64,6 +64,7 @@ class PeerWire:
     source: KVCache
     dest: KVCache
     is_idle: bool = True  # what both GPUs have to do is done at once
+    n_bytes_each: int | None = None  # of a slice; None: its own
     targets_in_flight: list[PutTarget] = field(default_factory=list)
     tags_under_way: list[int] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
@@ -81,6 +82,8 @@ class PeerWire:
         return targets
 
     def n_bytes(self, part: peer_mover.CacheSlice) -> int:
+        if self.n_bytes_each is not None:
+            return self.n_bytes_each
         return self.source.piece_bytes(part.cached.n_tokens, part.layers, part.heads)
 
     @torch.inference_mode()

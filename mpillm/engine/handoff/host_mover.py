@@ -19,10 +19,29 @@ from mpillm.engine.handoff.pinned import PinnedMemory
 from mpillm.engine.tensors.staging import StreamEvent
 
 
+class CopyStream:
+    """The stream of the copies. No method waits."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+
+    def mark(self) -> StreamEvent:
+        """Return an event at the end of the GPU's work so far, copies excluded."""
+        return event(torch.cuda.current_stream())
+
+    @torch.inference_mode()
+    def copy(self, into: Tensor, source: Tensor, ready: StreamEvent) -> StreamEvent:
+        """Launch a copy, to begin after `ready`."""
+        self._stream.wait_event(ready)  # type: ignore[arg-type]
+        with torch.cuda.stream(self._stream):
+            into.copy_(source, non_blocking=True)
+        return event(self._stream)
+
+
 class HostMover:
     """A `Mover` of tensors on a GPU (uint8 [bytes]); `host_end`: the other end, in this rank's memory."""
 
-    def __init__(self, mover: Mover, rank: int, pinned: PinnedMemory) -> None:
+    def __init__(self, mover: Mover, rank: int, pinned: PinnedMemory, stream: CopyStream) -> None:
         """
         Args:
             mover: Moves pieces between ranks.
@@ -34,7 +53,7 @@ class HostMover:
         self.host_end = _HostEnd(self, mover, rank)
         self._mover = mover
         self._rank = rank
-        self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+        self._stream = stream
         self._met: dict[int, deque[_Copy]] = {}  # by tag: copies with only one end
         self._to_send: deque[_Copy] = deque()  # not in host memory yet, in order
         self._to_receive: list[_Copy] = []  # not in host memory yet
@@ -43,7 +62,7 @@ class HostMover:
         """`buffer` is filled by the current stream's work so far."""
         if rank == self._rank:
             return self.meet(tag, gpu=buffer, to_host=True)
-        copy = _Copy(buffer, self._like(buffer), to_host=True, rank=rank, tag=tag)
+        copy = _Copy(buffer, self._like(buffer), self._stream.mark(), to_host=True, rank=rank, tag=tag)
         self._launch(copy)
         self._to_send.append(copy)
         return copy
@@ -52,7 +71,7 @@ class HostMover:
         """`buffer` may be in use by the current stream's work so far."""
         if rank == self._rank:
             return self.meet(tag, gpu=buffer, to_host=False)
-        copy = _Copy(buffer, self._like(buffer), to_host=False)
+        copy = _Copy(buffer, self._like(buffer), self._stream.mark(), to_host=False)
         copy.over_mpi = self._mover.receive(rank, tag, copy.host)
         self._to_receive.append(copy)
         return copy
@@ -62,11 +81,12 @@ class HostMover:
     ) -> _Copy:
         """Register one end of a copy inside this rank. The copy begins when both ends are registered."""
         waiting = self._met.setdefault(tag, deque())
+        free = None if gpu is None else self._stream.mark()
         if not waiting or (waiting[0].gpu is None) == (gpu is None):
-            waiting.append(_Copy(gpu, host, to_host=to_host))
+            waiting.append(_Copy(gpu, host, free, to_host=to_host))
             return waiting[-1]
         copy = take_first(self._met, tag)
-        copy.complete(gpu, host)
+        copy.complete(gpu, host, free)
         self._launch(copy)
         return copy
 
@@ -87,14 +107,10 @@ class HostMover:
     def _like(self, buffer: Tensor) -> Tensor:
         return torch.from_numpy(self._pinned.new(buffer.nbytes))
 
-    @torch.inference_mode()
     def _launch(self, copy: _Copy) -> None:
         assert copy.gpu is not None and copy.host is not None and copy.free is not None
-        self._stream.wait_event(copy.free)  # type: ignore[arg-type]
-        with torch.cuda.stream(self._stream):
-            into, out = (copy.host, copy.gpu) if copy.to_host else (copy.gpu, copy.host)
-            into.copy_(out, non_blocking=True)
-        copy.copied = event(self._stream)
+        into, source = (copy.host, copy.gpu) if copy.to_host else (copy.gpu, copy.host)
+        copy.copied = self._stream.copy(into, source, copy.free)
 
 
 class _HostEnd:
@@ -124,21 +140,26 @@ class _Copy:
     """A copy between a GPU and host memory, with the MPI transfer before or after it."""
 
     def __init__(
-        self, gpu: Tensor | None, host: Tensor | None, *, to_host: bool, rank: int = -1, tag: int = -1
+        self,
+        gpu: Tensor | None,
+        host: Tensor | None,
+        free: StreamEvent | None,
+        *,
+        to_host: bool,
+        rank: int = -1,
+        tag: int = -1,
     ) -> None:
-        self.gpu: Tensor | None = None
-        self.host: Tensor | None = None
-        self.free: StreamEvent | None = None  # the current stream's work when `gpu` is registered
-        self.complete(gpu, host)
+        """`free`: the end of the current stream's work when `gpu` is registered."""
+        self.gpu, self.host, self.free = gpu, host, free
         self.to_host = to_host
         self.rank = rank
         self.tag = tag
         self.copied: StreamEvent | None = None
         self.over_mpi: TransferHandle | None = None
 
-    def complete(self, gpu: Tensor | None, host: Tensor | None) -> None:
+    def complete(self, gpu: Tensor | None, host: Tensor | None, free: StreamEvent | None) -> None:
         if gpu is not None:
-            self.gpu, self.free = gpu, event(torch.cuda.current_stream())
+            self.gpu, self.free = gpu, free
         if host is not None:
             self.host = host
 

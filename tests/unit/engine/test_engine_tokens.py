@@ -12,10 +12,15 @@ import torch
 
 from mpillm.comms.messages import Batch
 from mpillm.cores.base import Metrics
+from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.cache.kv_cache import KVCache
 from mpillm.engine.model.attention import StepAttention
-from mpillm.engine.schedule.sequence import Sequence
-from mpillm.engine.schedule.step import Span
+from mpillm.engine.model.model_part import ModelPart
+from mpillm.engine.model.steps import Steps
+from mpillm.engine.parallel.groups import Groups
+from mpillm.engine.run.worker import Worker
+from mpillm.engine.schedule.step import Span, Step
+from mpillm.engine.tensors.staging import SampledTokens
 from mpillm.errors import RunError
 from tests.helpers.oracle import Tokens, expected_tokens
 from tests.helpers.torch_cores import N_OUTPUT, Answers, answer, hand_over, make_batch, make_core, make_pair
@@ -40,35 +45,47 @@ def test_greedy_tokens_equal_transformers(
     assert answer(make_core(folder, **options), make_batch(prompts)) == expected
 
 
-@pytest.mark.parametrize("reuse", [False, True])
-def test_a_step_takes_the_tokens_of_prompts_that_were_chosen(
-    folder: Path, prompts: Tokens, expected: Tokens, monkeypatch: pytest.MonkeyPatch, reuse: bool
-) -> None:
-    """32 to 128 tokens are measured; the last doubling is made not to pay, so pieces have at most 64."""
-    core = make_core(folder, enable_max_num_tokens_tuning=True, enable_kv_cache_reuse=reuse)
-    measured: list[int] = []
-    first_token_s = core._first_token_s
+class NotedWorker(Worker):
+    """Notes the tokens of prompts in each step."""
 
-    def slow(n: int) -> float:
-        measured.append(n)
-        assert first_token_s(n) > 0
+    def __init__(self, part: ModelPart, steps: Steps) -> None:
+        super().__init__(part, steps)
+        self.pieces: list[int] = []
+
+    def run(self, step: Step) -> SampledTokens | None:
+        self.pieces.append(sum(span.n_new for span in step.spans if span.n_new > 1))
+        return super().run(step)
+
+
+class SlowBeyond64(TorchCore):
+    """A prompt of more than 64 tokens does not pay."""
+
+    measured: list[int]
+
+    def _make_worker(self) -> Worker:
+        return NotedWorker.on_cpu(self.config.engine, self.info, Groups())
+
+    def _first_token_s(self, n: int) -> float:
+        self.measured.append(n)
+        assert super()._first_token_s(n) > 0
         return n if n > 64 else 1.0
 
-    monkeypatch.setattr(core, "_first_token_s", slow)
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_step_takes_the_tokens_of_prompts_that_were_chosen(
+    folder: Path, prompts: Tokens, expected: Tokens, reuse: bool
+) -> None:
+    """32 to 128 tokens are measured; the last doubling is made not to pay, so pieces have at most 64."""
+    options = {"enable_max_num_tokens_tuning": True, "enable_kv_cache_reuse": reuse}
+    core = make_core(folder, kind=SlowBeyond64, **options)
+    assert isinstance(core, SlowBeyond64) and isinstance(core.worker, NotedWorker)
+    core.measured = []
     core.run_health_check()
-    assert measured == [1] + [n for n in (32, 64, 128) for _ in range(3)]
+    assert core.measured == [1] + [n for n in (32, 64, 128) for _ in range(3)]
     core.start_test()
-    scheduler = core.engine.scheduler
-    plan, pieces = scheduler.plan, []
-
-    def noted() -> list[tuple[Sequence, int]]:
-        planned = plan()
-        pieces.append(sum(n for _, n in planned if n > 1))
-        return planned
-
-    monkeypatch.setattr(scheduler, "plan", noted)
+    core.worker.pieces.clear()
     assert answer(core, make_batch(prompts)) == expected
-    assert max(pieces) == 64 < sum(map(len, prompts))
+    assert max(core.worker.pieces) == 64 < sum(map(len, prompts))
     assert core.statistics()["context_piece"] == 64
 
 

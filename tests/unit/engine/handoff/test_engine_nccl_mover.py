@@ -120,12 +120,13 @@ def test_nothing_is_launched_before_it_is_computed() -> None:
     assert wire.log == [[40], [41, 42]]
 
 
-def test_small_buffers_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_mover, "_MAX_LAUNCH_BYTES", 20)
+def test_small_buffers_go_together() -> None:
     wire = Wire(computes_at_once=False)
     sender, _ = movers(wire)
-    for i, n_bytes in enumerate((8, 8, 8, 40, 8)):
-        sender.send(1, 40 + i, buffer(i, n_bytes))
+    for i, share in enumerate((0.4, 0.4, 0.4, 2, 0.4)):  # of what is launched together
+        memory = torch.empty(int(share * nccl_mover._MAX_LAUNCH_BYTES), dtype=torch.uint8)
+        memory[0] = i
+        sender.send(1, 40 + i, memory)
     for mark in wire.marks:
         mark.over = True
     sender.poll()

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from mpillm.engine.handoff import host_mover
-from mpillm.engine.handoff.host_mover import HostMover
+from mpillm.engine.handoff.host_mover import CopyStream, HostMover
 from mpillm.engine.handoff.pinned import PinnedMemory
+from mpillm.engine.tensors.staging import StreamEvent
 from tests.helpers.loopback import Mark, Wire
 
 TAG = 7
 
 
-class Stream:
+class Stream(CopyStream):
     """Copies at once, but says so only when asked to."""
 
-    def __init__(self, priority: int = 0) -> None:
+    def __init__(self) -> None:
         self.marks: list[Mark] = []
 
-    def wait_event(self, event: Mark) -> None: ...
+    def mark(self) -> Mark:
+        return Mark()
+
+    @torch.inference_mode()
+    def copy(self, into: torch.Tensor, source: torch.Tensor, ready: StreamEvent) -> Mark:
+        into.copy_(source)
+        self.marks.append(Mark(False))
+        return self.marks[-1]
 
     def is_over(self) -> None:
         for mark in self.marks:
@@ -31,22 +37,12 @@ class Stream:
 
 
 @pytest.fixture
-def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    made = Stream()
-
-    def event(of: Stream) -> Mark:
-        of.marks.append(Mark(False))
-        return of.marks[-1]
-
-    monkeypatch.setattr(host_mover, "event", event)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda priority: made)
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    return made
+def stream() -> Stream:
+    return Stream()
 
 
-def mover(wire: Wire, rank: int) -> HostMover:
-    return HostMover(wire.mover(rank), rank, PinnedMemory(0, pin=False))
+def mover(wire: Wire, rank: int, stream: Stream) -> HostMover:
+    return HostMover(wire.mover(rank), rank, PinnedMemory(0, pin=False), stream)
 
 
 def piece(value: int) -> Any:
@@ -60,7 +56,7 @@ def test_a_piece_inside_a_rank_is_copied_when_both_ends_have_come(
 ) -> None:
     """Pieces with one tag meet in order; nothing goes over MPI."""
     wire = Wire()
-    gpus = mover(wire, 0)
+    gpus = mover(wire, 0, stream)
     here, there = [np.full(5, i, np.uint8) for i in (1, 2)], [piece(i) for i in (3, 4)]
 
     def at_host() -> list[Any]:
@@ -82,7 +78,7 @@ def test_a_piece_inside_a_rank_is_copied_when_both_ends_have_come(
 
 def test_another_rank_sends_when_its_gpu_has_copied_and_copies_when_it_has_received(stream: Stream) -> None:
     wire = Wire()
-    gpus, memory = mover(wire, 1), wire.mover(0)
+    gpus, memory = mover(wire, 1, stream), wire.mover(0)
     moving = gpus.send(0, TAG, piece(9))
     gpus.poll()
     assert not moving.done() and not wire.sent

@@ -6,6 +6,7 @@ Its kernels: tests/gpu.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,9 +196,7 @@ def test_decode_is_padded_to_the_ladder(folder: Path, prompts: Tokens, expected:
 
 
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-mixtral"])
-def test_contexts_are_padded_between_attentions(
-    model: str, folder: Path, prompts: Tokens, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_contexts_are_padded_between_attentions(model: str, folder: Path, prompts: Tokens) -> None:
     """Padding rows touch no sequence; calls take the place of graphs. Larger steps have none."""
     source = folder if model == "tiny-llama" else Path(model)
     wanted = answer(make_engine(source, on_gpu=False), prompts)
@@ -206,16 +205,15 @@ def test_contexts_are_padded_between_attentions(
     layers = steps._new_layers(64)
     for size in (16, 32, 64):
         layers.add(size)
-    n_rows, run = [], layers.run
+    n_rows = []
 
     def noting(rows: torch.Tensor, n: int, *arguments: Any) -> torch.Tensor:
         n_rows.append((n, rows.shape[1]))
         layers._attended[n:] = 1e30  # what no row may read
-        out: torch.Tensor = run(rows, n, *arguments)
+        out: torch.Tensor = layers.run(rows, n, *arguments)
         return out
 
-    monkeypatch.setattr(layers, "run", noting)
-    steps._layers = layers
+    steps._layers = SimpleNamespace(size_for=layers.size_for, has=layers.has, run=noting)
     assert answer(engine, prompts) == wanted
     assert len(n_rows) > 1 and all(n <= size for n, size in n_rows)
     assert any(n < size for n, size in n_rows)
@@ -234,7 +232,7 @@ def test_contexts_are_padded_between_attentions(
     ids=str,
 )
 def test_the_warm_up_computes_with_all_numbers_of_rows_that_matter(
-    model: str, options: dict[str, Any], n_prompts: int, monkeypatch: pytest.MonkeyPatch, prompts: Tokens
+    model: str, options: dict[str, Any], n_prompts: int, prompts: Tokens
 ) -> None:
     """The warm-up computes with a number of rows for each power of two that a compilation may depend on, and
     leaves nothing behind."""
@@ -247,15 +245,10 @@ def test_the_warm_up_computes_with_all_numbers_of_rows_that_matter(
 
         return call
 
-    for name, place in (
-        ("embed", 1),
-        ("gated", 0),
-        ("rotate_store", 0),
-        ("decode_attention", 0),
-        ("context_attention", 0),
-    ):
-        monkeypatch.setattr(plain_kernels, name, noting(name, place, getattr(plain_kernels, name)))
-    engine = make_engine(Path(model), max_seq_len=90, **options)
+    places = {"embed": 1, "gated": 0, "rotate_store": 0, "decode_attention": 0, "context_attention": 0}
+    noted = {name: noting(name, place, getattr(plain_kernels, name)) for name, place in places.items()}
+    kernels = SimpleNamespace(**vars(plain_kernels) | noted)
+    engine = make_engine(Path(model), kernels=kernels, max_seq_len=90, **options)
     engine.worker.warm_up(engine.config.max_num_tokens)
     warmed = dict(rows)
     rows.clear()
@@ -275,9 +268,7 @@ def test_the_warm_up_computes_with_all_numbers_of_rows_that_matter(
 
 
 @pytest.mark.long
-def test_contexts_behind_cached_tokens_may_be_multiplied_in_fp8(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_contexts_behind_cached_tokens_may_be_multiplied_in_fp8(folder: Path) -> None:
     """Of layers and contexts whose rows are copied; the stand-in multiplies them in float32."""
     long = [[(i * 7 + j * j) % 500 + 3 for j in range(300 + i)] for i in range(3)]
     options: dict[str, Any] = {"kv_cache_dtype": "fp8", "max_seq_len": 400, "max_num_tokens": 150}
@@ -289,8 +280,8 @@ def test_contexts_behind_cached_tokens_may_be_multiplied_in_fp8(
         calls.append(len(arguments[8]))
         attention(*arguments)
 
-    monkeypatch.setattr(plain_kernels, "fp8_context_attention", noting)
-    engine = make_engine(folder, **options)
+    kernels = SimpleNamespace(**vars(plain_kernels) | {"fp8_context_attention": noting})
+    engine = make_engine(folder, kernels=kernels, **options)
     assert answer(engine, long) == wanted and not calls
     steps: Any = engine.worker.steps
     steps._fp8_contexts = True
