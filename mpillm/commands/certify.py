@@ -12,20 +12,23 @@ from mpillm.errors import ExitCode
 from mpillm.files import as_writable, as_written, write_json
 from mpillm.options import json_output
 from mpillm.options.command_line import Parser
-from mpillm.options.fields import BY_NAME
+from mpillm.options.fields import FIELDS
 from mpillm.options.fields.mpirun_options import MPIRUN_OPTIONS
 from mpillm.options.fields.results import OutputFields
 from mpillm.options.values import Values, collect
 from mpillm.report.certificate import certificate, format_certificate
-from mpillm.report.repeat import repeated
+from mpillm.report.repeat import repeated, without
 from mpillm.report.run_directory import CERTIFICATE
 from mpillm.report.run_files import RunFiles
 from mpillm.report.run_list import run_path
 
 FOLDER = "certify"  # default run directory, in the original one
-# Groups of options for the core. The dummy core has only `_COMMON_OPTIONS`; the layout of instances remains.
+# Options of the core, except those that the dummy core has; the layout of instances remains.
 _CORE_GROUPS = ("checkpoint", "build", "harness", "triton", "server", "model")
-_COMMON_OPTIONS = ("enable_chunked_context", "max_batch_size", "max_num_tokens", "max_seq_len")
+_CORE_OPTIONS = {
+    *("core_type", "core_options"),
+    *(field.name for field in FIELDS if field.group in _CORE_GROUPS),
+} - {"enable_chunked_context", "max_batch_size", "max_num_tokens", "max_seq_len"}
 
 
 class _Options(Values):
@@ -55,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         length = max(1, round(run.result["tokens"] / run.result["samples"]))
     argv, _ = repeated(run)
     folder = Path(options.log_dir or run.path / FOLDER)
-    argv = [*_without_core(argv), "--core_type", "dummy", "--core_options", f"output_mean:{length}"]
+    argv = [*without(argv, _CORE_OPTIONS), "--core_type", "dummy", "--core_options", f"output_mean:{length}"]
     argv += ["--log_dir", str(folder), *(["--force"] if options.log_dir is None else [])]
     code = mpirun.main(["-n", str(run.world_size), *options.mpirun_options, "run", *argv])
     if code != ExitCode.DONE:
@@ -67,16 +70,3 @@ def main(argv: Sequence[str]) -> int:
     json_output.set_figures(figures)
     print(f"  {run.path / CERTIFICATE}")
     return ExitCode.DONE
-
-
-def _without_core(argv: list[str]) -> list[str]:
-    """Return `argv` without the options of the core."""
-    remaining: list[str] = []
-    for name, value in zip(argv[::2], argv[1::2], strict=True):
-        field = BY_NAME[name.removeprefix("--")]
-        if field.name in ("core_type", "core_options") or (
-            field.group in _CORE_GROUPS and field.name not in _COMMON_OPTIONS
-        ):
-            continue
-        remaining += [name, value]
-    return remaining

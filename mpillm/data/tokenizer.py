@@ -24,12 +24,8 @@ from disagg.errors import ConfigError, about
 from launch.safe_text import one_line
 from mpillm.files import check_files, excerpt, panics_named
 
-_OTHER_FORMATS = (
-    "tokenizer.model",
-    "vocab.json",
-    "tiktoken.model",
-    "tekken.json",
-)  # mpillm cannot read these
+# mpillm cannot read these.
+_OTHER_FORMATS = ("tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 _PYTHON_ERRORS = (  # of a template's expressions
@@ -72,8 +68,8 @@ class Tokenizer(Protocol):
     def encode_batch(self, prompts: Sequence[str]) -> list[list[int]]:
         """Encode many prompts as `encode` does, on all CPU cores."""
 
-    def encode_chat(self, messages: Messages, max_tokens: int | None = None) -> list[int]:
-        """Return the model's input for a chat. Raises as `render` and `encode_text`."""
+    def encode_chat(self, messages: Messages) -> list[int]:
+        """Return the model's input for a chat. Raises as `render` and `encode_rendered`."""
 
     def render(self, messages: Messages) -> str:
         """Return the text of a chat, for `encode_rendered`.
@@ -131,8 +127,8 @@ class ByteTokenizer:
     def encode_batch(self, prompts: Sequence[str]) -> list[list[int]]:
         return [list(prompt.encode()) for prompt in prompts]
 
-    def encode_chat(self, messages: Messages, max_tokens: int | None = None) -> list[int]:
-        return self.encode_text(self.render(messages), max_tokens)
+    def encode_chat(self, messages: Messages) -> list[int]:
+        return self.encode_text(self.render(messages))
 
     def render(self, messages: Messages) -> str:
         """Return the messages' texts, one in each line."""
@@ -168,36 +164,15 @@ class NoTokenizer:
     def __init__(self, why: str) -> None:
         self.why = why
 
-    def refuse(self) -> NoReturn:
+    def refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise ConfigError(
             f"{self.why}; a text has no tokens without it: copy it from the model, or give token ids"
             ' ("input_tokens", or --dataset synthetic)',
             about=["model_path"],
         )
 
-    def encode(self, prompt: str) -> list[int]:
-        self.refuse()
-
-    def encode_batch(self, prompts: Sequence[str]) -> list[list[int]]:
-        self.refuse()
-
-    def encode_chat(self, messages: Messages, max_tokens: int | None = None) -> list[int]:
-        self.refuse()
-
-    def render(self, messages: Messages) -> str:
-        self.refuse()
-
-    def encode_rendered(self, text: str, max_tokens: int | None = None) -> list[int]:
-        self.refuse()
-
-    def encode_text(self, text: str, max_tokens: int | None = None) -> list[int]:
-        self.refuse()
-
-    def encode_plain(self, text: str) -> list[int]:
-        self.refuse()
-
-    def decode(self, tokens: Tokens, keep_special: bool = False) -> str:
-        self.refuse()
+    encode = encode_batch = encode_chat = encode_rendered = encode_text = encode_plain = refuse
+    render = decode = refuse
 
 
 class FileTokenizer:
@@ -238,8 +213,8 @@ class FileTokenizer:
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=self._render is None)
         return [encoding.ids for encoding in encodings]
 
-    def encode_chat(self, messages: Messages, max_tokens: int | None = None) -> list[int]:
-        return self.encode_rendered(self.render(messages), max_tokens)
+    def encode_chat(self, messages: Messages) -> list[int]:
+        return self.encode_rendered(self.render(messages))
 
     def render(self, messages: Messages) -> str:
         if self._render is None:
@@ -434,11 +409,7 @@ def _compile(template: str, settings: dict[str, Any]) -> Render:
         environment.begin(template, messages)
         try:
             text = compiled.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **special,
+                messages=messages, tools=None, documents=None, add_generation_prompt=True, **special
             )
             text.encode()  # raises for a lone surrogate
             return text

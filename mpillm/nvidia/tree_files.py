@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError, nearest
 from mpillm import user_config
+from mpillm.files import path_exists
 from mpillm.nvidia.unsupported_fields import UNSUPPORTED_FIELDS
 from mpillm.options.field import Field
 from mpillm.options.fields import BY_NAME, AllFields
@@ -279,20 +280,13 @@ def in_tree(name: str, value: Any, path: str) -> Any:
 
     Submissions move `code`, or its content, to `src`.
     """
-    if _BY_NAME.get(name) not in _PATHS or not isinstance(value, str) or _exists(Path(value)):
+    if _BY_NAME.get(name) not in _PATHS or not isinstance(value, str) or path_exists(value):
         return value
     if (place := _tree_path(path)) is None:
         return value
     inner = Path(*Path(value).parts[1:])
     places = (place.tree / value, place.tree / "src" / value, place.tree / "src" / inner)
-    return next((str(candidate) for candidate in places if _exists(candidate)), value)
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # for example, a name that is too long
-        return False
+    return next((str(candidate) for candidate in places if path_exists(candidate)), value)
 
 
 def _assigned(text: str) -> dict[str, ast.expr]:

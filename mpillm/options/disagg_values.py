@@ -142,9 +142,8 @@ def of_a_section(section: str, server: ServerConfig, path: str, is_one_run: bool
     `is_one_run`: the instances are not separate servers.
     """
     unsupported = without_option(server)
-    sizes = (
-        () if section == section_kind(section) else SIZES[section_kind(section)]
-    )  # of a list: each has its own
+    # In a list of sections, each has its own.
+    sizes = () if section == section_kind(section) else SIZES[section_kind(section)]
     keys = (*sizes, EXPERTS, *CORE, ROUTER, *(() if is_one_run else SERVER_ONLY))
     return _section_values(tuple(key for key in keys if key not in unsupported), section, server, path)
 

@@ -23,29 +23,13 @@ from mpillm.options.unused_options import check_unused
 RUN_FIELDS = command_fields(
     *("workload", "topology", "model", "own servers", "other harness", "build", "harness", "triton"),
     *("data", "generation", "test", "output", "deadlines"),
-    also=(
-        "server_port",
-        "worker_start_port",
-        "tritonserver",
-        "force",
-    ),  # ports: for the YAML in the run directory
+    # Ports: for the YAML in the run directory.
+    also=("server_port", "worker_start_port", "tritonserver", "force"),
 )
-
-
 # The options in `serve --help`.
 SERVE_FIELDS = command_fields(
-    *(
-        "serve",
-        "workload",
-        "topology",
-        "model",
-        "own servers",
-        "triton",
-        "build",
-        "harness",
-        "generation",
-        "deadlines",
-    ),
+    *("serve", "workload", "topology", "model", "own servers", "triton", "build", "harness", "generation"),
+    "deadlines",
     also=("apply_chat_template", "tritonserver", "log_dir", "force"),
 )
 
@@ -73,14 +57,8 @@ _MAIN = (
     *("benchmarks", "scenarios", "model_scale", "core_type", "mode", "disagg_config", "config_file"),
     *("tensor_parallelism", "pipeline_parallelism", "num_ctx_servers", "ctx_tp_size", "gen_tp_size"),
     *("model_path", "device", "quantization", "kv_cache_dtype", "max_batch_size", "max_num_tokens"),
-    *(
-        "enable_chunked_context",
-        "kv_cache_free_gpu_mem_fraction",
-        "server",
-        "server_args",
-        "clients_per_server",
-        "server_nodes",
-    ),
+    *("enable_chunked_context", "kv_cache_free_gpu_mem_fraction"),
+    *("server", "server_args", "clients_per_server", "server_nodes"),
     *("trtllm_server_urls", "harness", "harness_args", "concurrency", "host", "port"),
     *("dataset_path", "max_output_len", "server_target_qps", "goodput", "min_duration", "min_query_count"),
     *("test_mode", "user_conf", "log_dir", "save_outputs", "force", "on_instance_loss"),

@@ -129,9 +129,8 @@ def core_of_the_server(values: Values) -> dict[str, OptionValue]:
     if not server:
         return {}
     kind = kind_of(server)
-    if (
-        kind.disagg_protocol and values["core_type"].value == "trtllm_disagg"
-    ):  # on a leader, which has no core
+    # On a leader, which has no core.
+    if kind.disagg_protocol and values["core_type"].value == "trtllm_disagg":
         implied = _implied(values, "core_type", "trtllm_disagg", "mode", "disaggregated")
         return {**implied, "core_type": values["server"].implied("server", kind.core_type)}
     return _implied(values, "server", server, "core_type", kind.core_type)

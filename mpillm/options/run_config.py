@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,6 @@ from disagg.errors import ConfigError
 from launch.masking import masked_value
 from mpillm import workloads
 from mpillm.options.fields import BY_NAME, AllFields
-from mpillm.options.instance_run import InstanceRun
 from mpillm.options.layers import Layers
 from mpillm.options.parsers import Secret
 from mpillm.options.sources import COMMAND_LINE, OptionValue, Source
@@ -21,7 +21,16 @@ from mpillm.programs.load_clients.client_files import check_no_client_file
 
 if TYPE_CHECKING:  # slow to import, and few runs have a YAML
     from disagg import DisaggConfig
+    from disagg.instances import ServedInstance
     from mpillm.options.disagg_values import YamlValue
+
+
+@dataclass(frozen=True)
+class InstanceRun:
+    """A run that is one instance of a disaggregation YAML, with others in the same mpirun."""
+
+    instance: ServedInstance
+    node_ranks: int  # ranks of that mpirun on this node, which share its CPU cores and memory
 
 
 class RunConfig(Values, AllFields):
@@ -92,9 +101,8 @@ class RunConfig(Values, AllFields):
         except ConfigError as error:
             raise type(error)(self.explain(error) + self.set_by("disagg_config")) from None
         with_run_values.yaml, with_run_values.sections = yaml, sections
-        for name in (
-            with_run_values.option_values if sections else ()
-        ):  # a value that all sections share is the run's
+        # A value that all sections share is the run's.
+        for name in with_run_values.option_values if sections else ():
             first, *others = (section.option_values[name] for section in sections.values())
             if all(other.value == first.value for other in others):
                 with_run_values.option_values[name] = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,12 @@ def user_options(run: Path) -> list[str]:
 
 def _is_user_set(source: str) -> bool:
     return source.startswith(("command line", "environment variable "))
+
+
+def without(args: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return options, each a name and its value, except `names`."""
+    pairs = zip(args[::2], args[1::2], strict=True)
+    return [arg for name, value in pairs if name.removeprefix("--") not in names for arg in (name, value)]
 
 
 def shell_line(args: list[str]) -> str:
@@ -88,10 +95,10 @@ def options_again(run: Path) -> tuple[list[str], list[str]]:
     for name, copy in _COPIES.items():
         if then.get(name) and (why := _changed(Path(then[name]), run / copy)):
             notes.append(f"--{name} {then[name]} {why}: {run / copy} is used")
-            args = [*_without(args, name), f"--{name}", str(run / copy)]
+            args = [*without(args, [name]), f"--{name}", str(run / copy)]
     if then.get("config_file") and (why := _not_read_again(Path(then["config_file"]))):
         notes.append(f"--config_file {then['config_file']} {why}: its values are added")
-        args = _without(_without(args, "config_file"), "config_suffix")
+        args = without(args, ["config_file", "config_suffix"])
     now = parse_run(args)
     for name in then:
         if name in _NOT_OF_THE_TEST or name in _COPIES or _is_same(then[name], now, name, run):
@@ -148,8 +155,3 @@ def _not_read_again(config_file: Path) -> str:
     if not config_file.exists():
         return "is missing"
     return "is a program, which is not run again" if config_file.suffix == ".py" else ""
-
-
-def _without(args: list[str], name: str) -> list[str]:
-    place = args.index(f"--{name}") if f"--{name}" in args else len(args)
-    return args[:place] + args[place + 2 :]

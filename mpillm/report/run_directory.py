@@ -84,7 +84,7 @@ def new_folder(name: str) -> Path:
     return unused(RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
 
 
-def series_folder(log_dir: str | None, command: str) -> Path:
+def series_folder(log_dir: str | Path | None, command: str) -> Path:
     """Return the folder for what a command writes: --log_dir, or a new one."""
     return Path(log_dir) if log_dir else new_folder(command)
 

@@ -84,6 +84,7 @@ class RunFiles:
 
     @property
     def doubts(self) -> list[str]:
+        """The doubts about the test, a line each: a VALID test with a doubt is not displayed as good."""
         doubts = self.result.get("doubts")
         return [str(doubt) for doubt in doubts] if isinstance(doubts, list) else []
 

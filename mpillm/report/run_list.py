@@ -13,14 +13,7 @@ from mpillm.files import check_files, read_json
 from mpillm.report.run_files import stopped_by
 
 LATEST = "latest"
-SERIES_PAGES = (
-    "compare.html",
-    "sweep.html",
-    "find-max-qps.html",
-    "ab.html",
-    "advise.html",
-    "endpoint.html",
-)
+SERIES_PAGES = ("compare.html", "sweep.html", "find-max-qps.html", "ab.html", "advise.html", "endpoint.html")
 _SERIES = tuple(f"-{page.removesuffix('.html')}" for page in SERIES_PAGES)  # how their folders' names end
 _SEARCH = "search.json"  # of find-max-qps, from its first test on
 _PLAN = "plan.json"  # every run writes it at its start

@@ -78,10 +78,8 @@ def failures_of(
     _log.error("%s", text)
     if isinstance(error, MPI.Exception):
         return (Failure(f"MPI: {error}", rank, code=ExitCode.INSTANCE_LOST),)
-    if isinstance(error, OSError) and error.errno in (
-        errno.EMFILE,
-        errno.ENFILE,
-    ):  # any file may be the next one
+    # Any file may be the next one.
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return (Failure(f"{error.strerror}: this process may open {limit}; raise ulimit -n", rank),)
     if isinstance(error, OSError) and error.filename:
@@ -155,9 +153,8 @@ class Ending(ABC):
         self._watch.enter(self._watch.phase, 3 * self._timeouts.grace)
         for failure in failures:
             _log.error("%s", failure.cause)
-        if (
-            self._watch.phase in ("join", "load") and not connection_holder.step_ends_with_a_rank()
-        ):  # looking takes a moment
+        # Looking takes a moment.
+        if self._watch.phase in ("join", "load") and not connection_holder.step_ends_with_a_rank():
             failures = tuple(_explained(failure) for failure in failures)
         stopped = self._report(failures)
         self.state = State.STOPPING

@@ -23,14 +23,13 @@ from mpillm.errors import ExitCode, needs_extra
 from mpillm.options.fields import BY_NAME
 from mpillm.report.page.page import write_page
 from mpillm.report.request_log import read_requests, tpot_s
-from mpillm.report.run_directory import new_folder
+from mpillm.report.run_directory import PAGE, series_folder
 from mpillm.report.run_files import RunFiles
 from mpillm.runtime.whole_runs import CONSOLE, run_in, served_in
 
 if TYPE_CHECKING:
     import pandas
 
-_PAGE = "report.html"
 _PAGE_PIXELS = 900
 _SIGINT = 128 + 2
 
@@ -108,7 +107,7 @@ class Run:
     @property
     def page(self) -> Path:
         """The HTML report; created if it does not exist."""
-        page = self.path / _PAGE
+        page = self.path / PAGE
         return page if page.exists() else write_page(self.path)
 
     def __repr__(self) -> str:
@@ -158,7 +157,7 @@ def run(
         options: options of `run --help` by name (``mode="disaggregated"``): text, numbers, bools, or a dict
             for options of flags.
     """
-    folder = _folder(log_dir, "run")
+    folder = series_folder(log_dir, "run")
     with _interruptible():
         ended = run_in(
             folder,
@@ -191,7 +190,7 @@ def serve(
     Arguments as for `run`, but `echo` and `deadline_s` apply until it is ready. Raises ConfigError if it does
     not become ready.
     """
-    folder = _folder(log_dir, "serve")
+    folder = series_folder(log_dir, "serve")
     with (
         _interruptible(),
         served_in(
@@ -204,12 +203,6 @@ def serve(
         ) as url,
     ):
         yield RunningServer(url, folder)
-
-
-def _folder(log_dir: str | Path | None, name: str) -> Path:
-    if log_dir is not None:
-        return Path(log_dir)
-    return new_folder(name)
 
 
 def _args(model_path: str | Path | None, options: Mapping[str, Any]) -> list[str]:

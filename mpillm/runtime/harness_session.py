@@ -57,10 +57,7 @@ from mpillm.workloads.rounds import allows_speculation
 
 _MODEL_S = 30.0
 # Counts of the run's own endpoint, in addition to the client's.
-_OF_ENDPOINT = (
-    *("samples", "errors", "tokens", "aborted"),
-    *LATENCIES,
-)
+_OF_ENDPOINT = (*("samples", "errors", "tokens", "aborted"), *LATENCIES)
 
 
 class HarnessSession(ServeSession):
@@ -216,11 +213,7 @@ class HarnessSession(ServeSession):
             return ""
         if not self.direct:
             result["endpoint"] = {name: result[name] for name in _OF_ENDPOINT}
-        result["harness"] = {
-            "name": self.kind.short_name,
-            "asked": len(self._order),
-            **report.to_json(),
-        }
+        result["harness"] = {"name": self.kind.short_name, "asked": len(self._order), **report.to_json()}
         result |= {"status": MEASURED, **self._figures(report)}
         result["other_load"] = other_loads([rank.node for rank in self._plan.ranks], reports)
         workload = config.workload

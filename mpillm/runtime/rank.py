@@ -295,9 +295,8 @@ class Rank:
         self._loop.pollers += [*senders, *([route.dispatch] if route else []), *others]
         self._loop.quiet_s += [*([route.quiet_s] if route else []), *(role.quiet_s for role in self._roles)]
         in_any = serves and issubclass(BackendRegistry.get(self._config.core_type), WorksInAnyThread)
-        if route and (
-            in_any or (session and ranks[self.rank].instance is None)
-        ):  # other cores need the main thread
+        # Other cores need the main thread.
+        if route and (in_any or (session and ranks[self.rank].instance is None)):
             others = [one.poll for one in self._roles if not (one.sends_requests or one.owns_processes)]
             self._inline_tasks = [*senders, route.dispatch_own, *others, route.dispatch_own]
         if session:

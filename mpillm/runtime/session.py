@@ -118,10 +118,7 @@ class Session(RunSession):
             self._console.progress(progress, computed, steady)
             if totals.issued and now - self._logged_at > _LOG_S:
                 self._logged_at = now
-                _log.info(
-                    "%s",
-                    " ".join(line.strip() for line in progress_lines(progress, computed)),
-                )
+                _log.info("%s", " ".join(line.strip() for line in progress_lines(progress, computed)))
                 self._record.keep(
                     {
                         "samples": totals.samples,

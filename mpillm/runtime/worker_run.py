@@ -18,8 +18,7 @@ from mpillm.comms.communicators import RunComms
 from mpillm.comms.start import node_name
 from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import of_instance
-from mpillm.options.instance_run import InstanceRun
-from mpillm.options.run_config import RunConfig
+from mpillm.options.run_config import InstanceRun, RunConfig
 from mpillm.options.sources import OptionValue, Source
 
 

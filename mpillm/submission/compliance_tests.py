@@ -23,39 +23,29 @@ from mpillm.submission.scores import printed_scores
 
 
 @dataclass(frozen=True)
-class Test06:
-    """Results of the three checks; `first_token` is None in scenario Offline, without first tokens."""
+class ComplianceResult:
+    """Result of a verification: the text of its file, and whether the run passes."""
 
+    test: str
     samples: int
-    first_token: bool | None
-    eos: bool
-    length: bool
-
-    @property
-    def passed(self) -> bool:
-        return self.first_token is not False and self.eos and self.length
-
-    def text(self) -> str:
-        """Return ``verify_accuracy.txt``, as the submission checker reads it."""
-        return (
-            f"First token check pass: {'Skipped' if self.first_token is None else self.first_token}\n"
-            f"EOS check pass: {self.eos}\n"
-            f"Sample length check pass: {self.length}\n"
-            f"TEST06 verification {'complete' if self.passed else 'failed'}\n"
-        )
+    passed: bool
+    text: str
 
 
-def check_test06(answers: Sequence[LoggedAnswer], scenario: str, end_ids: Sequence[int]) -> Test06:
+def check_test06(answers: Sequence[LoggedAnswer], scenario: str, end_ids: Sequence[int]) -> ComplianceResult:
     """Check the answers of a TEST06 run in LoadGen's `scenario`. `end_ids`: all end tokens."""
-    first = None
-    if scenario != "Offline":
-        first = all(_begins_with_first(answer) for answer in answers)
-    return Test06(
-        len(answers),
-        first,
-        all(_end_tokens(answer, end_ids) <= 1 for answer in answers),
-        all(answer.count == len(answer.tokens) for answer in answers),
+    has_first = scenario != "Offline"
+    first = not has_first or all(map(_begins_with_first, answers))
+    eos = all(_end_tokens(answer, end_ids) <= 1 for answer in answers)
+    length = all(answer.count == len(answer.tokens) for answer in answers)
+    passed = first and eos and length
+    text = (
+        f"First token check pass: {first if has_first else 'Skipped'}\n"
+        f"EOS check pass: {eos}\n"
+        f"Sample length check pass: {length}\n"
+        f"TEST06 verification {'complete' if passed else 'failed'}\n"
     )
+    return ComplianceResult("TEST06", len(answers), passed, text)
 
 
 def _begins_with_first(answer: LoggedAnswer) -> bool:
@@ -89,16 +79,6 @@ def compliance_of(detail: Mapping[str, Any]) -> str | None:
     return _TEST_BY_SAMPLING.get(int(detail.get("effective_accuracy_log_sampling_target") or 0))
 
 
-@dataclass(frozen=True)
-class ComplianceResult:
-    """Result of a verification: the text of its file, and whether the run passes."""
-
-    test: str
-    samples: int
-    passed: bool
-    text: str
-
-
 def verify(run: JudgedRun, end_ids: Sequence[int], evaluated: str | None = None) -> ComplianceResult:
     """Verify a compliance run and write the test's folder in it.
 
@@ -116,8 +96,7 @@ def verify(run: JudgedRun, end_ids: Sequence[int], evaluated: str | None = None)
         )
     answers = read_answers(run.path / ACCURACY)
     if test == "TEST06":
-        checks = check_test06(answers, str(detail["effective_scenario"]), end_ids)
-        result = ComplianceResult(test, checks.samples, checks.passed, checks.text())
+        result = check_test06(answers, str(detail["effective_scenario"]), end_ids)
     else:
         result = _test07(answers, Path(str(evaluated))) if test == "TEST07" else _test09(answers)
     folder = run.path / test

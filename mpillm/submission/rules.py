@@ -47,9 +47,8 @@ class Problem:
     """A reason why a submission is not accepted."""
 
     text: str
-    checks: tuple[
-        str, ...
-    ] = ()  # checks of the submission checker that fail; empty: only the rules forbid it
+    # Checks of the submission checker that fail; empty: only the rules forbid it.
+    checks: tuple[str, ...] = ()
 
 
 STOPS = "it stops there"

@@ -36,11 +36,7 @@ class AccuracyRun(NamedTuple):
 
 
 def read_accuracy_run(
-    run: JudgedRun,
-    dataset_path: str | None,
-    tokenizer: str | None,
-    mbxp: str | None,
-    evaluated: str | None,
+    run: JudgedRun, dataset_path: str | None, tokenizer: str | None, mbxp: str | None, evaluated: str | None
 ) -> AccuracyRun:
     """Read the run's answers and references. The run's values replace options that are None.
 

@@ -59,14 +59,7 @@ DISAGG = of_engines(*EMBEDDED, *TRTLLM_DISAGG, *DUMMY)
 """For disaggregated serving."""
 SIZED = of_engines(*MODELS, *DUMMY)
 BUILT = Effect(
-    (
-        *SIZED.uses,
-        Use(
-            BOTH,
-            (*TRTLLM_ENDPOINT, *TRTLLM_DISAGG),
-            needs=("enable_attention_dp", True),
-        ),
-    )
+    (*SIZED.uses, Use(BOTH, (*TRTLLM_ENDPOINT, *TRTLLM_DISAGG), needs=("enable_attention_dp", True)))
 )
 """For an engine's size. With attention data parallelism, it limits the requests of a client's servers."""
 TEST = used_by(commands=[RUN])

@@ -45,9 +45,7 @@ class OwnServerFields(
         effect=used_by(*TRTLLM_ENDPOINT, *TRITON),
     )
     server_args = option(
-        "further options for each server's command line, as typed there",
-        shell_args,
-        default=(),
+        "further options for each server's command line, as typed there", shell_args, default=()
     )
     server_memory_limit = option(
         "GiB of host memory that a server's processes may use together; using more counts as a failure", rate

@@ -11,7 +11,7 @@ from mpillm.core_names import EMBEDDED
 from mpillm.report.numbers import short
 from mpillm.report.page.document import Html, escape, section
 from mpillm.report.page.run_analysis import Facts
-from mpillm.report.repeat import shell_line, user_options
+from mpillm.report.repeat import shell_line, user_options, without
 from mpillm.report.run_files import RunFiles
 
 _PRECISION = {"dtype": "dtype", "quantization": "quantization", "kv_cache_dtype": "KV cache"}
@@ -101,28 +101,22 @@ def next_step(facts: Facts, options: list[str]) -> tuple[str, str]:
         )
     if status not in ("VALID", "INVALID"):
         return "Repeat it:", again
-    if any(doubt.startswith("disturbed") for doubt in facts.doubts):
+    if any(doubt.startswith("disturbed") for doubt in run.doubts):
         return "Repeat it on a quiet machine:", again
     ranks = ["-n", str(run.result.get("world_size", 2))]
     if run.result.get("scenario") == "Server":
-        others = _without(options, "server_target_qps", "scenarios")
+        others = without(options, ["server_target_qps", "scenarios"])
         return "Find the highest VALID rate:", _command("find-max-qps", *ranks, *others)
     if status == "INVALID":
         return "Follow LoadGen's advice above, then repeat it:", again
     if run.result.get("mode") == "disaggregated":
-        return "Find better numbers of instances:", _command("advise", *_without(options, "mode"))
+        return "Find better numbers of instances:", _command("advise", *without(options, ["mode"]))
     sizes = ("--max_batch_size", "8", "16", "32")
-    return "Vary an option:", _command("sweep", *ranks, *_without(options, "max_batch_size"), *sizes)
+    return "Vary an option:", _command("sweep", *ranks, *without(options, ["max_batch_size"]), *sizes)
 
 
 def _command(name: str, *args: str) -> str:
     return shell_line(["python", "-m", "mpillm", name, *args])
-
-
-def _without(options: list[str], *names: str) -> list[str]:
-    """Return options, each a name and its value, without these."""
-    pairs = zip(options[::2], options[1::2], strict=True)
-    return [word for name, value in pairs if name.removeprefix("--") not in names for word in (name, value)]
 
 
 def _code(command: str) -> Html:

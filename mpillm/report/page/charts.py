@@ -279,11 +279,6 @@ def lane_rows(facts: Facts) -> list[dict[str, Any]]:
     return rows
 
 
-def initial_window(facts: Facts) -> tuple[float, float]:
-    """Return the part of the lanes that is displayed first: the test."""
-    return 0.0, max(facts.test_s, 1e-3)
-
-
 def _control(facts: Facts, rank: int) -> str:
     plan = {one.get("rank"): one for one in facts.run.plan_ranks}
     return " + ".join(plan.get(rank, {}).get("roles") or [])

@@ -11,7 +11,7 @@ from mpillm.files import write_text
 from mpillm.report.console import NO_PAGE
 from mpillm.report.page import sections, svg
 from mpillm.report.page.about_run import about_run
-from mpillm.report.page.charts import distributions, initial_window, lane_rows, machines, over_time
+from mpillm.report.page.charts import distributions, lane_rows, machines, over_time
 from mpillm.report.page.document import CDF, ZOOM, chart_section, document
 from mpillm.report.page.run_analysis import Facts, facts_of, unrecorded
 from mpillm.report.page.trace import write_trace
@@ -72,7 +72,7 @@ def page(run: RunFiles, price_per_gpu_hour: float | None = None) -> str:
     latencies = build("latencies", distributions, [], facts)
     hardware = build("CPUs and GPUs", machines, [], facts)
     rows = build("what each rank did", lane_rows, [], facts)
-    start, end = initial_window(facts)
+    end = max(facts.test_s, 1e-3)  # the lanes first display the test
     top = build("verdict", sections.head, "", facts)
     wrong = build("failures", sections.failures, "", run)
     parts = [
@@ -81,7 +81,7 @@ def page(run: RunFiles, price_per_gpu_hour: float | None = None) -> str:
         build("about the run", about_run, "", facts),
         build("charts", chart_section, "", "Over time", times, ZOOM),
         build("charts", chart_section, "", "Latencies", latencies, CDF),
-        build("lanes", _lanes, "", rows, start, end, facts),
+        build("lanes", _lanes, "", rows, end, facts),
         build("charts", chart_section, "", "Processors", hardware, ""),
         build("energy", sections.energy, "", facts, price_per_gpu_hour),
         build("tables", sections.figures, "", facts),
@@ -90,13 +90,13 @@ def page(run: RunFiles, price_per_gpu_hour: float | None = None) -> str:
     ]
     status = "STOPPED" if run.stopped_by else run.result.get("status", "not ended")
     title = f"{run.path.absolute().name}: {status}"
-    lanes = {"rows": rows, "start": start, "end": end, "kinds": run.telemetry.get("kinds") or []}
+    lanes = {"rows": rows, "start": 0.0, "end": end, "kinds": run.telemetry.get("kinds") or []}
     return document(
         title, [top, wrong, sections.missing(notes), *parts], (*times, *latencies, *hardware), lanes
     )
 
 
-def _lanes(rows: list[dict[str, object]], start: float, end: float, facts: Facts) -> str:
+def _lanes(rows: list[dict[str, object]], end: float, facts: Facts) -> str:
     if not rows:
         return ""
     more = len(facts.noted) - len(rows)
@@ -112,5 +112,5 @@ def _lanes(rows: list[dict[str, object]], start: float, end: float, facts: Facts
         f' handoff.{more_ranks}  <span class="js-only">Drag to zoom, or Ctrl and the wheel. Double-click to'
         " see the test. With the keyboard: + and -, ← and →, 0 for all phases.</span></p>"
         f'<ul class="key">{key}</ul>'
-        f'<figure id="lanes"><div class="still scroll">{svg.lanes(rows, start, end)}</div></figure></section>'
+        f'<figure id="lanes"><div class="still scroll">{svg.lanes(rows, end)}</div></figure></section>'
     )

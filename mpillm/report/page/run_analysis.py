@@ -155,11 +155,6 @@ class Facts:
         """Whether the queue of a Server test did not grow: then the test has not reached a limit."""
         return self.run.result.get("queue_grew") is False
 
-    @property
-    def doubts(self) -> list[str]:
-        """The doubts about the test, a line each: a VALID test with a doubt is not displayed as good."""
-        return [str(one) for one in self.run.result.get("doubts") or []]
-
     def verdict_notes(self) -> list[str]:
         """Return notes on LoadGen's verdict, a line each."""
         result = self.run.result

@@ -49,7 +49,7 @@ def head(facts: Facts) -> str:
     reasons = [f"{stopped[:1].upper()}{stopped[1:]}."] if stopped else []
     refusals = failed_checks(run.result) if status != MEASURED else []
     reasons += [f"Refused: {text}." for text in refusals]
-    reasons += [f"Doubtful: {text}." for text in facts.doubts if text not in refusals]
+    reasons += [f"Doubtful: {text}." for text in run.doubts if text not in refusals]
     reasons += [f"Not checked: {text}." for text in unchecked(run.result)]
     reasons += [f"Not satisfied: {text}." for text in result.get("loadgen_unsatisfied") or []]
     reasons += list(result.get("loadgen_advice") or [])
@@ -80,7 +80,7 @@ def head(facts: Facts) -> str:
         if result.get("loadgen_result") == "VALID" and status == "INVALID"
         else _VERDICTS[known_status]
     )
-    kind = "doubtful" if status in ("VALID", MEASURED) and facts.doubts else known_status.lower() or "none"
+    kind = "doubtful" if status in ("VALID", MEASURED) and run.doubts else known_status.lower() or "none"
     return (
         f'<header class="verdict {kind}">'
         f'<p class="badge">{escape(status or "no outcome")}</p>'

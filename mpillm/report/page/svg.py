@@ -244,10 +244,10 @@ def numbers_text(numbers: Sequence[str]) -> str:
     return ", ".join(texts)
 
 
-def lanes(rows: Sequence[dict[str, Any]], start: float, end: float) -> str:
-    """Return the lanes of ranks as an SVG element. `rows`: as page.js gets them."""
+def lanes(rows: Sequence[dict[str, Any]], end: float) -> str:
+    """Return the lanes of ranks from 0 to `end` seconds as an SVG element. `rows`: as page.js gets them."""
     width, left = 1000, 130
-    scale = (width - left) / ((end - start) or 1)
+    scale = (width - left) / end
     parts = []
     for i, row in enumerate(rows):
         y = i * (_ROW + _GAP)
@@ -256,13 +256,13 @@ def lanes(rows: Sequence[dict[str, Any]], start: float, end: float) -> str:
         for lane, top, height in (("steps", 0, _ROW - 6), ("handoffs", _ROW - 5, 5)):
             spans = row[lane]
             for a, b, kind in zip(spans["start"], spans["end"], spans["kind"], strict=True):
-                x = left + (max(a, start) - start) * scale
-                w = max(0.6, (min(b, end) - max(a, start)) * scale)
+                x = left + max(a, 0) * scale
+                w = max(0.6, (min(b, end) - max(a, 0)) * scale)
                 parts.append(
                     f'<rect class="k{kind:d}" x="{x:.1f}" y="{y + top}" width="{w:.1f}" height="{height}"/>'
                 )
     height = len(rows) * (_ROW + _GAP) + 16
-    parts.append(f'<text x="{left}" y="{height - 2}">{start:.1f} s</text>')
+    parts.append(f'<text x="{left}" y="{height - 2}">0.0 s</text>')
     parts.append(f'<text x="{width}" y="{height - 2}" text-anchor="end">{end:.1f} s</text>')
     head = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="What each rank did">'
     return f"{head}{''.join(parts)}</svg>"

@@ -19,13 +19,7 @@ from mpillm.submission.checker import rejected
 from mpillm.submission.package import Submission, check_accuracy_file, summary
 from mpillm.submission.rules import MEASUREMENTS, folder_name
 from mpillm.submission.submitted_runs import group, read_run
-from mpillm.submission.system import (
-    SYSTEM_FIELDS,
-    measurements,
-    overlay,
-    same_system,
-    system_description,
-)
+from mpillm.submission.system import SYSTEM_FIELDS, measurements, overlay, same_system, system_description
 
 _GROUP = "submission"
 
