@@ -28,12 +28,8 @@ from mpillm.runtime.yaml_effects import check_yaml
 _FIELDS = command_fields(
     *("workload", "topology", "own servers", "plan", "model"),
     also=(
-        "tritonserver",
-        "triton_num_servers",
-        "trtllm_server_urls",
-        *PORTS,
-        *MODEL_AND_LIMITS,
-        "engine_dir",
+        *("tritonserver", "triton_num_servers", "trtllm_server_urls", "engine_dir"),
+        *(*PORTS, *MODEL_AND_LIMITS),
     ),
 )
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import importlib.util
-import json
 import os
 import shutil
 import struct
@@ -25,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from disagg.errors import ConfigError, nearest
-from mpillm.files import read_json, replace_folder
+from mpillm.files import read_json, replace_folder, write_json
 
 DEFAULT_MODELS_DIR = Path("build") / "models"
 
@@ -142,7 +141,7 @@ def _build(source: Source, work: Path, console: Callable[[str], object]) -> None
         "source": _source_record(source),
         "files": {file: (model / file).stat().st_size for file in FILES},
     }
-    (model / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_json(model / _RECORD, record)
     console(f"converted in {time.monotonic() - downloaded:.1f} s")
 
 

@@ -9,7 +9,6 @@ of `transformers`, bit by bit.
 
 from __future__ import annotations
 
-import json
 import mmap
 import shutil
 from pathlib import Path
@@ -21,14 +20,12 @@ from numpy.typing import NDArray
 from disagg.errors import ConfigError
 from disagg.text_file import check_file
 from mpillm.data.gguf_config import PACKED, Metadata, architecture_of, config_of
-from mpillm.data.gguf_tokenizer import save, tokenizer_config, tokenizer_of
+from mpillm.data.gguf_tokenizer import tokenizer_config, tokenizer_of
+from mpillm.files import write_json
 
 FILES = (
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
+    *("config.json", "generation_config.json", "model.safetensors"),
+    *("tokenizer.json", "tokenizer_config.json"),
 )
 NEEDS = ("gguf", "safetensors", "tokenizers")  # the modules of the `models` extra that the conversion imports
 
@@ -57,13 +54,11 @@ def convert(source: Path, target: Path) -> None:
     try:
         factors = by_name.get(f"{_ROPE_FACTORS}.weight")
         config = config_of(values, "output.weight" not in by_name, None if factors is None else factors.data)
-        _write_json(target / "config.json", config)
-        _write_json(
-            target / "generation_config.json",
-            {key: config[key] for key in config if key.endswith("_token_id")},
-        )
-        save(tokenizer_of(values), target)
-        _write_json(target / "tokenizer_config.json", tokenizer_config(values))
+        write_json(target / "config.json", config)
+        generation = {key: config[key] for key in config if key.endswith("_token_id")}
+        write_json(target / "generation_config.json", generation)
+        tokenizer_of(values).save(str(target / "tokenizer.json"))
+        write_json(target / "tokenizer_config.json", tokenizer_config(values))
     except KeyError as error:
         raise ConfigError(f"{source} has no {error.args[0]}, which the conversion needs") from error
     except ConfigError:
@@ -205,7 +200,3 @@ def _unpermute(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
     """Undo GGUF's order of a head's rows, which interleaves the rows that rotary embedding pairs."""
     rows, columns = values.shape
     return values.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
@@ -155,7 +154,3 @@ def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
     if (template := metadata.values.get("tokenizer.chat_template")) is not None:
         config["chat_template"] = template
     return config
-
-
-def save(tokenizer: Any, target: Path) -> None:
-    tokenizer.save(str(target / "tokenizer.json"))

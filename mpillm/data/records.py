@@ -17,12 +17,8 @@ _WITHOUT_EFFECT = (
 )  # fmt: skip
 # Keys of the output length: vLLM, GuideLLM, Mooncake, OpenAI
 LENGTHS = (
-    "output_tokens",
-    "output_tokens_count",
-    "output_length",
-    "output_len",
-    "max_completion_tokens",
-    "max_tokens",
+    *("output_tokens", "output_tokens_count", "output_length", "output_len"),
+    *("max_completion_tokens", "max_tokens"),
 )
 _MAX_KEYS_LENGTH = 300  # characters of a row's keys in a message
 _MAX_LENGTH = 1 << 40

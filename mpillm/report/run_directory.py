@@ -45,28 +45,10 @@ POSTMORTEM_CLAIM = "stands_in"
 
 # Files of an earlier run, which would seem to be this run's if it failed before it writes its own.
 STALE_FILES = (
-    POSTMORTEM_CLAIM,
-    "outputs.jsonl",
-    "result.json",
-    TIMELINE,
-    REQUESTS,
-    TELEMETRY,
-    PAGE,
-    TRACE,
-    CERTIFICATE,
-    HARNESS_LOG,
-    DETAIL,
-    SUMMARY,
-    ACCURACY,
-    "mlperf_log_trace.json",
-    ENVIRONMENT,
-    "machines.json",
-    "accuracy.txt",
-    "accuracy.json",
-    "accuracy_results.json",
-    "TEST06/verify_accuracy.txt",
-    "TEST07/verify_accuracy.txt",
-    "TEST09/verify_output_len.txt",
+    *(POSTMORTEM_CLAIM, "outputs.jsonl", "result.json", TIMELINE, REQUESTS, TELEMETRY, PAGE, TRACE),
+    *(CERTIFICATE, HARNESS_LOG, DETAIL, SUMMARY, ACCURACY, "mlperf_log_trace.json"),
+    *(ENVIRONMENT, "machines.json", "accuracy.txt", "accuracy.json", "accuracy_results.json"),
+    *("TEST06/verify_accuracy.txt", "TEST07/verify_accuracy.txt", "TEST09/verify_output_len.txt"),
 )
 
 

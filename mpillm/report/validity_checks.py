@@ -133,11 +133,8 @@ def _counted_check(
 
 def _is_counted(clients: Sequence[Mapping[str, Any]], name: str) -> bool:
     """Return whether some server reports this count, and no server was silent."""
-    return any(name in client for client in clients) and not any(map(_is_silent, clients))
-
-
-def _is_silent(client: Mapping[str, Any]) -> bool:
-    return bool(client.get("server_silent"))
+    is_silent = any(client.get("server_silent") for client in clients)
+    return any(name in client for client in clients) and not is_silent
 
 
 def cached_prompts(result: Mapping[str, Any]) -> str:

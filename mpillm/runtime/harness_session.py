@@ -22,7 +22,6 @@ from mpillm.core_names import TRTLLM_ENDPOINT
 from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.cores.openai_client.endpoint import EndpointError, RemoteServer
 from mpillm.cores.openai_client.readiness import find_model
-from mpillm.cores.registry import BackendRegistry
 from mpillm.data.dataset import Dataset
 from mpillm.data.tokenizer import NoTokenizer, Tokenizer
 from mpillm.errors import ExitCode, Failure, RunError
@@ -47,13 +46,12 @@ from mpillm.report.request_log import RequestLog, read_requests
 from mpillm.report.result import other_harness_rows, other_loads
 from mpillm.report.run_directory import HARNESS, HARNESS_LOG, MEASURED, RunRecord, display_path
 from mpillm.report.run_files import RunFiles
-from mpillm.report.validity_checks import doubts, load_client_doubts, server_checks
+from mpillm.report.validity_checks import load_client_doubts
 from mpillm.roles.client_program import ClientLimits, ClientProgram, command_of
 from mpillm.roles.role import Role
 from mpillm.runtime.join import RunPlan, RunSetup, prepare
 from mpillm.runtime.run_session import announced, opened
 from mpillm.runtime.serve_session import ServeSession
-from mpillm.workloads.rounds import allows_speculation
 
 _MODEL_S = 30.0
 # Counts of the run's own endpoint, in addition to the client's.
@@ -207,7 +205,7 @@ class HarnessSession(ServeSession):
 
     def drained(self, reports: dict[int, DrainReport]) -> str:
         super().drained(reports)
-        result, config = self._record.result, self._client_config
+        result = self._record.result
         report = self._client.report_of_client if self._client else None
         if report is None:  # a signal ends the run
             return ""
@@ -216,18 +214,10 @@ class HarnessSession(ServeSession):
         result["harness"] = {"name": self.kind.short_name, "asked": len(self._order), **report.to_json()}
         result |= {"status": MEASURED, **self._figures(report)}
         result["other_load"] = other_loads([rank.node for rank in self._plan.ranks], reports)
-        workload = config.workload
-        rules = {
-            "reuse_allowed": config.enable_kv_cache_reuse,
-            "speculation_forbidden": workload is not None and not allows_speculation(workload),
-        }
-        if checks := server_checks(result, **rules):
-            result["server_checks"] = checks
-        others_serve = BackendRegistry.get(config.core_type).is_client and not config.server
         result["doubts"] = [
             *load_client_doubts(result["harness"], self._min_duration_ms / 1e3),
             *report.problems,
-            *doubts(result, others_serve=others_serve, **rules),
+            *self.check_servers(self._client_config),
         ]
         self.keep_reports(reports)
         return f"{self.kind.title}: {report.completed:,} of {len(self._order):,} requests answered"

@@ -151,10 +151,8 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
     with config.explained():
         cores = with_settings(config, plan, cores)
         models = [core_class.check(core) for core in cores]
-    _check_transfers(config, core_class, plan)
+    _check_abilities(config, core_class, plan, cores)
     check_handoff(cores, models)
-    _check_speculation(config, core_class)
-    _check_tuning(config, core_class, cores)
     yaml = effective_yaml(config, yaml, plan, cores)
     if not core_class.is_client:  # the servers' sizes are their own
         notes += share_lines(cores)
@@ -168,25 +166,19 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
     return RunPlan(config, reports, plan, yaml, gpus, cores, models, notes, outlives_losses, server_gpus)
 
 
-def _check_transfers(config: RunConfig, core_class: type[LLMCore], plan: WorldPlan) -> None:
-    """Raise ConfigError if the run needs KV cache transfers that the core does not support."""
+def _check_abilities(
+    config: RunConfig, core_class: type[LLMCore], plan: WorldPlan, cores: list[CoreConfig]
+) -> None:
+    """Raise ConfigError for a handoff, speculative decoding or tuning that the core does not support."""
     if plan.instances[0].role != "executor" and not issubclass(core_class, TransfersKv):
         raise ConfigError(
             f"--core_type {config.core_type}: it has no KV cache to hand over, so its instances can't be"
             " disaggregated; name --mode aggregated",
             about=["core_type", "mode"],
         )
-
-
-def _check_speculation(config: RunConfig, core_class: type[LLMCore]) -> None:
-    """Raise ConfigError if the user sets speculative decoding for a core without it."""
     if not core_class.speculates and config.is_user_set("speculative_config"):
         why = f"--speculative_config: the {config.core_type} core has no speculative decoding"
         raise ConfigError(why, about=["speculative_config"])
-
-
-def _check_tuning(config: RunConfig, core_class: type[LLMCore], cores: list[CoreConfig]) -> None:
-    """Raise ConfigError if an instance requires tuning of tokens per step that the core lacks."""
     name = "enable_max_num_tokens_tuning"
     if not core_class.tunes_steps and any(core.engine.enable_max_num_tokens_tuning for core in cores):
         raise ConfigError(f"--{name} has no effect on the {config.core_type} core", about=[name])

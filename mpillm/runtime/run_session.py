@@ -16,6 +16,7 @@ from mpillm.comms.messages import DrainReport
 from mpillm.comms.rank0_control import Rank0Control
 from mpillm.comms.transport import Transport
 from mpillm.cores.base import LLMCore
+from mpillm.cores.registry import BackendRegistry
 from mpillm.files import write_json
 from mpillm.options.columns import INDENT, indented
 from mpillm.options.options import run_name
@@ -27,10 +28,12 @@ from mpillm.report.run_directory import RunRecord, unwritable
 from mpillm.report.run_environment import ENVIRONMENT, describe_environment
 from mpillm.report.telemetry import RunTelemetry
 from mpillm.report.timeline import Timeline
+from mpillm.report.validity_checks import doubts, server_checks
 from mpillm.roles.instance import InstanceRole
 from mpillm.roles.role import Role
 from mpillm.runtime.join import RunPlan
 from mpillm.version import __version__
+from mpillm.workloads.rounds import allows_speculation
 
 if TYPE_CHECKING:
     from mpillm.cores.openai_client.client_thread import ClientThread
@@ -140,6 +143,18 @@ class RunSession(ABC):
     @abstractmethod
     def drained(self, reports: dict[int, DrainReport]) -> str:
         """Process the ranks' reports on the test; return a note for the console."""
+
+    def check_servers(self, config: RunConfig) -> list[str]:
+        """Add the checks of the servers' answers to the result; return the doubts about the test."""
+        result, workload = self._record.result, config.workload
+        rules = {
+            "reuse_allowed": config.enable_kv_cache_reuse,
+            "speculation_forbidden": workload is not None and not allows_speculation(workload),
+        }
+        if checks := server_checks(result, **rules):
+            result["server_checks"] = checks
+        others_serve = BackendRegistry.get(config.core_type).is_client and not config.server
+        return doubts(result, others_serve=others_serve, **rules)
 
     def keep_reports(self, reports: Mapping[int, DrainReport]) -> None:
         """Store the ranks' telemetry; write the machines, and the software including servers and load client.

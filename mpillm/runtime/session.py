@@ -29,12 +29,11 @@ from mpillm.report.request_log import RequestLog, read_requests
 from mpillm.report.result import other_loads, others_on_gpus, summary_rows
 from mpillm.report.run_directory import TIMELINE, RunRecord, display_path
 from mpillm.report.run_files import RunFiles
-from mpillm.report.validity_checks import doubts, failed_checks, server_checks
+from mpillm.report.validity_checks import failed_checks
 from mpillm.roles.harness import Harness, SamplingOptions, Totals
 from mpillm.roles.role import Role
 from mpillm.runtime.join import RunPlan, RunSetup, prepare
 from mpillm.runtime.run_session import RunSession, announced, opened
-from mpillm.workloads.rounds import allows_speculation
 
 _log = logging.getLogger(__name__)
 _PROGRESS_S = 0.1
@@ -157,18 +156,9 @@ class Session(RunSession):
         nodes = [rank.node for rank in self._plan.ranks]
         result["other_load"] = other_loads(nodes, reports)
         result["other_gpu_processes"] = others_on_gpus(nodes, reports)
-        is_client = BackendRegistry.get(self._config.core_type).is_client
-        workload = self._config.workload
-        rules = {
-            "reuse_allowed": self._config.enable_kv_cache_reuse,
-            "speculation_forbidden": workload is not None and not allows_speculation(workload),
-        }
-        if checks := server_checks(result, **rules):
-            result["server_checks"] = checks
-            if judged == "VALID" and failed_checks(result):
-                result["status"] = "INVALID"
-        others_serve = is_client and not self._config.server
-        result["doubts"] = doubts(result, others_serve=others_serve, **rules)
+        result["doubts"] = self.check_servers(self._config)
+        if judged == "VALID" and failed_checks(result):
+            result["status"] = "INVALID"
         self.keep_reports(reports)
         return f"{self._totals.samples} of {self._totals.issued} samples answered"
 

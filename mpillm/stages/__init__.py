@@ -5,7 +5,7 @@ A plugin package in `core_names.PLUGIN_PACKAGES`, so this file imports nothing.
 
 STAGES = {
     "engine_stages": "mpillm.stages.torch_engine:engine_stages",
-    "servers": "mpillm.stages.torch_servers:torch_servers",
+    "servers": "mpillm.stages.disagg_servers:torch_servers",
 }
 """Stages of mpillm's own engine, by their names in `LLMCore`."""
 

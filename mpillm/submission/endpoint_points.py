@@ -28,32 +28,21 @@ from mpillm.programs.load_clients.kind import LoadSpec
 from mpillm.programs.load_clients.kinds import kind_of
 from mpillm.report.run_directory import display_path
 from mpillm.roles.client_program import command_of
+from mpillm.submission.client_form import CONFIG, SUMMARY
 from mpillm.submission.endpoint_rules import SEED_SETS, Regions, min_duration_s
 from mpillm.submission.scores import Scores
 from mpillm.version import __version__
 from mpillm.workloads.workload import Endpoints
 
-SUMMARY, ACCURACY, POINT, CONFIG, SYSTEM, POWER, WARMUP = (
-    "result_summary.json",
-    "accuracy_results.json",
-    "point.yaml",
-    "config.yaml",
-    "system_desc.json",
-    "system_power.json",
-    "warmup.json",
-)
+POINT, SYSTEM, POWER, WARMUP = "point.yaml", "system_desc.json", "system_power.json", "warmup.json"
 NOTES = "measured.yaml"
 """Options of a point's measurement, if its `config.yaml` comes from MLCommons' client."""
 _PERCENTILES = (1, 5, 10, 25, 50, 75, 80, 90, 95, 97, 99, 99.9)
 _NS = 1e9
 _MIN_PASSES = 4  # over the data set, in a steady state
 _SYSTEM_FIELDS = (  # fields that the submitter must add to the system description (8.2)
-    "system_availability_status",
-    "system_size",
-    "system_node_ensemble_count",
-    "system_node_ensemble_total",
-    "shortened_system_name",
-    "node_types",
+    *("system_availability_status", "system_size", "system_node_ensemble_count"),
+    *("system_node_ensemble_total", "shortened_system_name", "node_types"),
 )
 _POINT_KEY = re.compile(r"r\d+")  # key of the disclosures for one point
 
@@ -121,8 +110,10 @@ def accuracy_results(dataset: str, n_samples: int, scores: Scores) -> dict[str, 
 
 @dataclass(frozen=True)
 class Curve:
-    """Common values of a curve's points."""
+    """Points of a system, with their common values."""
 
+    output: Path  # the folder of submissions
+    points: Sequence[int]  # concurrencies
     submitter: str
     submission_id: str
     system: str
@@ -136,16 +127,18 @@ class Curve:
     system_description: Mapping[str, Any]  # from the submitter
     disclosure: Mapping[str, Any]  # from the submitter, for point.yaml
 
-    def root(self, output: Path) -> Path:
-        """Return the folder of the submission."""
-        return output / self.submitter / self.submission_id
+    @property
+    def root(self) -> Path:
+        """The folder of the submission."""
+        return self.output / self.submitter / self.submission_id
 
-    def folder(self, output: Path, concurrency: int) -> Path:
+    def folder(self, concurrency: int) -> Path:
         """Return the folder of a point."""
-        return self.root(output) / "results" / self.system / self.benchmark.model / f"r{concurrency}"
+        return self.root / "results" / self.system / self.benchmark.model / f"r{concurrency}"
 
-    def write_point(self, folder: Path, concurrency: int) -> None:
+    def write_point(self, concurrency: int) -> None:
         """Write a point's `point.yaml` from its measurement and the present disclosures."""
+        folder = self.folder(concurrency)
         config = read_measurement(folder)
         with as_written(folder / SUMMARY):
             block = self.steady_state(read_object(folder / SUMMARY), concurrency)
@@ -198,10 +191,10 @@ class Curve:
             "warmup": dict(warmup),
         }
 
-    def missing_disclosures(self, has_power: bool, output: Path, concurrencies: Sequence[int]) -> list[str]:
+    def missing_disclosures(self, has_power: bool) -> list[str]:
         """Return a line for each value that the submitter must still provide."""
         lines = []
-        lacks = [c for c in concurrencies if "steady_state" not in read_yaml(self.folder(output, c) / POINT)]
+        lacks = [c for c in self.points if "steady_state" not in read_yaml(self.folder(c) / POINT)]
         if lacks:
             lines.append(
                 f"point.yaml: steady_state of {', '.join(f'r{c}' for c in lacks)}, from MLCommons'"
@@ -216,22 +209,22 @@ class Curve:
             lines.append("system_power.json: the system's power (--system_power)")
         return lines
 
-    def finish(self, output: Path, concurrencies: Sequence[int]) -> None:
+    def finish(self) -> None:
         """Write the files of each point that depend on the whole curve or on the submitter's description."""
-        folders = [self.folder(output, c) for c in concurrencies]
         rates = []
-        for folder in folders:
-            with as_written(folder / SUMMARY):
-                rates.append(system_tps(read_object(folder / SUMMARY)))
-        for c, folder, rate in zip(concurrencies, folders, rates, strict=True):
-            self.write_point(folder, c)
+        for c in self.points:
+            file = self.folder(c) / SUMMARY
+            with as_written(file):
+                rates.append(system_tps(read_object(file)))
+        for c, rate in zip(self.points, rates, strict=True):
+            self.write_point(c)
             description = dict(self.system_description) | {
                 "system_name": self.system,
                 "division": self.division,
                 "max_supported_concurrency": self.c_max,
                 "tps_utilization": rate / max(rates) if max(rates) else 0.0,
             }
-            write_json(folder / SYSTEM, description)
+            write_json(self.folder(c) / SYSTEM, description)
 
 
 def system_tps(summary: Mapping[str, Any]) -> float:

@@ -55,11 +55,6 @@ STOPS = "it stops there"
 """Placeholder for a check at which the checker ends with a traceback."""
 
 
-def has_scenarios(system_type: str) -> bool:
-    """Return whether the closed division has LLM benchmarks for this kind of system."""
-    return "datacenter" in system_type
-
-
 def missing_scenarios(workload: Workload, scenarios: set[str]) -> list[str]:
     """Return the scenarios that a closed datacenter submission of a workload lacks."""
     return [
@@ -80,50 +75,22 @@ FREE_SETTINGS = (
 
 # Required fields of the system description: with a value, and possibly empty.
 SYSTEM_MEANINGFUL = (
-    "division",
-    "submitter",
-    "system_type",
-    "status",
-    "system_name",
-    "number_of_nodes",
-    "host_processor_model_name",
-    "host_processors_per_node",
-    "host_processor_core_count",
-    "host_memory_capacity",
-    "host_memory_configuration",
-    "host_storage_capacity",
-    "host_storage_type",
-    "host_networking",
-    "host_network_card_count",
-    "host_networking_topology",
-    "accelerators_per_node",
-    "accelerator_model_name",
-    "accelerator_memory_capacity",
-    "accelerator_host_interconnect",
-    "accelerator_memory_configuration",
-    "accelerator_interconnect",
-    "cooling",
-    "framework",
-    "operating_system",
-    "other_software_stack",
+    *("division", "submitter", "system_type", "status", "system_name", "number_of_nodes"),
+    *("host_processor_model_name", "host_processors_per_node", "host_processor_core_count"),
+    *("host_memory_capacity", "host_memory_configuration", "host_storage_capacity", "host_storage_type"),
+    *("host_networking", "host_network_card_count", "host_networking_topology"),
+    *("accelerators_per_node", "accelerator_model_name", "accelerator_memory_capacity"),
+    *("accelerator_host_interconnect", "accelerator_memory_configuration", "accelerator_interconnect"),
+    *("cooling", "framework", "operating_system", "other_software_stack"),
 )
 SYSTEM_MAY_BE_EMPTY = (
-    "host_processor_frequency",
-    "host_processor_caches",
-    "host_processor_interconnect",
-    "accelerator_frequency",
-    "accelerator_interconnect_topology",
-    "accelerator_on-chip_memories",
-    "hw_notes",
-    "sw_notes",
-    "system_type_detail",
+    *("host_processor_frequency", "host_processor_caches", "host_processor_interconnect"),
+    *("accelerator_frequency", "accelerator_interconnect_topology", "accelerator_on-chip_memories"),
+    *("hw_notes", "sw_notes", "system_type_detail"),
 )
 MEASUREMENTS = (
-    "input_data_types",
-    "retraining",
-    "starting_weights_filename",
-    "weight_data_types",
-    "weight_transformations",
+    *("input_data_types", "retraining", "starting_weights_filename"),
+    *("weight_data_types", "weight_transformations"),
 )
 
 

@@ -30,15 +30,8 @@ _SAME = ("harness", "core_type", "mode", "model_path", "model_scale", "dtype", "
 _OF_THE_WORKLOAD = (AllFields.max_output_len, AllFields.min_output_len, AllFields.stop_words)
 # Entries of `describe_machine` that a submission contains.
 _OF_MACHINE = (
-    "cpu",
-    "memory_bytes",
-    "storage",
-    "network",
-    "gpus",
-    "gpu_driver",
-    "operating_system",
-    "kernel",
-    "software",
+    *("cpu", "memory_bytes", "storage", "network", "gpus"),
+    *("gpu_driver", "operating_system", "kernel", "software"),
 )
 
 

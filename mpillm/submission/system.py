@@ -27,12 +27,8 @@ SYSTEM_FIELDS = SYSTEM_MEANINGFUL + SYSTEM_MAY_BE_EMPTY
 _NOT_APPLICABLE = "N/A"
 # Fields that a program without privileges cannot detect. The checker requires a text in each.
 _NOT_DETECTED = (
-    "host_memory_configuration",
-    "host_networking_topology",
-    "accelerator_host_interconnect",
-    "accelerator_memory_configuration",
-    "accelerator_interconnect",
-    "cooling",
+    *("host_memory_configuration", "host_networking_topology", "accelerator_host_interconnect"),
+    *("accelerator_memory_configuration", "accelerator_interconnect", "cooling"),
 )
 
 
@@ -44,15 +40,16 @@ def system_description(run: SubmittedRun, submitter: str, division: str, system_
     machine = _one_kind(run)
     cpu, gpus = machine["cpu"], machine["gpus"]
     n_gpus = max(_used_gpus(run.workers).values()) if gpus else 0
-    cards = Counter(card["type"] for card in machine["network"])
-    description: dict[str, Any] = {
+    cards = sorted(Counter(card["type"] for card in machine["network"]).items())
+    disks = dict.fromkeys(disk["type"] for disk in machine["storage"]["disks"])
+    return {
         "division": division,
         "submitter": submitter,
         "status": "available",
         "system_type": "datacenter",
         "system_name": system_name,
         "number_of_nodes": len(run.machines),
-        "host_processor_model_name": cpu["model"],
+        "host_processor_model_name": cpu["model"] or _NOT_APPLICABLE,
         "host_processors_per_node": cpu["sockets"],
         "host_processor_core_count": cpu["cores"] // cpu["sockets"],
         "host_processor_frequency": f"{cpu['max_mhz']} MHz" if cpu["max_mhz"] else "",
@@ -60,9 +57,9 @@ def system_description(run: SubmittedRun, submitter: str, division: str, system_
         "host_processor_interconnect": "",
         "host_memory_capacity": _gib(machine["memory_bytes"]),
         "host_storage_capacity": _gib(machine["storage"]["bytes"]),
-        "host_storage_type": ", ".join(dict.fromkeys(disk["type"] for disk in machine["storage"]["disks"])),
-        "host_networking": ", ".join(_card(card) for card in machine["network"]),
-        "host_network_card_count": ", ".join(f"{n}x {kind}" for kind, n in sorted(cards.items())),
+        "host_storage_type": ", ".join(disks) or _NOT_APPLICABLE,
+        "host_networking": ", ".join(map(_card, machine["network"])) or _NOT_APPLICABLE,
+        "host_network_card_count": ", ".join(f"{n}x {kind}" for kind, n in cards) or _NOT_APPLICABLE,
         # A number as text, because the checker treats the number 0 as a missing value.
         "accelerators_per_node": str(n_gpus),
         "accelerator_model_name": gpus[0]["name"] if n_gpus else _NOT_APPLICABLE,
@@ -76,16 +73,8 @@ def system_description(run: SubmittedRun, submitter: str, division: str, system_
         "hw_notes": "",
         "sw_notes": "",
         "system_type_detail": _NOT_APPLICABLE,
+        **dict.fromkeys(_NOT_DETECTED, _NOT_APPLICABLE),
     }
-    for name in (
-        *_NOT_DETECTED,
-        "host_networking",
-        "host_network_card_count",
-        "host_storage_type",
-        "host_processor_model_name",
-    ):
-        description[name] = description.get(name) or _NOT_APPLICABLE
-    return description
 
 
 def unknown(description: Mapping[str, Any]) -> list[str]:

@@ -16,14 +16,8 @@ from mpillm.stages.operation import Operation, execute
 from mpillm.stages.stage_options import parse_each, print_unused_options
 
 _ALSO = (
-    "core_type",
-    *SIZES,
-    *MODEL_AND_LIMITS,
-    "trtllm_runtime_flags",
-    "dtype",
-    "quantization",
-    "llm_gen_config_path",
-    "build_deadline",
+    *("core_type", "trtllm_runtime_flags", "dtype", "quantization", "llm_gen_config_path", "build_deadline"),
+    *(*SIZES, *MODEL_AND_LIMITS),
 )
 _FIELDS = command_fields("workload", "stages", "checkpoint", "build", also=_ALSO)
 

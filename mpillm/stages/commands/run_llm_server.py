@@ -33,15 +33,8 @@ from mpillm.stages.stage_options import parse_stage
 from mpillm.stages.start_records import StartRecord, recorded
 
 _ALSO = (
-    "dry_run",
-    "trtllm_server_urls",
-    "llm_gen_config_path",
-    "enable_kv_cache_reuse",
-    "end_ids",
-    "num_threads",
-    "log_dir",
-    "load_deadline",
-    "stall_timeout",
+    *("dry_run", "trtllm_server_urls", "llm_gen_config_path", "enable_kv_cache_reuse", "end_ids"),
+    *("num_threads", "log_dir", "load_deadline", "stall_timeout"),
 )
 _FIELDS = command_fields(
     "workload", "topology", "checkpoint", "build", "triton", "server", also=(*_ALSO, *MODEL_AND_LIMITS)

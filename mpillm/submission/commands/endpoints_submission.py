@@ -32,12 +32,10 @@ from mpillm.options.values import Values, collect
 from mpillm.programs.load_clients.kind import LoadSpec, PromptSample, Seeds
 from mpillm.programs.load_clients.kinds import kind_of
 from mpillm.report.run_directory import display_path
+from mpillm.submission.client_form import ACCURACY, CONFIG, SUMMARY
 from mpillm.submission.endpoint_points import (
-    ACCURACY,
-    CONFIG,
     NOTES,
     POWER,
-    SUMMARY,
     WARMUP,
     Curve,
     accuracy_results,
@@ -130,19 +128,18 @@ def main(argv: Sequence[str]) -> int:
     needed = ("url", "benchmarks", "max_supported_concurrency", "submitter", "system_name", "output")
     if missing := [name for name in needed if not options.values[name]]:
         raise ConfigError(f"endpoints-submission needs --{', --'.join(missing)}")
-    curve, points, workload = _curve(options)
+    curve, workload = _curve(options)
     if options.harness:
         if not options.model_path:
             raise ConfigError("--harness needs --model_path: the client counts tokens with its tokenizer")
         find_program(options.harness, kind_of(options.harness).install, typed=True)
     try:
-        failed = _measure(options, curve, points, workload)
+        failed = _measure(options, curve, workload)
     except EndpointError as error:
         print(f"mpillm: {error}", file=sys.stderr)
         return ExitCode.NOT_READY
-    output = Path(options.output or "")
-    root = curve.root(output)
-    curve.finish(output, points)
+    curve.finish()
+    root = curve.root
     readme = f"{options.benchmarks} on {options.url}, measured with `mpillm endpoints-submission`.\n"
     write_shared(root, _folder(options.src), _folder(options.docs), readme)
     if options.system_power:
@@ -152,16 +149,14 @@ def main(argv: Sequence[str]) -> int:
         full = workloads.get(options.benchmarks or "").n_samples
         samples = f"{workload.n_samples} of the benchmark's {full:,} samples"
         print(f"tiny        {samples}: no submission, and the checker rejects it")
-    for line in curve.missing_disclosures(
-        options.system_power is not None, Path(options.output or ""), points
-    ):
+    for line in curve.missing_disclosures(options.system_power is not None):
         print(f"yours       {line}")
     for line in failed:
         print(f"mpillm: {line}", file=sys.stderr)
     return ExitCode.TEST_FAILED if failed else ExitCode.DONE
 
 
-def _curve(options: _Options) -> tuple[Curve, list[int], Workload]:
+def _curve(options: _Options) -> tuple[Curve, Workload]:
     name, c_max = options.benchmarks or "", options.max_supported_concurrency or 0
     points = sorted({*(options.concurrency or default_points(c_max))})
     if points[-1] != c_max:
@@ -178,47 +173,43 @@ def _curve(options: _Options) -> tuple[Curve, list[int], Workload]:
         option: read_object(Path(file)) if (file := options.values[option]) else {}
         for option in ("system_description", "disclosure")
     }
-    return (
-        Curve(
-            folder_name("submitter", options.submitter),
-            folder_name("submission_id", options.submission_id),
-            folder_name("system_name", options.system_name),
-            options.division,
-            _BENCHMARKS[name],
-            c_max,
-            regions,
-            options.seed_set,
-            options.target_cohort or next_cohort(date.today()),
-            workload.n_samples,
-            files["system_description"],
-            files["disclosure"],
-        ),
+    curve = Curve(
+        Path(options.output or ""),
         points,
-        workload,
+        folder_name("submitter", options.submitter),
+        folder_name("submission_id", options.submission_id),
+        folder_name("system_name", options.system_name),
+        options.division,
+        _BENCHMARKS[name],
+        c_max,
+        regions,
+        options.seed_set,
+        options.target_cohort or next_cohort(date.today()),
+        workload.n_samples,
+        files["system_description"],
+        files["disclosure"],
     )
+    return curve, workload
 
 
-def _measure(options: _Options, curve: Curve, points: Sequence[int], workload: Workload) -> list[str]:
+def _measure(options: _Options, curve: Curve, workload: Workload) -> list[str]:
     """Measure the points. Returns a line for each failure."""
-    output, failed = Path(options.output or ""), []
-    _check_measured(options, curve, points)
-    scored = curve.regions.accuracy_points(points)
+    failed: list[str] = []
+    _check_measured(options, curve)
+    scored = curve.regions.accuracy_points(curve.points)
     if workload.accuracy.metric == "by_reference":
         failed.append(f"no accuracy: {workload.name} is scored by {workload.accuracy.evaluator}")
         scored = []
-    todo = [
-        c
-        for c in points
-        if not _is_measured(curve.folder(output, c))
-        or (c in scored and not (curve.folder(output, c) / ACCURACY).exists())
-    ]
-    for c in sorted({*points} - {*todo}):
+    unmeasured = [c for c in curve.points if not _is_measured(curve.folder(c))]
+    unscored = [c for c in scored if not (curve.folder(c) / ACCURACY).exists()]
+    todo = sorted({*unmeasured, *unscored})
+    for c in sorted({*curve.points} - {*todo}):
         print(f"{f'concurrency {c}':>17}  measured earlier")
     if not todo:
         return failed
     folder = options.model_path
     tokenizer = load_tokenizer(Path(folder)) if folder else NoTokenizer("without --model_path")
-    path = _dataset_path(options, workload, curve.root(output).parent / "dataset")
+    path = _dataset_path(options, workload, curve.root.parent / "dataset")
     limits = PromptLimits(max_output_len=workload.max_output_len)
     dataset = load_dataset(path if path.suffix == ".jsonl" else loader_of(path, workload), tokenizer, limits)
     rows: Sequence[Row] = ()
@@ -233,12 +224,12 @@ def _measure(options: _Options, curve: Curve, points: Sequence[int], workload: W
         options.ready_deadline,
         options.stall_timeout,
     ) as client:
-        _check_model(curve, output, points, client.endpoint.model)
+        _check_model(curve, client.endpoint.model)
         for c in todo:
-            if not _is_measured(curve.folder(output, c)):
+            if c in unmeasured:
                 failed += _point(options, curve, c, client, dataset, workload)
-            if c in scored and not (curve.folder(output, c) / ACCURACY).exists():
-                failed += _accuracy(curve.folder(output, c), curve, c, client, dataset, rows, workload)
+            if c in unscored:
+                failed += _accuracy(curve, c, client, dataset, rows, workload)
     return failed
 
 
@@ -247,18 +238,16 @@ _MEASURED = (
     *("url", "model", "model_path", "benchmarks", "model_scale", "dataset_path", "seed_set"),
     "harness",
 )
-
 _SERVED_MODEL = "served_model"  # key in the point's notes
 _REMEDY = "remove it, or choose another --submission_id"
 
 
-def _check_measured(options: _Options, curve: Curve, points: Sequence[int]) -> None:
+def _check_measured(options: _Options, curve: Curve) -> None:
     """Raise ConfigError if a point in the folder has other options, or is not part of the curve."""
-    results = curve.folder(Path(options.output or ""), 1).parent
-    for file in sorted(results.glob(f"r[0-9]*/{CONFIG}")):
+    for file in sorted(curve.folder(1).parent.glob(f"r[0-9]*/{CONFIG}")):
         folder, config = file.parent, read_measurement(file.parent)
         c = int(folder.name[1:])
-        if c not in points:
+        if c not in curve.points:
             raise ConfigError(f"{folder} is not a point of this curve (--concurrency): {_REMEDY}")
         present = {name: options.values[name] for name in _MEASURED} | {"min_duration": _lasts(options, c)}
         for name, value in present.items():
@@ -268,9 +257,9 @@ def _check_measured(options: _Options, curve: Curve, points: Sequence[int]) -> N
                 raise ConfigError(f"{folder} was measured {option}, this is {this}: {_REMEDY}")
 
 
-def _check_model(curve: Curve, output: Path, points: Sequence[int], model: str) -> None:
+def _check_model(curve: Curve, model: str) -> None:
     """Raise ConfigError if the server had another model during the measurement of a point."""
-    for folder in (curve.folder(output, c) for c in points):
+    for folder in map(curve.folder, curve.points):
         if _is_measured(folder) and (was := read_measurement(folder).get(_SERVED_MODEL, model)) != model:
             raise ConfigError(
                 f"{folder} was measured with the server's model {was}, now it has {model}: {_REMEDY}"
@@ -314,7 +303,7 @@ def per_user(summary: Mapping[str, Any]) -> str:
 def _point(
     options: _Options, curve: Curve, c: int, client: EndpointClient, dataset: Dataset, workload: Workload
 ) -> list[str]:
-    folder = curve.folder(Path(options.output or ""), c)
+    folder = curve.folder(c)
     folder.mkdir(parents=True, exist_ok=True)
     lasts = _lasts(options, c)
     prompts = [dataset.sample(i) for i in range(len(dataset))]
@@ -354,7 +343,7 @@ def _point(
         write_yaml(folder / CONFIG, notes)
         write_json(folder / SUMMARY, summary)
         failed = _errors(test, f"concurrency {c}")
-    curve.write_point(folder, c)
+    curve.write_point(c)
     print(
         f"{f'concurrency {c}':>17}  {summary['n_samples_issued']:,} requests"
         f" in {summary['duration_ns'] / 1e9:.1f} s"
@@ -373,7 +362,7 @@ def _load_of(
         (client.endpoint.url,),
         client.endpoint.model,
         str(Path(options.model_path or "").absolute()),
-        (curve.root(Path(options.output or "")).parent / "inference-endpoint" / f"r{c}").absolute(),
+        (curve.root.parent / "inference-endpoint" / f"r{c}").absolute(),
         [
             PromptSample(dataset.sample(i).tolist(), "", sampling.max_tokens, False)
             for i in range(len(dataset))
@@ -395,7 +384,6 @@ def _load_of(
 
 
 def _accuracy(
-    folder: Path,
     curve: Curve,
     c: int,
     client: EndpointClient,
@@ -411,7 +399,7 @@ def _accuracy(
         return lost
     answers = [ScoredResponse(record.text, record.output_len) for record in test.records]
     scores = METRICS[workload.accuracy.metric](answers, [rows[i] for i in test.indices])
-    write_json(folder / ACCURACY, accuracy_results(curve.benchmark.dataset, len(answers), scores))
+    write_json(curve.folder(c) / ACCURACY, accuracy_results(curve.benchmark.dataset, len(answers), scores))
     values = ", ".join(f"{name} {value:.4g}" for name, value in scores.values.items())
     print(f"{'':>18} accuracy: {values}", flush=True)
     return []

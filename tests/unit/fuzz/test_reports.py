@@ -254,11 +254,11 @@ def test_points_of_a_curve(folder: Path, summary: bytes, notes: bytes) -> None:
     """That an earlier command has measured."""
     words = [*OF_A_CURVE, "--output", str(folder)]
     options = collect(words, endpoints_submission._Options, Parser(prog="mpillm x"))
-    curve, points, _ = endpoints_submission._curve(options)
-    for c in points:
-        (place := curve.folder(folder, c)).mkdir(parents=True, exist_ok=True)
+    curve, _ = endpoints_submission._curve(options)
+    for c in curve.points:
+        (place := curve.folder(c)).mkdir(parents=True, exist_ok=True)
         (place / "result_summary.json").write_bytes(summary if c == 48 else json_bytes(SUMMARY))
         (place / "config.yaml").write_bytes(notes if c == 48 else yaml_text(NOTES))
-    endpoints_submission._check_measured(options, curve, points)
-    if all(endpoints_submission._is_measured(curve.folder(folder, c)) for c in points):
-        curve.finish(folder, points)
+    endpoints_submission._check_measured(options, curve)
+    if all(endpoints_submission._is_measured(curve.folder(c)) for c in curve.points):
+        curve.finish()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import date
 from itertools import islice
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -111,7 +112,8 @@ def test_what_a_point_can_say_of_a_steady_state_by_itself(
     passes: float, seconds: float, status: str | None
 ) -> None:
     """Whether a point that is long enough has one is for MLCommons' detector to find."""
-    curve = Curve("Us", "1", "Box", "RDI", cast(Any, None), 48, cast(Any, None), "", "", 1000, {}, {})
+    nothing = cast(Any, None)
+    curve = Curve(Path(), (), "Us", "1", "Box", "RDI", nothing, 48, nothing, "", "", 1000, {}, {})
     summary = {"n_samples_issued": round(1000 * passes), "duration_ns": seconds * 1e9}
     block = curve.steady_state(summary, 8)
     assert (block or {}).get("status") == status
