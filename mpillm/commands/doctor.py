@@ -128,9 +128,8 @@ def _report_cluster(file: str, config: Options, argv: Sequence[str]) -> int:
     mpirun_args = config.mpirun or ["-n", os.environ.get("SLURM_NTASKS", "3")]
     cluster_report.ranks_of(mpirun_args)
     with step_runner("Cluster report", ["doctor", *argv], file, config.log_dir) as report:
-        steps = cluster_report.plan_steps(
-            mpirun_args, cluster_report.slurm_pmi(report.library), report.folder
-        )
+        pmi = cluster_report.slurm_pmi(report.library)
+        steps = cluster_report.plan_steps(mpirun_args, pmi, report.folder)
         return report.run_all(steps, cluster_report.GOOD, cluster_report.STEP_S)
 
 
@@ -139,9 +138,8 @@ def _alone(config: Options, error: EveryRankError) -> int:
     from mpillm.doctor.local_checks import lines_alone
 
     launcher = find_launcher()
-    code = _report(
-        config, lines_alone(error, Path(config.log_dir)), launcher.size or 1 if launcher else 1, World({})
-    )
+    n_ranks = launcher.size or 1 if launcher else 1
+    code = _report(config, lines_alone(error, Path(config.log_dir)), n_ranks, World({}))
     write_exit_code(code)
     return code
 
@@ -155,21 +153,14 @@ def _report(config: Options, lines: Sequence[Line], n_ranks: int, world: World) 
         print(json.dumps(summary | {"lines": [line.to_json() for line in lines]}, indent=2), flush=True)
     else:
         where = f", nodes: {len(nodes)}" if nodes else ""
-        print(
-            f"mpillm {__version__} doctor: ranks: {n_ranks}{where}\n",
-            *report_lines(lines, world.nodes),
-            sep="\n",
-            flush=True,
-        )
+        head = f"mpillm {__version__} doctor: ranks: {n_ranks}{where}\n"
+        print(head, *report_lines(lines, world.nodes), sep="\n", flush=True)
     return int(ExitCode.STAGE_FAILED if bad else ExitCode.DONE)
 
 
 def _give_up(rank: int, deadline: float) -> None:
-    print(
-        f"mpillm: rank {rank}: doctor did not end within --deadline {deadline:g} s",
-        file=sys.stderr,
-        flush=True,
-    )
+    message = f"mpillm: rank {rank}: doctor did not end within --deadline {deadline:g} s"
+    print(message, file=sys.stderr, flush=True)
     if rank == 0:
         write_exit_code(ExitCode.STAGE_FAILED)
     os.kill(os.getpid(), signal.SIGKILL)

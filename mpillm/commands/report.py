@@ -22,7 +22,8 @@ class _Options(Values):
     price_per_gpu_hour = OutputFields.price_per_gpu_hour
 
 
-def _parser() -> Parser:
+def main(argv: Sequence[str]) -> int:
+    """Write the pages, and print their paths."""
     parser = Parser(
         prog="mpillm report",
         figures=True,
@@ -34,17 +35,10 @@ def _parser() -> Parser:
         f"  python -m mpillm report {RUNS}/accuracy --price_per_gpu_hour 2.5",
     )
     parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="a run directory")
-    return parser
-
-
-def main(argv: Sequence[str]) -> int:
-    """Write the pages, and print their paths."""
-    parser = _parser()
     options = collect(argv, _Options, parser)
     folders = [run_path(folder) for folder in parser.parse_args(argv).run_dirs]
     for folder in folders:
         print(display_path(write_page(folder, options.price_per_gpu_hour).absolute()))
-    json_output.set_figures(
-        [{"run": str(folder), "result": RunFiles.read(folder).result} for folder in folders]
-    )
+    figures = [{"run": str(folder), "result": RunFiles.read(folder).result} for folder in folders]
+    json_output.set_figures(figures)
     return ExitCode.DONE

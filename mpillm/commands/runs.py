@@ -29,7 +29,8 @@ class _Options(Values, group="runs"):
     series = option("also list the runs of sweeps, searches and other series", boolean, default=False)
 
 
-def _parser() -> Parser:
+def main(argv: Sequence[str]) -> int:
+    """Print the list, and the page's path."""
     parser = Parser(
         prog="mpillm runs",
         figures=True,
@@ -41,12 +42,6 @@ def _parser() -> Parser:
     parser.add_argument(
         "folder", metavar="FOLDER", nargs="?", default=str(RUNS), help=f"where to look [default: {RUNS}]"
     )
-    return parser
-
-
-def main(argv: Sequence[str]) -> int:
-    """Print the list, and the page's path."""
-    parser = _parser()
     options = collect(argv, _Options, parser)
     folder = Path(parser.parse_args(argv).folder)
     runs = find_runs(folder)

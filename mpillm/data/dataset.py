@@ -262,9 +262,8 @@ def _allowed(limits: PromptLimits) -> Iterator[tuple[int, str, Sequence[str]]]:
 def _fitting(dataset: Dataset, limits: PromptLimits) -> Dataset:
     """Remove the samples that exceed the limits. If all do, return all; the caller rejects them."""
     lengths, allowed = dataset.lengths(), list(_allowed(limits))
-    indices = np.flatnonzero(
-        lengths <= min((max_length for max_length, *_ in allowed), default=lengths.max())
-    )
+    max_length = min((max_length for max_length, *_ in allowed), default=lengths.max())
+    indices = np.flatnonzero(lengths <= max_length)
     if len(indices) in (0, len(lengths)):
         return dataset
     names = ", or ".join(name for max_length, name, _ in allowed if lengths.max() > max_length)

@@ -93,9 +93,8 @@ class Parser(argparse.ArgumentParser):
     ) -> None:
         kwargs["prog"] = behind.prog if behind else kwargs["prog"]
         usage = kwargs.pop("usage", f"python -m {kwargs['prog']} [options]")
-        kwargs["usage"] = "\n".join(
-            textwrap.wrap(usage, 72, subsequent_indent=" " * 11, break_on_hyphens=False)
-        )
+        lines = textwrap.wrap(usage, 72, subsequent_indent=" " * 11, break_on_hyphens=False)
+        kwargs["usage"] = "\n".join(lines)
         super().__init__(allow_abbrev=False, add_help=False, formatter_class=HelpFormatter, **kwargs)
         self._main, self._behind = main, behind
         if add_help:

@@ -121,14 +121,9 @@ def _check_restart(config: RunConfig) -> None:
 
 def check_mode(config: RunConfig) -> None:
     """Raise ConfigError for sizes of the instances of another mode."""
-    server_sizes = SERVER_SIZES
-    disagg_sizes = (
-        "num_ctx_servers",
-        *server_sizes["context"],
-        "num_gen_servers",
-        *server_sizes["generation"],
-    )
-    for name in server_sizes[""] if config.mode == "disaggregated" else disagg_sizes:
+    context, generation, aggregated = SERVER_SIZES.values()
+    disagg_sizes = ("num_ctx_servers", *context, "num_gen_servers", *generation)
+    for name in aggregated if config.mode == "disaggregated" else disagg_sizes:
         if config.is_user_set(name):
             raise ConfigError(f"{config.named(name)} has no meaning with {config.named('mode')}")
 

@@ -353,12 +353,10 @@ def names(*known: str, **aliases: str) -> Callable[[str], tuple[str, ...]]:
     @expects(f"one or several of {', '.join(known)}, separated by commas", _listed)
     def parse(text: str) -> tuple[str, ...]:
         chosen: list[str] = []
-        for word in text.split(","):
-            name = by_name.get(word.strip().lower())
+        for word in map(str.strip, text.split(",")):
+            name = by_name.get(word.lower())
             if name is None:
-                raise Reason(
-                    f"there is no {word.strip() or 'empty name'}{nearest(word.strip().lower(), by_name)}"
-                )
+                raise Reason(f"there is no {word or 'empty name'}{nearest(word.lower(), by_name)}")
             chosen.append(name)
         return tuple(dict.fromkeys(chosen))
 

@@ -85,9 +85,8 @@ def named_test(values: Values) -> dict[str, OptionValue]:
     Lists, which are several tests, stay as they are. Raises ConfigError for an accuracy target that
     contradicts the name's, and for a workload without an interactive form.
     """
-    benchmarks, scenarios, accuracy_target = (
-        values[name] for name in ("benchmarks", "scenarios", "accuracy_target")
-    )
+    benchmarks, scenarios = values["benchmarks"], values["scenarios"]
+    accuracy_target = values["accuracy_target"]
     names = [accuracy_of(name) for name in benchmarks.value or ()]
     if len(names) == 1 and (target := names[0][1]) is not None:
         name = f"benchmarks {benchmarks.value[0]}"

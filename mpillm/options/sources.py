@@ -94,11 +94,9 @@ def environment_values(
 def command_line_values(fields: Iterable[Field], texts: Mapping[str, str]) -> dict[str, OptionValue]:
     """Return the values of a command line's texts, by name. Raises ConfigError for a wrong value."""
     return {
-        field.name: OptionValue(
-            field.parse(texts[field.name], f"--{field.name}"), Source.COMMAND_LINE, COMMAND_LINE
-        )
+        field.name: OptionValue(field.parse(text, f"--{field.name}"), Source.COMMAND_LINE, COMMAND_LINE)
         for field in fields
-        if field.name in texts
+        if (text := texts.get(field.name)) is not None
     }
 
 

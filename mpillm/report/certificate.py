@@ -62,18 +62,11 @@ def format_certificate(figures: dict[str, Any]) -> str:
     rows = [("", "run", "harness alone", "share")]
     for key, title in _LATENCIES.items():
         for name, figure in figures["latencies"].get(key, {}).items():
-            rows.append(
-                (
-                    f"{title} {name}",
-                    f"{figure['run']:.3f} ms",
-                    f"{figure['harness']:.3f} ms",
-                    _percent(figure["share"]),
-                )
-            )
+            run, harness = (f"{figure[key]:.3f} ms" for key in ("run", "harness"))
+            rows.append((f"{title} {name}", run, harness, _percent(figure["share"])))
     rate = figures["samples_per_second"]
-    rows.append(
-        ("samples per second", f"{rate['run']:.2f}", f"{rate['harness']:.2f}", _percent(rate["share"]))
-    )
+    run, harness = (f"{rate[key]:.2f}" for key in ("run", "harness"))
+    rows.append(("samples per second", run, harness, _percent(rate["share"])))
     lines = table([(f"  {name}", *cells) for name, *cells in rows]).splitlines()
     if rate["share"] is None:
         lines.append("  LoadGen gives the rate in this scenario: the harness alone got the same rate")

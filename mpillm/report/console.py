@@ -217,9 +217,8 @@ class Console:
                 ranks_text = f"{describe(ranks[0]) if len(ranks) == 1 else disagg.rank_list(ranks, hosts)}: "
             message.append(textwrap.indent(f"{ranks_text}{cause}", "  "))
             if trace:
-                message.append(
-                    textwrap.indent("\n".join(trace.rstrip().splitlines()[-_TRACE_LINES:]), "    ")
-                )
+                lines = trace.rstrip().splitlines()[-_TRACE_LINES:]
+                message.append(textwrap.indent("\n".join(lines), "    "))
         message += dict.fromkeys(f"  doctor: {failure.doctor}" for failure in failures if failure.doctor)
         message += [f"  {line}" for line in more]
         self._print_error("\n".join(message))

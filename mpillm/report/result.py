@@ -122,15 +122,12 @@ def _lost_rows(result: Mapping[str, Any], unit: str) -> list[tuple[str, Any]]:
     rows: list[tuple[str, Any]] = []
     for lost in result["lost"]:
         when = f"at {lost['at_s']:.1f} s" if lost["phase"] == "test" else f"in phase {lost['phase']}"
-        cause = lost["cause"].splitlines()[0]
-        rows.append(
-            ("LOST", f"instance {lost['instance']} ({lost['role']}) {when}: rank {lost['rank']}: {cause}")
-        )
+        where = f"instance {lost['instance']} ({lost['role']}) {when}: rank {lost['rank']}"
+        rows.append(("LOST", f"{where}: {lost['cause'].splitlines()[0]}"))
         again = f"{lost['retried']} {unit} were computed again, the last was answered"
         again += f" {lost['recovered_after_s']:.1f} s later"
-        rows.append(
-            ("", again if lost["retried"] else f"no request was outstanding: no {unit} were computed again")
-        )
+        none = f"no request was outstanding: no {unit} were computed again"
+        rows.append(("", again if lost["retried"] else none))
     return rows
 
 
@@ -164,14 +161,8 @@ def summary_rows(
     rows += _measured_rows(result, "samples", facts)
     if facts is not None and (limit := facts.limit()):
         rows.append(("limit", limit))
-    judge = (
-        "compliance"
-        if config.compliance_test
-        else "accuracy"
-        if config.workload and config.test_mode == "AccuracyOnly"
-        else None
-    )
-    if judge:
+    judge = "compliance" if config.compliance_test else "accuracy"
+    if config.compliance_test or (config.workload and config.test_mode == "AccuracyOnly"):
         rows.append(("judged by", f"python -m mpillm {judge} {shlex.quote(directory)}"))
     return [*rows, ("result", f"{directory}/result.json")]
 
@@ -228,12 +219,8 @@ def _measured_rows(result: Mapping[str, Any], unit: str, facts: Facts | None = N
         rows.append(("model at the server", ", ".join(models)))
     if n := result["compiled_in_test"]:
         when, payer = ("in the test", "the test") if unit == "samples" else ("while it served", "requests")
-        rows.append(
-            (
-                f"compiled {when}",
-                f"{n} kernels or graphs ('compiled' in result.json), which took time of {payer}",
-            )
-        )
+        text = f"{n} kernels or graphs ('compiled' in result.json), which took time of {payer}"
+        rows.append((f"compiled {when}", text))
     for instance in result["per_instance"]:
         one = facts.instances.get(instance["instance"]) if facts is not None else None
         # A client that holds requests waits for its servers, which may be idle.

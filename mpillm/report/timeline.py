@@ -160,13 +160,10 @@ class Timeline:
         prompt_now, generated_now = (
             sum(rates) for rates in zip(*(track.rates_now() for track in tracks), strict=True)
         )
-        running, waiting = (
-            sum(getattr(track.metrics, name) for track in tracks) for name in ("running", "waiting")
-        )
-        usages = [usage for track in tracks if (usage := track.metrics.kv_cache_usage) is not None]
-        return TotalMetrics(
-            generated, generated_now, prompt, prompt_now, running, waiting, max(usages, default=None)
-        )
+        every = [track.metrics for track in tracks]
+        running, waiting = sum(one.running for one in every), sum(one.waiting for one in every)
+        usage = max((one.kv_cache_usage for one in every if one.kv_cache_usage is not None), default=None)
+        return TotalMetrics(generated, generated_now, prompt, prompt_now, running, waiting, usage)
 
     def summary(self, instance: int) -> dict[str, Any] | None:
         """Return totals, and mean, peak and last of rates, requests and KV cache for `result.json`.

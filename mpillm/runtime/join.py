@@ -203,9 +203,8 @@ def prepare(planned: RunPlan, run_directory: Callable[[], Path]) -> RunSetup:
     the data set of a scaled-down workload.
     """
     dataset, tokenizer = load_samples(planned.config, planned.models, run_directory)
-    return RunSetup(
-        planned, dataset, tokenizer, load_settings(LoadGenConfig.from_run(planned.config), len(dataset))
-    )
+    settings = load_settings(LoadGenConfig.from_run(planned.config), len(dataset))
+    return RunSetup(planned, dataset, tokenizer, settings)
 
 
 def _agreed(config: RunConfig | None, reports: dict[int, JoinReport]) -> RunConfig:

@@ -86,14 +86,12 @@ class Session(RunSession):
 
     def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> list[Role]:
         dataset, settings = self._prepared.dataset, self._prepared.settings
-        sampling = SamplingOptions(
-            **{one.name: getattr(self._config, one.name) for one in fields(SamplingOptions)}
-        )
+        options = {one.name: getattr(self._config, one.name) for one in fields(SamplingOptions)}
         test = LoadGenTest(settings.test, len(dataset), self._record.path, self._audit, loop)
         on_answer = self._outputs.add if self._outputs else None
         has_handoff = self._plan.instances[0].role == "ctx"
         outputs = (on_answer, has_handoff, self._totals, self._requests)
-        return [Harness(route, leader, dataset, sampling, test, *outputs)]
+        return [Harness(route, leader, dataset, SamplingOptions(**options), test, *outputs)]
 
     def poll(self) -> bool:
         """In the test, record the instances' metrics, and draw the progress.

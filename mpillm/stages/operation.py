@@ -27,7 +27,7 @@ from launch.children import Children, tail
 from launch.command import Command, NotHere
 from launch.exits import how_ended
 from mpillm.errors import StageError
-from mpillm.files import replace_folder
+from mpillm.files import replace_folder, write_json
 
 STAMP = "mpillm-stamp.json"
 
@@ -189,9 +189,7 @@ def _make(op: Operation) -> None:
                     raise StageError(
                         f"{op.name}: did not write {', '.join(missing)}; the end of {log}:\n{tail(log, 15)}"
                     )
-                (target / STAMP).write_text(
-                    json.dumps(_stamp(op, target, state), indent=2) + "\n", encoding="utf-8"
-                )
+                write_json(target / STAMP, _stamp(op, target, state))
                 replace_folder(target, op.output, earlier)
         finally:
             shutil.rmtree(work, ignore_errors=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,13 @@ from mpillm.options.fields import AllFields
 from mpillm.options.fields.runtime_flags import OUR_BUILD_FLAGS, OUR_CHECKPOINT_FLAGS
 from mpillm.options.mitten import HelpInfo, autoconfigure, bind
 from mpillm.options.run_config import RunConfig
-from mpillm.stages.checkpoint import EngineLayout, QuantizerConfig, without_parallelism
+from mpillm.stages.checkpoint import (
+    BUILD_SOURCE,
+    CHECKPOINT_SOURCE,
+    EngineLayout,
+    QuantizerConfig,
+    without_parallelism,
+)
 from mpillm.stages.operation import Operation, identity
 from mpillm.stages.preconditions import check_divides, check_space, model_config, weights
 
@@ -28,6 +34,13 @@ def _stage(*args: object) -> Command:
     return Command((sys.executable, "-m", "mpillm.cores.torch_stage", *map(str, args)))
 
 
+def _check_flags(source: str, flags: Iterable[str], known: Sequence[str]) -> None:
+    for flag in flags:
+        if flag not in known:
+            others = f"{nearest(flag, known)}; it has {', '.join(known)}"
+            raise ConfigError(f"{source}: the torch core has no flag '{flag}'{others}")
+
+
 class TorchQuantizerOp(Operation):
     """Stage that adds 8-bit weights (`qformat`) or KV scales (`kv_cache_dtype`) to a Hugging Face folder."""
 
@@ -38,28 +51,18 @@ class TorchQuantizerOp(Operation):
         self.config = config or QuantizerConfig()
         self.deadline_s = deadline_s
         flags = self.config.flags
-        for flag in flags:
-            if flag not in OUR_CHECKPOINT_FLAGS:
-                raise ConfigError(
-                    f"--trtllm_checkpoint_flags: the torch core has no flag '{flag}'"
-                    f"{nearest(flag, OUR_CHECKPOINT_FLAGS)}; it has {', '.join(OUR_CHECKPOINT_FLAGS)}"
-                )
+        _check_flags(CHECKPOINT_SOURCE, flags, OUR_CHECKPOINT_FLAGS)
         if (dtype := flags.get("kv_cache_dtype")) not in (None, "fp8"):
-            raise ConfigError(
-                f"--trtllm_checkpoint_flags: kv_cache_dtype {dtype}: the torch core has only fp8"
-            )
+            raise ConfigError(f"{CHECKPOINT_SOURCE}: kv_cache_dtype {dtype}: the torch core has only fp8")
         size = flags.get("calib_size", _CALIBRATION_PROMPTS)
         if type(size) is not int or size < 1:
-            raise ConfigError(
-                f"--trtllm_checkpoint_flags: calib_size {size}: expected a whole number of at least 1"
-            )
+            where = f"{CHECKPOINT_SOURCE}: calib_size {size}"
+            raise ConfigError(f"{where}: expected a whole number of at least 1")
         self.calibration = [size] if dtype else []  # prompts
-        if self.config.qformat not in ALGORITHMS:
-            known = ", ".join(ALGORITHMS) + nearest(self.config.qformat, ALGORITHMS)
-            raise ConfigError(
-                f"--trtllm_checkpoint_flags: qformat {self.config.qformat}: the torch core has {known}"
-            )
-        self.algorithm = ALGORITHMS[self.config.qformat]
+        if (qformat := self.config.qformat) not in ALGORITHMS:
+            known = ", ".join(ALGORITHMS) + nearest(qformat, ALGORITHMS)
+            raise ConfigError(f"{CHECKPOINT_SOURCE}: qformat {qformat}: the torch core has {known}")
+        self.algorithm = ALGORITHMS[qformat]
         assert self.config.model_path is not None
         self.model = Path(self.config.model_path)
         self.output = self.config.folder("kv_fp8-hf" if self.calibration else "hf")
@@ -115,23 +118,14 @@ class TorchBuilderOp(Operation):
         self.dtype = dtype
         self.quantization = quantization
         if quantizer and quantization not in ("auto", quantizer.algorithm):
-            raise ConfigError(
-                f"--quantization {quantization}, but --trtllm_checkpoint_flags: qformat {config.qformat}"
-            )
+            of_flags = f"{CHECKPOINT_SOURCE}: qformat {config.qformat}"
+            raise ConfigError(f"--quantization {quantization}, but {of_flags}")
         self.limits = without_parallelism(build_flags or {})
-        for flag in self.limits:
-            if flag not in OUR_BUILD_FLAGS:
-                raise ConfigError(
-                    f"--trtllm_build_flags: the torch core has no flag"
-                    f" '{flag}'{nearest(flag, OUR_BUILD_FLAGS)}; it has {', '.join(OUR_BUILD_FLAGS)}"
-                )
+        _check_flags(BUILD_SOURCE, self.limits, OUR_BUILD_FLAGS)
         weights_are = config.qformat if quantizer or quantization == "auto" else quantization
         weights_are += "-kv_fp8" if quantizer and quantizer.calibration else ""
-        self.output = (
-            Path(engine_dir)
-            if engine_dir
-            else Path("build/engines") / f"{self.source.name}-{weights_are}-torch-{self.layout}"
-        )
+        name = f"{self.source.name}-{weights_are}-torch-{self.layout}"
+        self.output = Path(engine_dir) if engine_dir else Path("build/engines") / name
 
     def inputs(self) -> dict[str, Any]:
         checkpoint = None if self.dependencies else identity(self.checkpoint)
@@ -147,21 +141,9 @@ class TorchBuilderOp(Operation):
         return ("config.json", *(f"rank{rank}.safetensors" for rank in range(self.layout.ranks)))
 
     def commands(self, target: Path) -> Sequence[Command]:
-        cut = self.layout
+        sizes = (self.layout.tp_size, self.layout.pp_size, self.layout.ep_size)
         limits = [f"{name}:{value}" for name, value in self.limits.items()]
-        return (
-            _stage(
-                "build",
-                self.checkpoint,
-                target,
-                cut.tp_size,
-                cut.pp_size,
-                cut.ep_size,
-                self.dtype,
-                self.quantization,
-                *limits,
-            ),
-        )
+        return (_stage("build", self.checkpoint, target, *sizes, self.dtype, self.quantization, *limits),)
 
     def check(self) -> None:
         preset = PRESETS / f"{self.source}.json"
@@ -180,6 +162,5 @@ def engine_stages(config: RunConfig) -> Operation:
     deadline_s = config.build_deadline
     checkpoint = QuantizerConfig()
     quantizes = checkpoint.qformat != "full_prec" or "kv_cache_dtype" in checkpoint.flags
-    return TorchBuilderOp(
-        TorchQuantizerOp(deadline_s=deadline_s) if quantizes else None, deadline_s=deadline_s
-    )
+    quantizer = TorchQuantizerOp(deadline_s=deadline_s) if quantizes else None
+    return TorchBuilderOp(quantizer, deadline_s=deadline_s)

@@ -60,9 +60,8 @@ class ClientReport(NamedTuple):
     @property
     def round(self) -> Round | None:
         """The round with the client's seeds."""
-        return round_of_client(
-            self._runtime["dataloader_random_seed"], self._runtime["scheduler_random_seed"]
-        )
+        runtime = self._runtime
+        return round_of_client(runtime["dataloader_random_seed"], runtime["scheduler_random_seed"])
 
     @property
     def load_pattern(self) -> str:

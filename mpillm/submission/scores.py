@@ -193,11 +193,8 @@ def pass_at_1(completions: Sequence[Mapping[str, str]], evaluated: Mapping[str, 
     Completions in languages that the reference skips do not count. Raises KeyError if one is missing.
     """
     counted = [c for c in completions if c["lang"] in MBXP_LANGUAGES]
-    return (
-        100.0
-        * sum(bool(evaluated[f"{c['lang']}_{c['entry_point']}"]["passed"]) for c in counted)
-        / len(counted)
-    )
+    passed = [bool(evaluated[f"{c['lang']}_{c['entry_point']}"]["passed"]) for c in counted]
+    return 100.0 * sum(passed) / len(counted)
 
 
 MBXP_LANGUAGES = ("cpp", "python", "php", "javascript", "ruby", "typescript")

@@ -184,9 +184,8 @@ def _algorithm(quantization: Mapping[str, Any] | None) -> str:
         return ""
     for group in quantization.get("config_groups", {}).values():
         weights = group.get("weights") or {}
-        return {"int": "int", "float": "fp"}.get(str(weights.get("type")), "") + str(
-            weights.get("num_bits", "")
-        )
+        kind = {"int": "int", "float": "fp"}.get(str(weights.get("type")), "")
+        return f"{kind}{weights.get('num_bits', '')}"
     return str(quantization.get("quant_algo") or quantization.get("quant_method") or "")
 
 

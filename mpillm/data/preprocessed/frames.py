@@ -233,12 +233,18 @@ def _opened(file: Path) -> mmap.mmap | io.BytesIO:
         raise ConfigError(f"data set {file} cannot be read: {error.strerror}") from None
 
 
+def fits_int32(values: NDArray[Any]) -> bool:
+    """Return whether all integers of an array fit int32."""
+    fits = np.can_cast(values.dtype, np.int32) or not len(values)
+    return fits or -(2**31) <= int(values.min()) <= int(values.max()) < 2**31
+
+
 def _take(cell: Any, packed: array[int]) -> None:
     """Append the integers of one cell. Raises OverflowError, or TypeError with the kind of the content."""
     if isinstance(cell, np.ndarray):
         if cell.dtype.kind not in "iu" or cell.ndim != 1:
             raise TypeError(f"it is {_kind_of(cell)}")
-        if len(cell) and not -(2**31) <= int(cell.min()) <= int(cell.max()) < 2**31:
+        if not fits_int32(cell):
             raise OverflowError
         packed.frombytes(cell.astype(np.int32).tobytes())
         return

@@ -22,7 +22,7 @@ from disagg.errors import ConfigError, nearest
 from disagg.text_file import check_file
 from mpillm.data.data_loader import LLMDataLoader, Samples
 from mpillm.data.preprocessed.converted import Arrays, converted, load_npy
-from mpillm.data.preprocessed.frames import JSON_SUFFIX, Frame, read_frame
+from mpillm.data.preprocessed.frames import JSON_SUFFIX, Frame, fits_int32, read_frame
 from mpillm.workloads.workload import Columns, Workload
 
 TOKENS_FILE, LENGTHS_FILE, STOP_FILE = "input_ids_padded.npy", "input_lens.npy", "stop_ids_padded.npy"
@@ -124,16 +124,11 @@ class PreprocessedLoader(LLMDataLoader):
         with file.open("rb") as stream:  # mapped pages would count as this process's memory
             stream.seek(padded.offset)
             for first in range(0, n, _CHUNK_ROWS):
-                rows = np.fromfile(stream, padded.dtype, min(_CHUNK_ROWS, n - first) * width).reshape(
-                    -1, width
-                )
+                n_rows = min(_CHUNK_ROWS, n - first)
+                rows = np.fromfile(stream, padded.dtype, n_rows * width).reshape(-1, width)
                 is_token = np.arange(width) < lengths[first : first + len(rows), None]
                 chunk = rows[is_token]
-                if (
-                    chunk.dtype.itemsize > 4
-                    and len(chunk)
-                    and not -(2**31) <= int(chunk.min()) <= int(chunk.max()) < 2**31
-                ):
+                if not fits_int32(chunk):
                     last = first + len(rows) - 1
                     raise ConfigError(
                         f"{file}: samples {first} to {last} have a token that does not fit int32"
@@ -191,9 +186,8 @@ def _convert(frame: Frame, columns: Columns) -> Arrays:
 def _packed(texts: list[str]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Return the texts in UTF-8, back to back, and the end of each."""
     encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
-    return np.frombuffer(b"".join(encoded), np.uint8), np.cumsum(
-        [len(text) for text in encoded], dtype=np.int64
-    )
+    ends = np.cumsum([len(text) for text in encoded], dtype=np.int64)
+    return np.frombuffer(b"".join(encoded), np.uint8), ends
 
 
 def _unpacked(packed: NDArray[np.uint8], ends: NDArray[np.int64]) -> list[str]:

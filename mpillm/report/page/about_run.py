@@ -68,9 +68,8 @@ def _answers(run: RunFiles) -> str:
     samples, tokens = run.result.get("samples"), run.result.get("tokens")
     if not samples or not tokens:  # a run that was stopped has no count of tokens
         return ""
-    limit = (
-        f", at most {max_tokens:,} (--max_output_len)" if (max_tokens := run.value("max_output_len")) else ""
-    )
+    max_tokens = run.value("max_output_len")
+    limit = f", at most {max_tokens:,} (--max_output_len)" if max_tokens else ""
     return f"mean {short(tokens / samples)} tokens{limit}"
 
 
@@ -85,20 +84,18 @@ def mpirun_line(run: RunFiles, options: list[str]) -> str:
     """Return the command that repeats a run."""
     ranks = run.result.get("world_size", run.plan.get("world_size", "N"))
     command = "serve" if run.result.get("status") == "SERVED" else "run"
-    return shell_line(["python", "-m", "mpillm", "mpirun", "-n", str(ranks), command, *options])
+    return _command("mpirun", "-n", str(ranks), command, *options)
 
 
 def next_step(facts: Facts, options: list[str]) -> tuple[str, str]:
     """Return what to do next, as a sentence, and the command for it."""
     run, status = facts.run, str(facts.run.result.get("status") or "")
-    again = shell_line(["python", "-m", "mpillm", "rerun", str(run.path)])
+    again = _command("rerun", str(run.path))
     if status == "FAILED" and not run.stopped_by:
         return "Examine the machines:", "python -m mpillm doctor"
     if status == "SERVED":
         url = str(run.result.get("url"))
-        return "Measure such a server:", shell_line(
-            ["python", "-m", "mpillm", "bench", "endpoint", "--url", url]
-        )
+        return "Measure such a server:", _command("bench", "endpoint", "--url", url)
     if status not in ("VALID", "INVALID"):
         return "Repeat it:", again
     if any(doubt.startswith("disturbed") for doubt in run.doubts):

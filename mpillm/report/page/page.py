@@ -91,9 +91,8 @@ def page(run: RunFiles, price_per_gpu_hour: float | None = None) -> str:
     status = "STOPPED" if run.stopped_by else run.result.get("status", "not ended")
     title = f"{run.path.absolute().name}: {status}"
     lanes = {"rows": rows, "start": 0.0, "end": end, "kinds": run.telemetry.get("kinds") or []}
-    return document(
-        title, [top, wrong, sections.missing(notes), *parts], (*times, *latencies, *hardware), lanes
-    )
+    charts = (*times, *latencies, *hardware)
+    return document(title, [top, wrong, sections.missing(notes), *parts], charts, lanes)
 
 
 def _lanes(rows: list[dict[str, object]], end: float, facts: Facts) -> str:

@@ -251,11 +251,8 @@ def _of_client(result: Mapping[str, Any]) -> str:
         ("whole answer", "latency_ms"),
     ):
         if latency := client.get(key):
-            figures.append(
-                f"{name} "
-                + " ".join(f"{statistic} {value:.4g}" for statistic, value in latency.items())
-                + " ms"
-            )
+            statistics = " ".join(f"{statistic} {value:.4g}" for statistic, value in latency.items())
+            figures.append(f"{name} {statistics} ms")
     return f"{client['name']} {client['version']}".strip() + f" reports {', '.join(figures)}."
 
 

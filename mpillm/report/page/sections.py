@@ -57,13 +57,11 @@ def head(facts: Facts) -> str:
     reasons += facts.verdict_notes()
     if result.get("lost"):
         reasons.append("Not to be submitted: the run went on without a part of its system.")
-    model = (
-        result.get("workload") or str(result.get("model") or "").rpartition("/")[2] or result.get("core_type")
-    )
+    model = str(result.get("model") or "").rpartition("/")[2]
     started = run.telemetry.get("started")
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if started else ""
     subtitle = (
-        model,
+        result.get("workload") or model or result.get("core_type"),
         result.get("scenario"),
         result.get("test_mode"),
         result.get("mode"),

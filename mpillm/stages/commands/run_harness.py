@@ -46,8 +46,9 @@ def _spawns_triton(config: RunConfig) -> bool:
     return False
 
 
-def _parser() -> Parser:
-    return Parser(
+def parse(argv: Sequence[str]) -> list[RunConfig]:
+    """Return the configuration of each test. Raises ConfigError."""
+    parser = Parser(
         prog="mpillm run-harness",
         description="Run a test for each workload and scenario named, each in its own mpirun. Accepts all"
         " options of run.",
@@ -57,11 +58,7 @@ def _parser() -> Parser:
         "  python -m mpillm run-harness --core_type dummy --scenarios=Offline,Server --server_target_qps 100"
         " --world_size 4",
     )
-
-
-def parse(argv: Sequence[str]) -> list[RunConfig]:
-    """Return the configuration of each test. Raises ConfigError."""
-    configs = parse_each(argv, _parser(), [*RUN_FIELDS, AllFields.world_size, AllFields.dry_run])
+    configs = parse_each(argv, parser, [*RUN_FIELDS, AllFields.world_size, AllFields.dry_run])
     return [config.with_yaml() for config in configs]
 
 

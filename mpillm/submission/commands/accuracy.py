@@ -32,7 +32,8 @@ class _Options(Values, group=_GROUP):
     evaluated = option("deepseek-r1: a file with the output of the reference's eval_accuracy.py")
 
 
-def _parser() -> Parser:
+def main(argv: Sequence[str]) -> int:
+    """Score the run. The exit code is DONE for all scores: they are a result."""
     parser = Parser(
         prog="mpillm accuracy",
         figures=True,
@@ -44,12 +45,6 @@ def _parser() -> Parser:
         " see docs/howto/submission.md",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="a run directory of --test_mode AccuracyOnly")
-    return parser
-
-
-def main(argv: Sequence[str]) -> int:
-    """Score the run. The exit code is DONE for all scores: they are a result."""
-    parser = _parser()
     options = collect(argv, _Options, parser)
     run = JudgedRun.read(run_path(parser.parse_args(argv).run_dir), [CLIENT])
     with as_written(run.path):
@@ -67,9 +62,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _show(run: JudgedRun, scores: Scores, checks: Sequence[Check]) -> None:
     for c in checks:
-        bounds = f"at least {c.min_value:.4f}" + (
-            f", at most {c.max_value:.4f}" if c.max_value is not None else ""
-        )
+        bounds = f"at least {c.min_value:.4f}"
+        bounds += f", at most {c.max_value:.4f}" if c.max_value is not None else ""
         value = "-" if c.value is None else f"{c.value:.4f}"
         print(f"  {c.name:<18} {value:>10}  {'ok  ' if c.passed else 'no  '} {bounds}")
     for note in scores.notes:

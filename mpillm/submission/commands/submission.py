@@ -40,7 +40,8 @@ class _Options(Values, group=_GROUP):
     )
 
 
-def _parser() -> Parser:
+def main(argv: Sequence[str]) -> int:
+    """Write the submission. Exit code TEST_FAILED: it is incomplete or violates a rule."""
     parser = Parser(
         prog="mpillm submission",
         usage="python -m mpillm submission RUN_DIR… --output DIR --submitter NAME --system_name"
@@ -55,12 +56,6 @@ def _parser() -> Parser:
         nargs="+",
         help="run directories: performance, accuracy and compliance runs",
     )
-    return parser
-
-
-def main(argv: Sequence[str]) -> int:
-    """Write the submission. Exit code TEST_FAILED: it is incomplete or violates a rule."""
-    parser = _parser()
     options = collect(argv, _Options, parser)
     paths = [run_path(path) for path in parser.parse_args(argv).run_dirs]
     for path in paths:
@@ -72,10 +67,8 @@ def main(argv: Sequence[str]) -> int:
         needed = {"output": options.output, "submitter": options.submitter, "system_name": named}
         if missing := [f"--{name}" for name, value in needed.items() if not value]:
             raise ConfigError(f"mpillm submission: missing options: {', '.join(missing)}")
-        submitter, system_name = (
-            folder_name("submitter", options.submitter),
-            folder_name("system_name", named),
-        )
+        submitter = folder_name("submitter", options.submitter)
+        system_name = folder_name("system_name", named)
         results = group(runs)
         same_system(runs)
         system = overlay(
