@@ -17,6 +17,8 @@ from disagg.text_file import check_file
 from launch.masking import without_known
 
 LFS_POINTER = b"version https://git-lfs"  # the start of what Git leaves in place of a large file
+# What code raises for data of another type or form than it expects.
+DATA_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _LONG_NUMBER = re.compile(rb"\d{309}")  # or another text
 _MAX_DIMENSIONS = 64  # of an array, in NumPy and PyTorch
 
@@ -144,7 +146,7 @@ def as_written(path: Path, else_it_is: str = "damaged, or not written by a run")
         yield
     except ConfigError:
         raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except DATA_ERRORS as error:
         raise ConfigError(f"{path}: {else_it_is}: {type(error).__name__} {str(error)[:200]}") from error
 
 

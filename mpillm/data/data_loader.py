@@ -89,12 +89,10 @@ class LLMDataLoader:
             if len(got) != len(every):
                 raise ConfigError(f"{name}.{method} returned {len(got)} samples instead of {len(every)}")
         lengths = np.array([len(prompt) for prompt in prompts], np.int64)
-        if not len(lengths) or not lengths.all():
-            raise ConfigError(
-                f"{name}: sample {int(np.argmin(lengths))} has no tokens"
-                if len(lengths)
-                else f"{name} has no samples"
-            )
+        if not len(lengths):
+            raise ConfigError(f"{name} has no samples")
+        if not lengths.all():
+            raise ConfigError(f"{name}: sample {int(np.argmin(lengths))} has no tokens")
         tokens = np.concatenate([np.asarray(prompt, np.int32) for prompt in prompts])
         return Samples(Path(name), lengths, tokens, _padded(stop_words))
 

@@ -110,11 +110,8 @@ def _source_of(name: str) -> tuple[Source, str]:
             raise ConfigError(f"{name}: {error.strerror}") from None
         return GGUFFile(str(file.absolute()), state.st_size, state.st_mtime_ns), file.stem
     if name not in MODELS:
-        hub = (
-            f"; of Hugging Face: hf download {name} --local-dir {name.rpartition('/')[2]}"
-            if "/" in name
-            else ""
-        )
+        folder = name.rpartition("/")[2]
+        hub = f"; of Hugging Face: hf download {name} --local-dir {folder}" if "/" in name else ""
         raise ConfigError(
             f"unknown model '{name}'{nearest(name, MODELS)}; known models: {', '.join(sorted(MODELS))}{hub}"
         )

@@ -21,7 +21,7 @@ from disagg.errors import ConfigError
 from disagg.text_file import check_file
 from mpillm.data.gguf_config import PACKED, Metadata, architecture_of, config_of
 from mpillm.data.gguf_tokenizer import tokenizer_config, tokenizer_of
-from mpillm.files import write_json
+from mpillm.files import DATA_ERRORS, write_json
 
 FILES = (
     *("config.json", "generation_config.json", "model.safetensors"),
@@ -63,7 +63,7 @@ def convert(source: Path, target: Path) -> None:
         raise ConfigError(f"{source} has no {error.args[0]}, which the conversion needs") from error
     except ConfigError:
         raise
-    except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError) as error:
+    except DATA_ERRORS as error:
         raise ConfigError(f"{source} is damaged: {type(error).__name__}: {error}") from error
     try:
         _write_weights(values, reader.tensors, config, target / "model.safetensors")

@@ -22,21 +22,13 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, about
 from launch.safe_text import one_line
-from mpillm.files import check_files, excerpt, panics_named
+from mpillm.files import DATA_ERRORS, check_files, excerpt, panics_named
 
 # mpillm cannot read these.
 _OTHER_FORMATS = ("tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-_PYTHON_ERRORS = (  # of a template's expressions
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
+_PYTHON_ERRORS = (MemoryError, RecursionError, *DATA_ERRORS)  # of a template's expressions
 
 Tokens = Sequence[int] | NDArray[np.int32]
 Messages = Sequence[Mapping[str, Any]]  # a chat in the format of OpenAI's API

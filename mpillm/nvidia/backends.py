@@ -85,9 +85,8 @@ class TrtllmHarnessConfig(HarnessConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.runtime_flags = self.DEFAULT_RUNTIME_FLAGS | overlaid(
-            AllFields.trtllm_runtime_flags, self.runtime_flags
-        )
+        flags = overlaid(AllFields.trtllm_runtime_flags, self.runtime_flags)
+        self.runtime_flags = self.DEFAULT_RUNTIME_FLAGS | flags
         for name in BUILD_OPTIONS:
             value, flag = getattr(self, name), self.build_flags.get(name)
             if flag is not None and flag != value:

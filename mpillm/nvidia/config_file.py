@@ -92,11 +92,8 @@ def _tests(values: Mapping[Field, Any]) -> Iterator[tuple[str | None, str | None
 def _plain_and_scenario(name: str, scenario: str | None) -> tuple[str, str | None]:
     """Convert a workload's interactive form to the scenario Interactive of the workload."""
     plain = plain_form(name)
-    return (
-        (plain, INTERACTIVE)
-        if name != plain and scenario in (None, "Server", INTERACTIVE)
-        else (name, scenario)
-    )
+    is_form = name != plain and scenario in (None, "Server", INTERACTIVE)
+    return (plain, INTERACTIVE) if is_form else (name, scenario)
 
 
 def _with_implied_keys(values: Mapping[Field, Any]) -> dict[Field, Any]:

@@ -11,6 +11,7 @@ from disagg.errors import ConfigError, about
 from mpillm.nvidia.backends import TrtllmHarnessConfig
 from mpillm.options.fields import AllFields
 from mpillm.options.fields.runtime_flags import BUILD_OPTIONS
+from mpillm.options.flags import LIMITS
 from mpillm.options.mitten import autoconfigure, bind
 
 if TYPE_CHECKING:  # its import takes time at the start of every rank
@@ -39,21 +40,12 @@ class TrtllmExecutorConfig(TrtllmHarnessConfig):
             self.engine_config = EngineConfig.from_engine_dir(self.engine_dir)
         super().__post_init__()
         build, mapping = self.engine_config.build_config, self.engine_config.pretrained_config.mapping
-        where = f"--engine_dir {self.engine_dir}"
+        where, flags = f"--engine_dir {self.engine_dir}", self.build_flags
         for name, expected, built in (
             ("tensor_parallelism", self.tensor_parallelism, mapping.tp_size),
             ("pipeline_parallelism", self.pipeline_parallelism, mapping.pp_size),
             ("moe_expert_parallelism", self.moe_expert_parallelism, mapping.moe_ep_size),
-            (
-                "trtllm_build_flags max_batch_size",
-                self.build_flags.get("max_batch_size"),
-                build.max_batch_size,
-            ),
-            (
-                "trtllm_build_flags max_num_tokens",
-                self.build_flags.get("max_num_tokens"),
-                build.max_num_tokens,
-            ),
+            *((f"trtllm_build_flags {name}", flags.get(name), getattr(build, name)) for name in LIMITS),
         ):
             if expected is not None and expected != built:
                 raise ConfigError(f"{where} was built for {name} {built}, not {expected}")
@@ -229,9 +221,8 @@ class TrtllmEndpointConfig(TrtllmHlApiConfig):
             return int(flags["max_concurrency"])
         if flags.get("max_batch_size") is None:
             return None
-        return int(flags["max_batch_size"]) * (
-            self.tensor_parallelism if self.build_flags.get("enable_attention_dp") else 1
-        )
+        n_batches = self.tensor_parallelism if self.build_flags.get("enable_attention_dp") else 1
+        return int(flags["max_batch_size"]) * n_batches
 
 
 @autoconfigure

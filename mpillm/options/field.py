@@ -139,11 +139,9 @@ class Field(Generic[T]):
 
     def text(self, value: Any) -> str:
         """Return the text that `parse` reads as `value`."""
-        return (
-            str(value).lower()
-            if isinstance(value, bool)
-            else str(getattr(self.from_string, "to_text", str)(value))
-        )
+        if isinstance(value, bool):
+            return str(value).lower()
+        return str(getattr(self.from_string, "to_text", str)(value))
 
     def parse(self, text: str, source: str) -> Any:
         """Return the value of `text`. Raises ConfigError naming `source`, the text, and what is allowed."""
@@ -177,10 +175,8 @@ class Field(Generic[T]):
         if isinstance(value, enum.Enum):
             value = value.value
         if value is None and self.default is not None:
-            raise ConfigError(
-                f"{source} null: leave it out for its default"
-                + (f", {self.default_text}" if self.default_text else "")
-            )
+            default = f", {self.default_text}" if self.default_text else ""
+            raise ConfigError(f"{source} null: leave it out for its default{default}")
         if value is None:
             return value
         if isinstance(value, dict) and getattr(self.from_string, "reads_dict", False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from disagg.errors import nearest
@@ -37,11 +37,7 @@ def _text(value: Any) -> str:
     """Return limits as text for the parsers."""
     if isinstance(value, dict):
         return ",".join(f"{name}:{limit:.12g}" for name, limit in value.items())
-    return (
-        " ".join(map(str, value))
-        if isinstance(value, Sequence) and not isinstance(value, str)
-        else str(value)
-    )
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _parser(is_integer: bool) -> Callable[[str], dict[str, float]]:

@@ -116,13 +116,8 @@ class Configuration(UserDict):  # type: ignore[type-arg]
         values = self.resolve(missing)
         for field, name in missing.items():
             if field.disallow_default and (field not in values or values[field].source is Source.DEFAULT):
-                option = (
-                    f" (--{field.name})"
-                    if field.is_option
-                    else f" (environment variable {field.from_environ})"
-                    if field.from_environ
-                    else ""
-                )
+                option = f" (environment variable {field.from_environ})" if field.from_environ else ""
+                option = f" (--{field.name})" if field.is_option else option
                 raise ConfigError(
                     f"{cls.__name__} needs a value for {name}: {field.name}{option} is not set,"
                     " and has no default"

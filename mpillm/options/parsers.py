@@ -288,11 +288,9 @@ def _address(url: str) -> None:
 
 
 def _hosts(value: Any) -> str:
-    return (
-        "|".join(f"{host}:{_listed(ports)}" for host, ports in value.items())
-        if isinstance(value, dict)
-        else str(value)
-    )
+    if not isinstance(value, dict):
+        return str(value)
+    return "|".join(f"{host}:{_listed(ports)}" for host, ports in value.items())
 
 
 @expects("host_0:port_0,port_1|host_1:port_0,port_1", _hosts)

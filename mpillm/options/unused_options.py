@@ -165,11 +165,8 @@ def _lacking(use: Use, config: RunConfig, command: str) -> tuple[int, _Cause] | 
     core = with_backend(config.core_type, config.trtllm_runtime_flags)
     lacks_core = bool(use.cores) and core in WITH_BACKENDS and core not in use.cores
     if use.commands and command in _COMMANDS_OF and not set(_COMMANDS_OF[command]).intersection(use.commands):
-        of_servers = (
-            "; servers that it does not start have their own settings"
-            if use.commands == STAGES and core in CLIENTS
-            else ""
-        )
+        is_servers = use.commands == STAGES and core in CLIENTS
+        of_servers = "; servers that it does not start have their own settings" if is_servers else ""
         text = f"on {command} (it is for {' and '.join(use.commands)}{of_servers})"
         return 4 if use.cores and not lacks_core else 0, _Cause(text, is_other_command=True)
     if lacks_core:
@@ -180,10 +177,9 @@ def _lacking(use: Use, config: RunConfig, command: str) -> tuple[int, _Cause] | 
     if use.needs is not None:
         name, value = use.needs
         if name not in BY_NAME:
-            met = config.trtllm_build_flags.get(name) == value
-            return (
-                None if met else (3, _Cause(f"without {name} among trtllm_build_flags", "trtllm_build_flags"))
-            )
+            if config.trtllm_build_flags.get(name) == value:
+                return None
+            return 3, _Cause(f"without {name} among trtllm_build_flags", "trtllm_build_flags")
         set_value = getattr(config, name)
         if (not set_value) if value is ANY else set_value != value:
             value_text = "" if value is ANY else f" {BY_NAME[name].text(value)}"

@@ -77,12 +77,8 @@ def _amended(path: Path, cause: Cause | None, code: int) -> tuple[str, int]:
     if cause or not (path / PAGE).exists():
         write_page(path)
     with as_written(path / "result.json"):
-        causes = "; ".join(
-            failure["cause"]
-            if failure["rank"] in (None, 0)
-            else f"rank {failure['rank']}: {failure['cause']}"
-            for failure in result.get("failures", ())
-        )
+        failures = [(one["rank"], one["cause"]) for one in result.get("failures", ())]
+    causes = "; ".join(f"rank {rank}: {cause}" if rank else str(cause) for rank, cause in failures)
     where = f"failed in phase '{result['phase']}'" if result.get("phase") else "failed"
     lines = f"{where}: {causes}\nsee {display_path(path / 'result.json')} and {PAGE} beside it".splitlines()
     return "\n  ".join(line.strip() for line in lines) if causes else "", code

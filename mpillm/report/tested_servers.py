@@ -102,11 +102,9 @@ def expired_leases(servers: Sequence[TestedServer]) -> str:
         expired, late = one.own("expired_leases") or 0, one.own("late_reads") or 0
         if expired or late:
             messages.append((one.name, f"{expired:,.0f} expired, {late:,.0f} read after that"))
-    return (
-        f"leases of KV caches expired, so answers may be wrong ({named(messages)}): {_LEASE}"
-        if messages
-        else ""
-    )
+    if not messages:
+        return ""
+    return f"leases of KV caches expired, so answers may be wrong ({named(messages)}): {_LEASE}"
 
 
 def missing_contexts(servers: Sequence[TestedServer]) -> tuple[str, bool]:

@@ -247,13 +247,11 @@ def _agreed(config: RunConfig | None, reports: dict[int, JoinReport]) -> RunConf
     if other:
         first = min(other)
         difference = config.difference(other[first].values)
+        why = (
+            f"rank {first}: {difference}" if difference else f"the contents of {config.disagg_config} differ"
+        )
         raise ConfigError(
             f"{disagg.rank_list(other, hosts)} {'was' if len(other) == 1 else 'were'} started with"
-            " another configuration than rank 0: "
-            + (
-                f"rank {first}: {difference}"
-                if difference
-                else f"the contents of {config.disagg_config} differ"
-            )
+            f" another configuration than rank 0: {why}"
         )
     return config

@@ -49,11 +49,8 @@ def gpus_of_servers(
             roles = [other for owner, other in owners if plan.ranks[owner].node == node]
             needed = sum(_gpus_of_a_node(config, other) for other in roles)
             lower = f"--{SERVER_SIZES[role][0]}"
-            more = (
-                ""
-                if role or size <= len(visible)
-                else f", or raise --server_nodes to {-(-size // len(visible))}"
-            )
+            too_large = not role and size > len(visible)
+            more = f", or raise --server_nodes to {-(-size // len(visible))}" if too_large else ""
             raise ConfigError(
                 f"node {node} has {len(visible)} GPUs, and its {len(roles)} servers need {needed}:"
                 f" start fewer ranks, or lower {lower}{more}",

@@ -68,11 +68,8 @@ class ServeSession(RunSession):
 
     @classmethod
     def directory_name(cls, config: RunConfig) -> str:
-        part = (
-            f"{config.instance_run.instance.kind}-{config.instance_run.instance.index}"
-            if config.instance_run
-            else "serve"
-        )
+        own = config.instance_run and config.instance_run.instance
+        part = f"{own.kind}-{own.index}" if own else "serve"
         return plain_name(f"{model_name(config)}-{part}")
 
     @classmethod

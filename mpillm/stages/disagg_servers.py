@@ -59,11 +59,8 @@ def disaggregated_servers(
     if launcher and kind == "worker":
         return [_worker_rank(programs.worker, path, config, launcher)]
     if launcher:
-        remedy = (
-            "start one leader alone, or by mpirun -n 1"
-            if kind
-            else f"{LAUNCH_TYPE}=worker makes each a worker"
-        )
+        alone = "start one leader alone, or by mpirun -n 1"
+        remedy = alone if kind else f"{LAUNCH_TYPE}=worker makes each a worker"
         raise EveryRankError(
             f"{launcher.name} started {launcher.size or 'several'} ranks of run-llm-server: {remedy}"
         )

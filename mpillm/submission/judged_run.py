@@ -46,11 +46,8 @@ class JudgedRun:
             other = result["harness"]["name"] if result["status"] == MEASURED else ""
             for key in () if failed else _OF_RESULT:
                 result[key]
-            last = (
-                "result_validity"
-                if failed or result["test_mode"] == "PerformanceOnly"
-                else "effective_test_mode"
-            )
+            is_performance = failed or result["test_mode"] == "PerformanceOnly"
+            last = "result_validity" if is_performance else "effective_test_mode"
         if other and other not in clients:
             raise ConfigError(f"{path}: {other} made its load (--harness): there is no verdict of LoadGen")
         if failed:

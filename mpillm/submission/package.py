@@ -194,11 +194,8 @@ def summary(submission: Submission, of_round: Round | None, problems: Sequence[P
         names = ", ".join(blank)
         lines.append(f'  the system description has "N/A" for: {names} (give them with --system_description)')
     for problem in problems:
-        why = (
-            f"rejected by the checker ({', '.join(problem.checks)})"
-            if problem.checks
-            else "against the rules"
-        )
+        checks = ", ".join(problem.checks)
+        why = f"rejected by the checker ({checks})" if checks else "against the rules"
         lines.append(f"  {why}: {problem.text}")
     lines += [
         f"  not checked: {result.benchmark} {result.scenario}: {run.path}: {text}"

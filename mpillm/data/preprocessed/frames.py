@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, nearest
 from mpillm.data.json_array import not_lines
+from mpillm.files import DATA_ERRORS
 
 _BETWEEN = re.compile(r"[\s,]*")
 
@@ -174,18 +175,9 @@ def read_frame(file: Path) -> Frame:
         raise ConfigError(f"{file}: {error}") from None
     except (EOFError, struct.error) as error:
         raise ConfigError(f"{file}: truncated or damaged: its pickle ends before its data does") from error
-    except (
-        pickle.UnpicklingError,
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        MemoryError,
-        TypeError,
-        ValueError,
-    ) as error:
-        raise ConfigError(
-            f"{file}: damaged, or not a data frame pickled by pandas 1 to 3 ({error})"
-        ) from error
+    except (pickle.UnpicklingError, MemoryError, *DATA_ERRORS) as error:
+        why = f"damaged, or not a data frame pickled by pandas 1 to 3 ({error})"
+        raise ConfigError(f"{file}: {why}") from error
 
 
 def _json_frame(file: Path) -> Frame:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mpillm.files import write_text
+from mpillm.files import DATA_ERRORS, write_text
 from mpillm.report.console import NO_PAGE
 from mpillm.report.page import sections, svg
 from mpillm.report.page.about_run import about_run
@@ -63,7 +63,7 @@ def page(run: RunFiles, price_per_gpu_hour: float | None = None) -> str:
         """Return a part of the report; `empty` if its files are damaged."""
         try:
             return part(*arguments)
-        except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        except (OSError, *DATA_ERRORS) as error:
             _log.info("%s: %s", name, error, exc_info=True)
             notes.append(f"{name}: a file is damaged ({type(error).__name__}: {error})")
             return empty

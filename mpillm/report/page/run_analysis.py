@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launch.safe_text import whole_number
+from mpillm.files import DATA_ERRORS
 from mpillm.report.numbers import milliseconds
 from mpillm.report.request_log import read_requests, tpot_s
 from mpillm.report.run_directory import REQUESTS
@@ -270,7 +271,7 @@ def facts_of(run: RunFiles) -> tuple[Facts, list[str]]:
     for name, empty in (("telemetry", {}), ("timeline", []), ("plan", {}), ("result", {})):
         try:
             return Facts(replace(run, **replaced)), notes
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except DATA_ERRORS as error:
             replaced[name] = empty
             notes = [f"without {', '.join(replaced)}: damaged ({type(error).__name__}: {error})"]
     return Facts(replace(run, **replaced)), notes

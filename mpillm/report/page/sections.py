@@ -73,11 +73,8 @@ def head(facts: Facts) -> str:
     subtitle_html = " · ".join(escape(part) for part in subtitle if part)
     why = f"<ul>{''.join(f'<li>{escape(reason)}</li>' for reason in reasons)}</ul>" if reasons else ""
     known_status = status if status in _VERDICTS else ""
-    verdict = (
-        _REFUSED
-        if result.get("loadgen_result") == "VALID" and status == "INVALID"
-        else _VERDICTS[known_status]
-    )
+    is_refused = result.get("loadgen_result") == "VALID" and status == "INVALID"
+    verdict = _REFUSED if is_refused else _VERDICTS[known_status]
     kind = "doubtful" if status in ("VALID", MEASURED) and run.doubts else known_status.lower() or "none"
     return (
         f'<header class="verdict {kind}">'
@@ -131,11 +128,9 @@ def failures(run: RunFiles) -> str:
         )
     phase = run.result.get("phase")
     where = f" in phase {escape(phase)}" if phase and run.result.get("status") == "FAILED" else ""
-    return (
-        f'<section class="failed"><h2>What went wrong{where}</h2><ul>{"".join(items)}</ul></section>'
-        if items
-        else ""
-    )
+    if not items:
+        return ""
+    return f'<section class="failed"><h2>What went wrong{where}</h2><ul>{"".join(items)}</ul></section>'
 
 
 def _cause(failure: Mapping[str, Any]) -> tuple[str, str]:
@@ -166,10 +161,8 @@ def tiles(facts: Facts, price: float | None) -> str:
         errors = result.get("errors") or 0
         note = f"{errors} errors" if errors else f"in {result.get('test_s', facts.test_s):.1f} s"
         cells.append(("samples", f"{result['samples']:,}", note, "bad" if errors else ""))
-    if energy := facts.energy():
-        tokens = result.get("tokens") or 0
-        if tokens:
-            cells.append(("energy per token", f"{energy.total / tokens:.2f} J", f"{energy.total:,.0f} J", ""))
+    if (tokens := result.get("tokens")) and (energy := facts.energy()):
+        cells.append(("energy per token", f"{energy.total / tokens:.2f} J", f"{energy.total:,.0f} J", ""))
     if price is not None and (cost := facts.cost_per_million_tokens(price)) is not None:
         unit = "GPUs" if facts.gpu_ranks else "worker ranks (no GPU)"
         cells.append(("per million tokens", f"{cost:.2f}", f"{facts.n_paid} {unit} at {price:g} an hour", ""))
@@ -178,11 +171,9 @@ def tiles(facts: Facts, price: float | None) -> str:
         f'<dd class="note">{escape(note)}</dd></div>'
         for label, value, note, kind in cells
     )
-    return (
-        f'<section><h2 class="hidden">Figures</h2><dl class="tiles">{cells_html}</dl></section>'
-        if cells_html
-        else ""
-    )
+    if not cells:
+        return ""
+    return f'<section><h2 class="hidden">Figures</h2><dl class="tiles">{cells_html}</dl></section>'
 
 
 def plan(facts: Facts) -> str:
@@ -329,12 +320,9 @@ def options(run: RunFiles) -> str:
     user_rows = [row for row in rows if not row[2].startswith("default")]
     defaults = [row for row in rows if row[2].startswith("default")]
     names = ("option", "value", "set by")
-    folded = (
-        f"<details><summary>{len(defaults)} options by default</summary>{table(names, defaults)}</details>"
-        if defaults
-        else ""
-    )
-    return section("Options", names, user_rows, folded) if rows else ""
+    summary = f"<summary>{len(defaults)} options by default</summary>"
+    folded = f"<details>{summary}{table(names, defaults)}</details>" if defaults else ""
+    return section("Options", names, user_rows, folded)
 
 
 def _value_text(value: Any) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
-from mpillm.files import write_text
+from mpillm.files import DATA_ERRORS, write_text
 from mpillm.report.page.run_analysis import Facts, facts_of
 from mpillm.report.request_log import read_requests
 from mpillm.report.run_files import RunFiles
@@ -33,7 +33,7 @@ _GPU = {"power_w": "GPU power, W", "sm_mhz": "GPU clock, MHz", "temperature_c": 
 def write_trace(run: RunFiles, path: Path) -> None:
     """Write the file. Raises OSError if the disk is full."""
     lines: list[str] = []
-    with contextlib.suppress(ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+    with contextlib.suppress(*DATA_ERRORS):
         # The trace ends where a file is damaged. The HTML report has a note about it.
         lines.extend(json.dumps(event, separators=(",", ":")) for event in events(run))
     text = ",\n".join(lines)
