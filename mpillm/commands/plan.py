@@ -13,7 +13,7 @@ from mpillm.errors import ExitCode
 from mpillm.options import json_output
 from mpillm.options.columns import prose
 from mpillm.options.command_line import Parser
-from mpillm.options.disagg_yaml import PORTS, context_servers, disagg_config
+from mpillm.options.disagg_yaml import PORTS, disagg_config, world_plan
 from mpillm.options.field import Field
 from mpillm.options.fields import MODEL_AND_LIMITS, command_fields
 from mpillm.options.fields.effects import PLAN
@@ -72,14 +72,8 @@ def main(argv: Sequence[str]) -> int:
     if nodes is not None and len(nodes) != world_size:
         raise ConfigError(f"--world_size {world_size}, but --nodes has {len(nodes)} slots")
     core = BackendRegistry.declared(config.core_type)
-    plan = disagg.plan(
-        disagg_config(config, world_size, core.is_client),
-        world_size,
-        nodes,
-        config.clients_of_a_server,
-        context_servers(config, world_size),
-        config.server_nodes,
-    )
+    yaml = disagg_config(config, world_size, core.is_client)
+    plan = world_plan(config, yaml, world_size, nodes)
     if not core.uses_gpus or config.device == "cpu":
         plan = plan.on_devices({}, {})
     if config.server:

@@ -220,12 +220,8 @@ def _trace_tokens(trace: Trace, tokenizer: Tokenizer, vocab_size: int) -> array[
     plain = range(vocab_size)[tokenizer.plain_tokens.start : tokenizer.plain_tokens.stop] or range(vocab_size)
     n_blocks = -(-trace.length // _TRACE_BLOCK)
     ids = [*trace.hash_ids[:n_blocks], *range(n_blocks - len(trace.hash_ids))]
-    blocks = [
-        np.random.default_rng([number, i >= len(trace.hash_ids)]).integers(
-            plain.start, plain.stop, _TRACE_BLOCK, np.int32
-        )
-        for i, number in enumerate(ids)
-    ]
+    random = (np.random.default_rng([number, i >= len(trace.hash_ids)]) for i, number in enumerate(ids))
+    blocks = [one.integers(plain.start, plain.stop, _TRACE_BLOCK, np.int32) for one in random]
     return _as_array(np.concatenate(blocks)[: trace.length].tolist())
 
 
@@ -272,13 +268,8 @@ def _fitting(dataset: Dataset, limits: PromptLimits) -> Dataset:
     )
     new_lengths, tokens = dataset.gather(indices)
     offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(new_lengths)))
-    return Dataset(
-        dataset.name,
-        tokens,
-        offsets,
-        texts={new: dataset.texts[int(old)] for new, old in enumerate(indices)},
-        note=note,
-    )
+    texts = {new: dataset.texts[int(old)] for new, old in enumerate(indices)}
+    return Dataset(dataset.name, tokens, offsets, texts=texts, note=note)
 
 
 def _preprocessed(samples: Samples, vocab_size: int, limits: PromptLimits) -> Dataset:

@@ -134,11 +134,8 @@ def _build(source: Source, work: Path, console: Callable[[str], object]) -> None
     model = work / "model"
     model.mkdir()
     convert(gguf_file, model)
-    record = {
-        "source": _source_record(source),
-        "files": {file: (model / file).stat().st_size for file in FILES},
-    }
-    write_json(model / _RECORD, record)
+    sizes = {file: (model / file).stat().st_size for file in FILES}
+    write_json(model / _RECORD, {"source": _source_record(source), "files": sizes})
     console(f"converted in {time.monotonic() - downloaded:.1f} s")
 
 

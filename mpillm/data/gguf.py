@@ -158,11 +158,8 @@ def _write_weights(metadata: Metadata, tensors: list[Any], config: dict[str, Any
         weights[f"{layer}{architecture.tensors[name]}{'' if name == 'attn_sinks' else f'.{kind}'}"] = values
     weights |= _packed(experts)
     try:
-        save_file(
-            {name: np.ascontiguousarray(values) for name, values in weights.items()},
-            target,
-            metadata={"format": "pt"},
-        )
+        arrays = {name: np.ascontiguousarray(values) for name, values in weights.items()}
+        save_file(arrays, target, metadata={"format": "pt"})
     except SafetensorError as error:
         raise ConfigError(f"cannot write {target}: {error}") from error
 

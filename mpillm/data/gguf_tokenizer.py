@@ -54,11 +54,8 @@ def _byte_level(metadata: Metadata, splitter: str) -> Any:
         for left, _, right in (merge.partition(" ") for merge in metadata.values["tokenizer.ggml.merges"])
     ]
     with panics_named(f"{metadata.source}: its tokenizer makes no sense"):
-        model = models.BPE(
-            vocab={token: i for i, token in enumerate(tokens)},
-            merges=merges,
-            ignore_merges=splitter == "llama-bpe",
-        )
+        vocab = {token: i for i, token in enumerate(tokens)}
+        model = models.BPE(vocab=vocab, merges=merges, ignore_merges=splitter == "llama-bpe")
     tokenizer = Tokenizer(model)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if splitter == "smollm":

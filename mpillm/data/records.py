@@ -193,13 +193,7 @@ def _length(value: Any, key: str) -> int:
 
 
 def _json_type(value: Any) -> str:
-    names = {
-        dict: "object",
-        list: "array",
-        str: "string",
-        int: "number",
-        float: "number",
-        bool: "boolean",
-        type(None): "null",
-    }
+    if value is None:
+        return "null"
+    names = {dict: "object", list: "array", str: "string", int: "number", float: "number", bool: "boolean"}
     return names.get(type(value), type(value).__name__)

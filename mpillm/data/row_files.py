@@ -70,12 +70,6 @@ _KINDS = (
     ),
 )
 _OPENERS: dict[str, Any] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
-_TABLES = {
-    _PARQUET: "read_parquet",
-    _ARROW: "read_feather",
-    _FEATHER: "read_feather",
-    _STREAM: "read_feather",
-}
 
 
 def is_row_file(path: Path) -> bool:
@@ -178,8 +172,9 @@ def _table_rows(file: Path, kind: str, stream: IO[bytes]) -> Iterator[Row]:
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError:
+        read = "read_parquet" if kind == _PARQUET else "read_feather"
         program = (
-            f'import pandas, sys; pandas.{_TABLES[kind]}(sys.argv[1]).to_json("prompts.jsonl",'
+            f'import pandas, sys; pandas.{read}(sys.argv[1]).to_json("prompts.jsonl",'
             ' orient="records", lines=True)'
         )
         raise ConfigError(

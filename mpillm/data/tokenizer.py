@@ -337,14 +337,8 @@ def _read_template(model_path: Path, settings: dict[str, Any]) -> str | None:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
     if isinstance(template, list):
-        template = next(
-            (
-                entry.get("template")
-                for entry in template
-                if isinstance(entry, dict) and entry.get("name") == "default"
-            ),
-            None,
-        )
+        named = (one for one in template if isinstance(one, dict) and one.get("name") == "default")
+        template = next(named, {}).get("template")
     if template is not None and not isinstance(template, str):
         where = model_path / "tokenizer_config.json"
         raise ConfigError(f"{where}: chat_template is {type(template).__name__}, not text")

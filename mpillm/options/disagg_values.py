@@ -181,15 +181,9 @@ def _yaml_value(value: Any, where: str) -> YamlValue:
 
 def same(name: str, one: Any, other: Any) -> bool:
     """Return whether two values of an option are the same: a path may be written in several ways."""
-    return bool(
-        one == other
-        or (
-            name == AllFields.model_path.name
-            and one
-            and other
-            and os.path.realpath(one) == os.path.realpath(other)
-        )
-    )
+    if name == AllFields.model_path.name and one and other:
+        one, other = os.path.realpath(one), os.path.realpath(other)
+    return bool(one == other)
 
 
 def router_arguments(server: ServerConfig, tokens_per_block: int) -> dict[str, int]:

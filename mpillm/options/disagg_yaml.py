@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import disagg
-from disagg import DisaggConfig
+from disagg import DisaggConfig, WorldPlan
 from disagg.errors import ConfigError
 from disagg.schema import SECTIONS
 from mpillm.options.disagg_values import CORE, EXPERTS, ROUTER, SIZES, written
@@ -46,6 +47,14 @@ def disagg_config(config: RunConfig, world_size: int | None, clients: bool = Fal
         return generated(config, world_size)
     _check_control_ranks(config, yaml, world_size)
     return yaml
+
+
+def world_plan(
+    config: RunConfig, yaml: DisaggConfig, world_size: int, nodes: Sequence[str] | None
+) -> WorldPlan:
+    """Return the plan of a run; `nodes`: of each rank. Raises ConfigError if the ranks do not fit it."""
+    n_contexts = context_servers(config, world_size)
+    return disagg.plan(yaml, world_size, nodes, config.clients_of_a_server, n_contexts, config.server_nodes)
 
 
 def context_servers(config: RunConfig, world_size: int | None) -> int:

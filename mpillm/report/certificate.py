@@ -34,17 +34,13 @@ def certificate(run: RunFiles, harness_run: RunFiles) -> dict[str, Any]:
                 if name in total and name in own
             }
     rate, harness_rate = (one.result["samples_per_second"] for one in (run, harness_run))
-    offline = run.result["scenario"] == "Offline"
+    share = _share(rate, harness_rate) if run.result["scenario"] == "Offline" else None
     return {
         "run": str(run.path),
         "beside": str(harness_run.path),
         "scenario": run.result["scenario"],
         "latencies": latencies,
-        "samples_per_second": {
-            "run": rate,
-            "harness": harness_rate,
-            "share": _share(rate, harness_rate) if offline else None,
-        },
+        "samples_per_second": {"run": rate, "harness": harness_rate, "share": share},
         "cpu_cores": {"run": run.result.get("cpu_cores"), "harness": harness_run.result.get("cpu_cores")},
     }
 

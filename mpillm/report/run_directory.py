@@ -143,11 +143,8 @@ def _foreign_owner(folder: Path) -> str:
 def unwritable(config: RunConfig, path: Path, error: OSError) -> RunError:
     """Return the error of a run directory that can't be written: a wrong option, unless the disk is full."""
     message = f"the run directory {path} (--log_dir) can't be written: {error.strerror}"
-    return RunError(
-        Failure(
-            message + config.set_by("log_dir"), code=None if error.errno in STORAGE_ERRORS else ExitCode.USAGE
-        )
-    )
+    code = None if error.errno in STORAGE_ERRORS else ExitCode.USAGE
+    return RunError(Failure(message + config.set_by("log_dir"), code=code))
 
 
 def display_path(path: Path) -> str:

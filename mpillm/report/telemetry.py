@@ -40,19 +40,13 @@ class RunTelemetry:
             ended = max(totals.ended, self._looked_at)
             self._progress.add(ended, totals.issued, totals.samples, totals.tokens)
         since = totals.started
+        histograms = {"ttft": totals.ttft, "tpot": totals.tpot, "latency": totals.latency}
         value = {
             "format": 1,
             "started": time.time() - (time.perf_counter() - since) if since else None,
             "kinds": KINDS,
             "progress": self._progress.to_json(since),
-            "cdf": {
-                name: histogram.cdf_ms()
-                for name, histogram in (
-                    ("ttft", totals.ttft),
-                    ("tpot", totals.tpot),
-                    ("latency", totals.latency),
-                )
-            },
+            "cdf": {name: histogram.cdf_ms() for name, histogram in histograms.items()},
             "ranks": {str(rank): noted for rank, noted in sorted(self.ranks.items())},
         }
         text = json.dumps(value, separators=(",", ":"), allow_nan=False)

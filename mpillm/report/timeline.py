@@ -30,6 +30,10 @@ class TotalMetrics(NamedTuple):
     kv_cache_usage: float | None  # of the instance with the fullest cache
 
 
+def _figures(mean: float, peak: float, last: float) -> dict[str, float]:
+    return {"mean": round(mean, 4), "peak": round(peak, 4), "last": round(last, 4)}
+
+
 class _Gauge:
     """Mean, peak and last value."""
 
@@ -46,11 +50,7 @@ class _Gauge:
         """Return None if there was no value."""
         if self._n == 0:
             return None
-        return {
-            "mean": round(self._sum / self._n, 4),
-            "peak": round(self._peak, 4),
-            "last": round(self._last, 4),
-        }
+        return _figures(self._sum / self._n, self._peak, self._last)
 
 
 class _Track:
@@ -97,24 +97,12 @@ class _Track:
         ]
 
     def summary(self) -> dict[str, Any]:
+        names = ("prompt_tokens", "generated_tokens")
+        columns = zip(names, self.rates(), self._peaks, self.rates_now(), strict=True)
         rates = {
-            f"{name}_per_second": {
-                "mean": round(mean, 4),
-                "peak": round(max(peak, mean), 4),
-                "last": round(now, 4),
-            }
-            for name, mean, peak, now in zip(
-                ("prompt_tokens", "generated_tokens"),
-                self.rates(),
-                self._peaks,
-                self.rates_now(),
-                strict=True,
-            )
+            f"{name}_per_second": _figures(mean, max(peak, mean), now) for name, mean, peak, now in columns
         }
-        counts = {
-            "prompt_tokens": self.metrics.prompt_tokens,
-            "generated_tokens": self.metrics.generated_tokens,
-        }
+        counts = {name: getattr(self.metrics, name) for name in names}
         return counts | rates | {name: gauge.summary() for name, gauge in self._gauges.items()}
 
 

@@ -76,11 +76,8 @@ def effective_yaml(
     if config.yaml is None and len({rank.node for rank in plan.ranks}) > 1:
         from disagg import with_hosts  # takes time to import, and most ranks need nothing else of its file
 
-        yaml = with_hosts(
-            yaml,
-            plan.ranks[plan.leader_rank].node,
-            [plan.ranks[instance.root_rank].node for instance in plan.instances],
-        )
+        hosts = [plan.ranks[instance.root_rank].node for instance in plan.instances]
+        yaml = with_hosts(yaml, plan.ranks[plan.leader_rank].node, hosts)
     of_section = {plan.instances[core.instance].section: core for core in cores}
 
     def in_force(section: str, server: ServerConfig) -> ServerConfig:

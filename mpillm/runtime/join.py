@@ -22,7 +22,7 @@ from mpillm.data.dataset import Dataset
 from mpillm.data.tokenizer import FileTokenizer, Tokenizer
 from mpillm.devices import OwnGpu, assign
 from mpillm.loadgen.settings import LoadGenConfig, LoadGenSettings, load_settings
-from mpillm.options.disagg_yaml import context_servers, disagg_config
+from mpillm.options.disagg_yaml import disagg_config, world_plan
 from mpillm.options.fields.effects import RUN, SERVE
 from mpillm.options.fields.topology import PROMPTS_ALONE
 from mpillm.options.run_config import RunConfig
@@ -134,9 +134,7 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
         notes.append(f"{config.named('traffic_distribution_policy')} is taken as load_balancing")
     notes += check_yaml(config)
     nodes = [reports[rank].host for rank in ranks]
-    n_contexts = context_servers(config, len(ranks))
-    sizes = (config.clients_of_a_server, n_contexts, config.server_nodes)
-    plan = disagg.plan(yaml, len(ranks), nodes, *sizes)
+    plan = world_plan(config, yaml, len(ranks), nodes)
     visible = [reports[rank].gpus for rank in ranks]
     gpus = assign(config.device, plan, visible) if core_class.uses_gpus else {}
     server_gpus: dict[int, tuple[int, ...]] = {}
@@ -247,9 +245,8 @@ def _agreed(config: RunConfig | None, reports: dict[int, JoinReport]) -> RunConf
     if other:
         first = min(other)
         difference = config.difference(other[first].values)
-        why = (
-            f"rank {first}: {difference}" if difference else f"the contents of {config.disagg_config} differ"
-        )
+        contents = f"the contents of {config.disagg_config} differ"
+        why = f"rank {first}: {difference}" if difference else contents
         raise ConfigError(
             f"{disagg.rank_list(other, hosts)} {'was' if len(other) == 1 else 'were'} started with"
             f" another configuration than rank 0: {why}"

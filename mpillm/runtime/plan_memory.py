@@ -133,11 +133,8 @@ def _needs(info: ModelInfo, engine: EngineConfig) -> str:
     n_bytes = per_token * tokens
     if info.window_cache_tokens:  # some layers have a smaller cache
         of_layer = info.config.kv_bytes_per_token(info.kv_dtype, engine.tp_size, info.config.n_layers)
-        n_bytes -= (
-            info.config.kv_layers(engine.pp_size, windowed=True)
-            * of_layer
-            * (tokens - info.window_cache_tokens)
-        )
+        n_layers = info.config.kv_layers(engine.pp_size, windowed=True)
+        n_bytes -= n_layers * of_layer * (tokens - info.window_cache_tokens)
     return f"{text}, {_size_text(n_bytes)} for {tokens:,}"
 
 

@@ -88,11 +88,8 @@ class Rank:
         self._usage_error = usage_error
         timeouts = Timeouts(dict(DEADLINES))
         if config is not None:
-            timeouts = Timeouts(
-                {phase: config[field] for phase, field in FIELD_OF.items()},
-                config.grace,
-                config.heartbeat_timeout,
-            )
+            phases = {phase: config[field] for phase, field in FIELD_OF.items()}
+            timeouts = Timeouts(phases, config.grace, config.heartbeat_timeout)
         if serves:
             timeouts.phases["test"] = math.inf
         self._serves = serves
@@ -123,14 +120,8 @@ class Rank:
             from mpillm.report.console import Console
             from mpillm.runtime.rank0 import Rank0  # imports LoadGen and the data set: for this rank only
 
-            self._rank0 = Rank0(
-                self._control,
-                self.size,
-                config,
-                time.monotonic() - _process_age_s(),
-                Console(),
-                purpose(config),
-            )
+            started = time.monotonic() - _process_age_s()
+            self._rank0 = Rank0(self._control, self.size, config, started, Console(), purpose(config))
             self._ending = Rank0Ending(self._control, self._beats, self._roles, self._rank0)
             # First: it must report a lost rank before MPI's error does.
             self._loop.pollers.insert(0, self._rank0.control.poll)

@@ -164,11 +164,5 @@ def _instance_role(
     from mpillm.roles.generation import GenerationRole
 
     senders = {i.root_rank: i.index for i in contexts}
-    return GenerationRole(
-        core,
-        route,
-        leader,
-        instance.index,
-        senders,
-        sum(1 for _, generation in pairs if generation == instance.index),
-    )
+    n_pairs = sum(generation == instance.index for _, generation in pairs)
+    return GenerationRole(core, route, leader, instance.index, senders, n_pairs)

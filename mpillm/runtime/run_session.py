@@ -190,11 +190,8 @@ class RunSession(ABC):
 
     def page(self) -> tuple[str, str]:
         """Write the HTML report; return its row of the summary. Never raises."""
-        return leave_page(
-            self._record.path,
-            partial(self._telemetry.write, totals=self.totals),
-            self._config.price_per_gpu_hour,
-        )
+        write_telemetry = partial(self._telemetry.write, totals=self.totals)
+        return leave_page(self._record.path, write_telemetry, self._config.price_per_gpu_hour)
 
     def figures(self, reports: dict[int, DrainReport]) -> dict[str, Any]:
         """Return the figures for the result. `reports`: of the ranks, if they have ended."""

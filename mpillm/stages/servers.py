@@ -213,12 +213,6 @@ def _holder(port: int) -> str:
 
 def ports_here(urls: Iterable[str]) -> dict[str, int]:
     """Return the ports of the addresses ``host:port`` on this host."""
-    names = (
-        "localhost",
-        "127.0.0.1",
-        "0.0.0.0",
-        socket.gethostname(),
-        socket.getfqdn(),
-        os.environ.get("HOSTNAME"),
-    )
+    names = {"localhost", "127.0.0.1", "0.0.0.0", os.environ.get("HOSTNAME")}
+    names |= {socket.gethostname(), socket.getfqdn()}
     return {url: int(url.rpartition(":")[2]) for url in urls if url.rpartition(":")[0] in names}

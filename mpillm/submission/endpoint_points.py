@@ -75,14 +75,9 @@ def result_summary(records: Sequence[Record], duration_s: float, started: float)
 def request_logs(records: Sequence[Record]) -> list[dict[str, Any]]:
     """Return a log entry for each request, in seconds; `sent` counts from the first request."""
     first = min((record.start for record in records), default=0.0)
+    names = ("ttft", "latency", "output_len", "error")
     return [
-        {
-            "sent": record.start - first,
-            "ttft": record.ttft,
-            "latency": record.latency,
-            "output_len": record.output_len,
-            "error": record.error,
-        }
+        {"sent": record.start - first, **{name: getattr(record, name) for name in names}}
         for record in records
     ]
 

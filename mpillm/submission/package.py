@@ -78,12 +78,9 @@ class Submission:
         for result in self.results:
             self._result(tree / "results" / self.system_name / result.benchmark / result.scenario, result)
             _write(tree / "src" / result.benchmark / "README.md", _source_readme(result.benchmark))
+        ignore = shutil.ignore_patterns("__pycache__")
         for package in ("disagg", "launch", "mpillm"):
-            shutil.copytree(
-                _SOURCE / package,
-                tree / "src" / "mpillm" / package,
-                ignore=shutil.ignore_patterns("__pycache__"),
-            )
+            shutil.copytree(_SOURCE / package, tree / "src" / "mpillm" / package, ignore=ignore)
 
     def _result(self, folder: Path, result: Result) -> None:
         _write(folder / "measurements.json", result.measurements)

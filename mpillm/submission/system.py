@@ -108,14 +108,9 @@ def overlay(
             raise ConfigError(f"{option} {file}: {key} {value!r}: not one of {', '.join(allowed)}")
         if key in SYSTEM_MEANINGFUL + MEASUREMENTS and value in ("", None, 0):
             raise ConfigError(f"{option} {file}: {key} is empty; the submission checker requires an answer")
-    fixed = [
-        key
-        for key in ("submitter", "division", "system_name")
-        if key in overrides and overrides[key] != description.get(key)
-    ]
-    if fixed:
-        key = fixed[0]
-        raise ConfigError(f"{option} {file}: {key} is {overrides[key]!r}, but --{key} {description[key]}")
+    for key in ("submitter", "division", "system_name"):
+        if key in overrides and overrides[key] != description.get(key):
+            raise ConfigError(f"{option} {file}: {key} is {overrides[key]!r}, but --{key} {description[key]}")
     return {**description, **overrides}
 
 

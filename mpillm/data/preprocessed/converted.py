@@ -96,14 +96,8 @@ def load_npy(file: Path, is_mapped: bool) -> Any:
     check_file(file)
     try:
         return np.load(file, "r" if is_mapped else None, allow_pickle=False)
-    except (
-        ArithmeticError,
-        MemoryError,
-        SyntaxError,
-        SystemError,  # Python 3.12 raises it for a null byte in the header, instead of SyntaxError
-        TypeError,
-        tokenize.TokenError,
-    ) as error:
+    # For a null byte in the header, Python 3.12 raises SystemError instead of SyntaxError.
+    except (ArithmeticError, MemoryError, SyntaxError, SystemError, TypeError, tokenize.TokenError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 

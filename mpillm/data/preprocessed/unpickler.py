@@ -224,10 +224,8 @@ class _Manager:
 
     def build(self, state: Any) -> None:
         last = state[3]["0.14.1"]  # pandas 1.0 to 1.2 write the same state for several older versions
-        self.blocks, self.axes = (
-            [_block(block["values"], block["mgr_locs"]) for block in last["blocks"]],
-            last["axes"],
-        )
+        self.blocks = [_block(block["values"], block["mgr_locs"]) for block in last["blocks"]]
+        self.axes = last["axes"]
 
     def frame(self, spend: Callable[[int], None]) -> pd.DataFrame:
         labels, rows = self.axes
@@ -362,9 +360,10 @@ def kind_of(value: Any) -> str:
         return f"an array of {value.dtype}, {value.ndim} dimensions"
     if isinstance(value, _Name):
         return str(value)
-    names = {
+    if value is None:
+        return "nothing"
+    names: dict[type, str] = {
         str: "text",
-        type(None): "nothing",
         list: "a list",
         tuple: "a tuple",
         dict: "a dict",

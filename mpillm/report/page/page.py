@@ -100,12 +100,8 @@ def _lanes(rows: list[dict[str, object]], end: float, facts: Facts) -> str:
         return ""
     more = len(facts.noted) - len(rows)
     more_ranks = f" {more} more ranks are in trace.json." if more > 0 else ""
-    key = "".join(
-        f'<li><i class="k{kind}"></i>{text}</li>'
-        for kind, text in enumerate(
-            ("contexts", "decode", "both in a step", "requests open", "KV caches under way")
-        )
-    )
+    kinds = ("contexts", "decode", "both in a step", "requests open", "KV caches under way")
+    key = "".join(f'<li><i class="k{kind}"></i>{text}</li>' for kind, text in enumerate(kinds))
     return (
         '<section><h2>What each rank did</h2><p class="note">Grey is idle. The thin lane below is the'
         f' handoff.{more_ranks}  <span class="js-only">Drag to zoom, or Ctrl and the wheel. Double-click to'

@@ -99,10 +99,8 @@ def run_in_turn(tests: Sequence[Test]) -> int:
         # No deadline here: the mpirun has one for its start, and rank 0 one for each phase and for a test
         # without answers.
         with Children(MPIRUN_GRACE_S, pass_on=True) as children:
-            code = (
-                children.wait(children.start(test.name, test.command.argv, test.command.environment()), None)
-                or 0
-            )
+            child = children.start(test.name, test.command.argv, test.command.environment())
+            code = children.wait(child, None) or 0
         code = 128 - code if code < 0 else code
         worst = max(worst, code)
         lines.append((test.name, *_outcome(test, code, earlier)))
