@@ -30,9 +30,8 @@ def disagg_config(config: RunConfig, world_size: int | None, clients: bool = Fal
     """
     if clients:
         n_executors = None
-        if config.server and config.mode == "disaggregated":
-            n_executors = _server_counts(config, world_size)[1] * config.clients_of_a_server
-            world_size = None
+        if counts := _server_counts(config, world_size):
+            n_executors, world_size = counts[1] * config.clients_of_a_server, None
         return disagg.generate(
             "aggregated",
             world_size,
@@ -62,9 +61,8 @@ def context_servers(config: RunConfig, world_size: int | None) -> int:
 
     Raises ConfigError if the explicit numbers of servers do not fit it.
     """
-    if not config.server or config.mode != "disaggregated":
-        return 0
-    return _server_counts(config, world_size)[0]
+    counts = _server_counts(config, world_size)
+    return counts[0] if counts else 0
 
 
 def server_ranks(config: RunConfig) -> int | None:
@@ -72,17 +70,17 @@ def server_ranks(config: RunConfig) -> int | None:
 
     None if the run starts no such servers. The number of servers defaults to one of each kind.
     """
-    if not config.server or config.mode != "disaggregated":
-        return None
-    n_contexts, n_generations = _server_counts(config, None)
-    return n_contexts + n_generations * config.clients_of_a_server
+    counts = _server_counts(config, None)
+    return counts[0] + counts[1] * config.clients_of_a_server if counts else None
 
 
-def _server_counts(config: RunConfig, world_size: int | None) -> tuple[int, int]:
-    """Return the number of context servers and of generation servers.
+def _server_counts(config: RunConfig, world_size: int | None) -> tuple[int, int] | None:
+    """Return the number of context servers and of generation servers; None if the run starts no such servers.
 
     A context server has one rank, a generation server its clients.
     """
+    if not config.server or config.mode != "disaggregated":
+        return None
     config_yaml = disagg.generate(
         "disaggregated",
         world_size,

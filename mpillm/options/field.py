@@ -1,4 +1,4 @@
-"""Fields: the things that can be configured."""
+"""Fields: the things that can be configured, and where each has an effect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, overload
 
 from disagg.errors import ConfigError, nearest
 from disagg.yaml_text import is_text, plain, value_text
-from mpillm.options.effect import EVERYWHERE, Effect
 
 if TYPE_CHECKING:  # its TypeVar has defaults: `Field` alone is a Field of any type
     from typing import TypedDict
@@ -34,6 +33,32 @@ else:
     from typing import TypeVar
 
     T = TypeVar("T")
+
+
+ANY = object()
+"""As the value of `Use.needs`: any value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """A use of a value; an empty field means all."""
+
+    commands: tuple[str, ...] = ()
+    cores: tuple[str, ...] = ()
+    scenarios: tuple[str, ...] = ()
+    needs: tuple[str, Any] | None = None  # another option or build flag, and the value that it must have
+
+
+@dataclasses.dataclass(frozen=True)
+class Effect:
+    """All uses of a value. None: it is accepted, and never used."""
+
+    uses: tuple[Use, ...] = (Use(),)
+    measured: bool = True  # the results of a run depend on it: to set it without effect is an error
+    instead: str = ""  # its replacement
+
+
+EVERYWHERE = Effect()
 
 
 class AutoConfStrategy(enum.Enum):

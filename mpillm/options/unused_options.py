@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from disagg.errors import ConfigError, nearest
 from mpillm.core_names import WITH_BACKENDS, with_backend
-from mpillm.options.effect import ANY, Use
-from mpillm.options.field import Field
+from mpillm.options.field import ANY, Field, Use
 from mpillm.options.fields import BY_NAME, FIELDS, SIZES, AllFields
 from mpillm.options.fields.effects import CLIENTS, DISAGG, PLAN, RUN, SERVE, STAGES
 from mpillm.options.fields.runtime_flags import KNOWN_FLAGS, names_of

@@ -21,10 +21,9 @@ from mpillm.submission.rules import (
     Problem,
     missing_scenarios,
 )
-from mpillm.submission.scores import printed_scores
+from mpillm.submission.scores import check, printed_scores
 from mpillm.submission.submitted_runs import Result, SubmittedRun
 from mpillm.submission.system import of_servers
-from mpillm.submission.targets import check
 from mpillm.workloads import Workload
 from mpillm.workloads.workload import LatencyLimits
 

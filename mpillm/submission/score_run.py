@@ -19,8 +19,16 @@ from mpillm.submission import client_form
 from mpillm.submission.judged_run import JudgedRun
 from mpillm.submission.references import read_references
 from mpillm.submission.rouge import need_libraries
-from mpillm.submission.scores import METRICS, Row, ScoredResponse, Scores, pass_at_1, reference_scores
-from mpillm.submission.targets import Check, check
+from mpillm.submission.scores import (
+    METRICS,
+    Check,
+    Row,
+    ScoredResponse,
+    Scores,
+    check,
+    pass_at_1,
+    reference_scores,
+)
 from mpillm.version import __version__
 
 COMPLETIONS = "mbxp_completions.json"

@@ -1,4 +1,4 @@
-"""The scores of a run, from decoded answers and the rows of the data set.
+"""The scores of a run, from decoded answers and the rows of the data set, and the workload's targets.
 
 Names and rounding match the output of the reference scripts of mlcommons/inference
 (language/<workload>/evaluate-accuracy.py), which the submission checker expects.
@@ -14,7 +14,7 @@ from typing import Any
 
 from disagg.errors import ConfigError
 from mpillm.submission import rouge
-from mpillm.workloads.workload import Metric
+from mpillm.workloads.workload import Accuracy, Metric
 
 _NUMBER = re.compile(r"(?:-|(?<!,))[\d,]*\.?\d+")
 _UUID = re.compile(r"\w{8}-\w{4}-\w{4}-\w{4}-\w{12}")
@@ -88,6 +88,39 @@ class Scores:
     values: dict[str, float]  # by the references' names
     notes: list[str] = field(default_factory=list)  # for the user
     completions: list[dict[str, str]] = field(default_factory=list)  # code to execute (MBXP)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A score and its bounds; `value` is None if there is no score."""
+
+    name: str
+    value: float | None
+    min_value: float
+    max_value: float | None = None
+
+    @property
+    def passed(self) -> bool:
+        return (
+            self.value is not None
+            and self.value >= self.min_value
+            and (self.max_value is None or self.value <= self.max_value)
+        )
+
+    def text(self) -> str:
+        """Format the check: "rouge1 20.10 (at least 44.43)"."""
+        bounds = f"at least {self.min_value:.2f}"
+        bounds += f", at most {self.max_value:.2f}" if self.max_value is not None else ""
+        return f"{self.name} {'missing' if self.value is None else f'{self.value:.2f}'} ({bounds})"
+
+
+def check(accuracy: Accuracy, values: dict[str, float], accuracy_target: float) -> list[Check]:
+    """Compare scores with the targets. `accuracy_target`: a fraction of the reference, 0.99 or 0.999."""
+    checks = [
+        Check(name, values.get(name), reference * accuracy_target)
+        for name, reference in accuracy.references.items()
+    ]
+    return [*checks, Check(accuracy.length, values.get(accuracy.length), *accuracy.bounds)]
 
 
 def by_rouge(answers: Sequence[ScoredResponse], rows: Sequence[Row]) -> Scores:

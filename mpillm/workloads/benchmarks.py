@@ -238,19 +238,9 @@ GPT_OSS_120B = Workload(
     ),
 )
 
+_PLAIN = (LLAMA2_70B, MIXTRAL_8X7B, LLAMA3_1_405B, LLAMA3_1_8B, DEEPSEEK_R1, GPT_OSS_120B)
 WORKLOADS = {
-    workload.name: workload
-    for workload in (
-        LLAMA2_70B,
-        LLAMA2_70B.interactive(),
-        MIXTRAL_8X7B,
-        LLAMA3_1_405B,
-        LLAMA3_1_405B.interactive(),
-        LLAMA3_1_8B,
-        LLAMA3_1_8B.interactive(),
-        DEEPSEEK_R1,
-        DEEPSEEK_R1.interactive(),
-        GPT_OSS_120B,
-        GPT_OSS_120B.interactive(),
-    )
+    form.name: form
+    for plain in _PLAIN
+    for form in ((plain, plain.interactive()) if plain.has_interactive_form else (plain,))
 }

@@ -118,6 +118,10 @@ class Workload:
         """The name, with the scale if it is not full."""
         return f"{self.name} (tiny)" if self.scaled else self.name
 
+    @property
+    def has_interactive_form(self) -> bool:
+        return any("Interactive" in either for either in self.submission.scenarios)
+
     def interactive(self) -> Workload:
         """Return the interactive form: Server with stricter limits, and another LoadGen model."""
         return replace(

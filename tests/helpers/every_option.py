@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from disagg.errors import ConfigError
-from mpillm.options.effect import ANY
-from mpillm.options.field import Field
+from mpillm.options.field import ANY, Field
 from mpillm.options.fields import BY_NAME, FIELDS
 from mpillm.options.layers import layers_of
 from mpillm.options.run_config import RunConfig

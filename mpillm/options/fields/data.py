@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mpillm.options.effect import EVERYWHERE
-from mpillm.options.field import Options, option
+from mpillm.options.field import EVERYWHERE, Options, option
 from mpillm.options.fields.effects import COMPUTING, SYNTHETIC, TEST, of_engines
 from mpillm.options.parsers import (
     boolean,

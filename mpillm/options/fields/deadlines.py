@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mpillm.options.effect import EVERYWHERE
-from mpillm.options.field import Field, Options, option
+from mpillm.options.field import EVERYWHERE, Field, Options, option
 from mpillm.options.fields.effects import MODELS, STAGES, TIME, used_by
 from mpillm.options.parsers import seconds
 from mpillm.phases import PHASES, Phase

@@ -20,7 +20,7 @@ from mpillm.core_names import (
     TRTLLM_EXECUTOR,
     TRTLLM_HLAPI,
 )
-from mpillm.options.effect import Effect, Use
+from mpillm.options.field import Effect, Use
 
 RUN, SERVE, PLAN, SUBMISSION = "run", "serve", "plan", "submission"
 BOTH = (RUN, SERVE)

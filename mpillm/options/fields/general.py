@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mpillm.options.effect import ANY, Effect, Use
-from mpillm.options.field import Options, option
+from mpillm.options.field import ANY, Effect, Options, Use, option
 from mpillm.options.fields.effects import REPORTED, RUN, SERVE, used_by
 from mpillm.options.parsers import accuracy, boolean, names
 from mpillm.workloads import TARGETS, WORKLOADS

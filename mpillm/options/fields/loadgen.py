@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mpillm.options.effect import ANY
-from mpillm.options.field import Options, option
+from mpillm.options.field import ANY, Options, option
 from mpillm.options.fields.effects import REPORTED, RUN, TEST, used_by
 from mpillm.options.latency_limits import ARGPARSE_OPTIONS, integer_limits_ms
 from mpillm.options.parsers import boolean, kind_of_program, length_of_a_test, positive, rate, shell_args

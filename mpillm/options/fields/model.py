@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from mpillm.core_names import DEFAULT, DUMMY, EMBEDDED, TRTLLM_DISAGG, TRTLLM_ENDPOINT, TRTLLM_EXECUTOR
-from mpillm.options.effect import Effect, Use
-from mpillm.options.field import Options, option
+from mpillm.options.field import Effect, Options, Use, option
 from mpillm.options.fields.effects import BOTH, COMPUTING, LIBRARY, MODELS, of_engines, used_by
 from mpillm.options.parsers import boolean, flag_dict, fraction, one_of, positive
 

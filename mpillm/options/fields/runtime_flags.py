@@ -20,8 +20,7 @@ from mpillm.core_names import (
     load_object,
     provided,
 )
-from mpillm.options.effect import Effect
-from mpillm.options.field import Field
+from mpillm.options.field import Effect, Field
 from mpillm.options.fields.effects import of_engines, used_by
 from mpillm.options.fields.model import ModelFields
 from mpillm.options.fields.topology import TopologyFields

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from mpillm.core_names import DEFAULT, DUMMY, TRITON, TRTLLM_ENDPOINT
-from mpillm.options.effect import ANY, Effect, Use
-from mpillm.options.field import Options, option
+from mpillm.options.field import ANY, Effect, Options, Use, option
 from mpillm.options.fields.effects import BOTH, CLIENTS, SERVERS_OF_TRITON, STAGES, used_by
 from mpillm.options.parsers import (
     boolean,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mpillm.options.effect import ANY
-from mpillm.options.field import Options, option
+from mpillm.options.field import ANY, Options, option
 from mpillm.options.fields.effects import SERVE, SERVED, used_by
 from mpillm.options.parsers import natural, port_or_any, positive, secret
 

@@ -49,17 +49,9 @@ class Chart:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "name": self.name,
-            "unit": self.unit,
-            "x_label": self.x_label,
+            **vars(self),
             "x_axis": self.x_axis,
-            "x": self.x,
             "lines": [{"label": label, "y": y, "colour": colour} for label, y, colour in self.lines],
-            "limit": self.limit,
-            "y_limit": self.y_limit,
-            "marks": self.marks,
-            "names": self.names,
-            "joined": self.joined,
             "crossed": self.crossed[1] if self.crossed else [],
         }
 

@@ -15,8 +15,7 @@ from mpillm.report.run_list import run_path
 from mpillm.submission.client_form import ACCURACY, CLIENT
 from mpillm.submission.judged_run import JudgedRun
 from mpillm.submission.score_run import read_accuracy_run, score_run
-from mpillm.submission.scores import Scores
-from mpillm.submission.targets import Check
+from mpillm.submission.scores import Check, Scores
 
 _GROUP = "accuracy"
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mpillm.options.effect import EVERYWHERE, Effect
-from mpillm.options.field import Field, Options, option
+from mpillm.options.field import EVERYWHERE, Effect, Field, Options, option
 from mpillm.options.parsers import positive
 
 NOWHERE = Effect((), measured=False)

@@ -14,8 +14,7 @@ from mpillm.cli import main
 from mpillm.experiments.bench import bench_endpoint
 from mpillm.experiments.commands import ab, advise, find_max_qps, sweep
 from mpillm.experiments.rate_tests import RateTests
-from mpillm.options.effect import Effect
-from mpillm.options.field import Field
+from mpillm.options.field import Effect, Field
 from mpillm.options.fields import BY_NAME, FIELDS
 from mpillm.options.options import parse_run
 from mpillm.options.unused_options import of_engine, unused_options

@@ -16,6 +16,7 @@ from mpillm.loadgen.logs import digest
 from mpillm.submission.scores import (
     ScoredResponse,
     by_rouge,
+    check,
     gsm8k,
     long_context,
     needle,
@@ -23,7 +24,6 @@ from mpillm.submission.scores import (
     pass_at_1,
     question,
 )
-from mpillm.submission.targets import check
 from mpillm.workloads import get
 from tests.helpers.run_directories import log_entry, make_run
 

@@ -106,8 +106,7 @@ assert tiny.scaled["performance_sample_count_override"] == 10
 """,
     "submission": """
 from mpillm.submission.rules import missing_scenarios, place
-from mpillm.submission.scores import METRICS, ScoredResponse
-from mpillm.submission.targets import check
+from mpillm.submission.scores import METRICS, ScoredResponse, check
 assert place(new, 0.999, "Server") == ("new-7b-99.9", "Server")
 assert place(new.interactive(), 0.99, "Server") == ("new-7b-99", "Interactive")
 assert missing_scenarios(new, {"Offline"}) == ["one of Server and Interactive"]
