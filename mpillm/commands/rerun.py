@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 
 from disagg.errors import ConfigError
 from launch.command import wrapped
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         print(indented("  ", note))
     if not notes:
         print("  nothing known is different from when the run was made")
-    if not options.dry_run and (name := next(_masked(argv), "")):
+    if not options.dry_run and (name := next((name for name, value in pairwise(argv) if MASK in value), "")):
         raise ConfigError(
             f"{run.path}: {name} has a secret, which no run directory keeps; to repeat the run, fill it in"
             f" for {MASK} in the command that `rerun {run.path} --dry_run` prints"
@@ -61,8 +61,3 @@ def main(argv: Sequence[str]) -> int:
     command = ["-n", str(run.world_size), *options.mpirun_options, "run", *argv]
     print(wrapped(map(shlex.quote, ["python", "-m", "mpillm", "mpirun", *command])), flush=True)
     return ExitCode.DONE if options.dry_run else mpirun.main(command)
-
-
-def _masked(argv: Sequence[str]) -> Iterator[str]:
-    """Yield the options whose values have a mask in place of a secret."""
-    return (name for name, value in itertools.pairwise(argv) if MASK in value)

@@ -197,9 +197,9 @@ class FileTokenizer:
         return self.encode_batch([prompt])[0]
 
     def encode_batch(self, prompts: Sequence[str]) -> list[list[int]]:
-        texts = (
-            list(prompts) if self._render is None else [self._render(_chat_of(prompt)) for prompt in prompts]
-        )
+        texts = list(prompts)
+        if self._render is not None:
+            texts = [self._render([{"role": "user", "content": prompt}]) for prompt in prompts]
         # A chat template writes the special tokens; without one, the post-processor adds them.
         with panics_named(_FAILS):
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=self._render is None)
@@ -343,10 +343,6 @@ def _read_template(model_path: Path, settings: dict[str, Any]) -> str | None:
         where = model_path / "tokenizer_config.json"
         raise ConfigError(f"{where}: chat_template is {type(template).__name__}, not text")
     return template
-
-
-def _chat_of(prompt: str) -> Messages:
-    return [{"role": "user", "content": prompt}]
 
 
 def _compile(template: str, settings: dict[str, Any]) -> Render:

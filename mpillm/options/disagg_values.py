@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 from disagg import DisaggConfig, ServerConfig
@@ -247,18 +247,14 @@ def without_effect(
     """
     keys = [key for key in (EXPERTS, ROUTER, *CORE) if key not in beyond]
     keys += SERVER_ONLY if is_server else ()
-    read = {key.key for key in keys} | _other_names(server, keys) | {("moe_tensor_parallel_size",)}
+    read = {key.key for key in keys} | {("moe_tensor_parallel_size",)}
+    read |= {(key.also,) for key in keys if key.also and _at(server, key.key) is None}
     if ROUTER.value_in(server) == "kv_cache_aware":
         read |= {("router", name) for name in ROUTER_ARGUMENTS}
     known = ("kv_cache_config", "cache_transceiver_config", "router", *(() if is_server else ("urls",)))
     values = {name: getattr(server, name) for name in known if getattr(server, name)}
     for outer, value in {**values, **server.extra}.items():
         yield from _unread((outer,), value, read)
-
-
-def _other_names(server: ServerConfig, keys: Iterable[YamlKey]) -> set[tuple[str, ...]]:
-    """Return the other keys that set an option whose usual key is missing."""
-    return {(key.also,) for key in keys if key.also and _at(server, key.key) is None}
 
 
 def _at(server: ServerConfig, key: tuple[str, ...]) -> Any:

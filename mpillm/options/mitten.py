@@ -28,11 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from disagg.errors import ConfigError, nearest
 from mpillm.options.command_line import Parser, add_fields
-from mpillm.options.field import AutoConfStrategy as AutoConfStrategy
-from mpillm.options.field import Field as Field
-from mpillm.options.field import Options as Options
-from mpillm.options.field import Reason as Reason
-from mpillm.options.field import option as option
+from mpillm.options.field import Field
 from mpillm.options.fields import BY_NAME
 from mpillm.options.flags import OVERLAYS
 from mpillm.options.sources import (

@@ -61,8 +61,6 @@ _OF_ENDPOINT = (*("samples", "errors", "tokens", "aborted"), *LATENCIES)
 class HarnessSession(ServeSession):
     """Session of a run with a load client: serves until the client has exited."""
 
-    KEEPS_TIMELINE = True
-
     serves = False
 
     @classmethod

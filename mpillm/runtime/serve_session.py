@@ -45,8 +45,6 @@ _TIMELINE_S = 0.5
 class ServeSession(RunSession):
     """Session of a run that serves."""
 
-    KEEPS_TIMELINE = False  # a server's would grow without limit
-
     serves = True
     takes_text = True  # its endpoint tokenizes texts
 
@@ -96,7 +94,7 @@ class ServeSession(RunSession):
         self._disagg: DisaggServer | None = None
         bound = bind(config.host, config.port)
         self.url = url(bound)
-        timeline = record().path / TIMELINE if self.KEEPS_TIMELINE else None
+        timeline = None if self.serves else record().path / TIMELINE  # a server's would grow without limit
         super().__init__(planned, record(), console, control, timeline)
         self._record.result["url"] = self.url
         mailbox = Mailbox()
