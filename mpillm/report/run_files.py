@@ -49,11 +49,7 @@ class RunFiles:
     @staticmethod
     def read(path: Path) -> RunFiles:
         """Read the files. Raises ConfigError if `path` is not the directory of a run."""
-        if not path.is_dir():
-            raise ConfigError(
-                f"{path}: {'a file, not a run directory' if path.exists() else 'no such run directory'}"
-            )
-        check_files(path)
+        check_run_directory(path)
         if not any((path / name).exists() for name in _RUN_MARKERS):
             raise ConfigError(f"{path} has none of {', '.join(_RUN_MARKERS)}: not a run directory")
         reader = _Reader(path)
@@ -127,6 +123,14 @@ class RunFiles:
             index: PlannedInstance(index, _worker(ranks[0].get("roles")), [rank["rank"] for rank in ranks])
             for index, ranks in sorted(members.items())
         }
+
+
+def check_run_directory(path: Path) -> None:
+    """Raise ConfigError if a folder does not exist, or has other files than plain ones."""
+    if not path.is_dir():
+        wrong = "a file, not a run directory" if path.exists() else "no such run directory"
+        raise ConfigError(f"{path}: {wrong}")
+    check_files(path)
 
 
 def _has_timeline(result: Mapping[str, Any]) -> bool:

@@ -9,9 +9,10 @@ from typing import Any
 
 from disagg.errors import ConfigError
 from mpillm import workloads
-from mpillm.files import as_written, check_files, read_json
+from mpillm.files import as_written, read_json
 from mpillm.loadgen.logs import ACCURACY, DETAIL, SUMMARY, read_detail
 from mpillm.report.run_directory import MEASURED, failures_in
+from mpillm.report.run_files import check_run_directory
 
 # Required keys in result.json and config.json.
 _OF_RESULT = ("test_mode", "scenario", "world_size")
@@ -33,11 +34,7 @@ class JudgedRun:
         Raises ConfigError if `path` is not a run directory, a file cannot be read, the run failed, or its
         load client is not one of `clients`.
         """
-        if not path.is_dir():
-            raise ConfigError(
-                f"{path}: {'a file, not a run directory' if path.exists() else 'no such run directory'}"
-            )
-        check_files(path)
+        check_run_directory(path)
         if not (path / "result.json").exists():
             raise ConfigError(f"{path} has no result.json: not a run directory, or the run has not ended")
         result = read_json(path / "result.json")
