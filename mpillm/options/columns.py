@@ -52,12 +52,9 @@ def table(rows: Sequence[Sequence[str]], left: int = 1, names: int = 1, width: i
             used = start
         blocks[-1].append(i)
         used += 2 + widths[i]
-    return "\n\n".join(
-        "\n".join(
-            "  ".join(
-                row[i].ljust(widths[i]) if i < left else row[i].rjust(widths[i]) for i in block
-            ).rstrip()
-            for row in rows
-        )
-        for block in blocks
-    )
+
+    def line(row: Sequence[str], block: Sequence[int]) -> str:
+        cells = (row[i].ljust(widths[i]) if i < left else row[i].rjust(widths[i]) for i in block)
+        return "  ".join(cells).rstrip()
+
+    return "\n\n".join("\n".join(line(row, block) for row in rows) for block in blocks)
