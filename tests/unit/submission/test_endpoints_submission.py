@@ -146,7 +146,7 @@ def test_answers_that_come_in_one_piece_are_said(latency: float | None, said: st
 def test_answers_are_chosen_as_the_workload_says(name: str, temperature: float) -> None:
     words = [*WORDS, "--benchmarks", name, "--max_supported_concurrency", "48"]
     options = collect(words, endpoints_submission._Options, Parser(prog="mpillm endpoints-submission"))
-    curve, _, workload = endpoints_submission._curve(options)
+    curve, workload = endpoints_submission._curve(options)
     assert endpoints_submission._sampling(curve, workload).temperature == temperature
 
 
