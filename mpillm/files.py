@@ -17,7 +17,7 @@ from disagg.text_file import check_file
 from launch.masking import without_known
 
 LFS_POINTER = b"version https://git-lfs"  # the start of what Git leaves in place of a large file
-# What code raises for data of another type or form than it expects.
+# Exceptions of code that gets data of another type or form than it expects.
 DATA_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _LONG_NUMBER = re.compile(rb"\d{309}")  # or another text
 _MAX_DIMENSIONS = 64  # of an array, in NumPy and PyTorch

@@ -23,7 +23,7 @@ from mpillm.report.run_files import RunFiles
 from mpillm.report.run_list import run_path
 
 FOLDER = "certify"  # default run directory, in the original one
-# Options of the core, except those that the dummy core has; the layout of instances remains.
+# Options of the core. Options of the dummy core and the layout of instances remain.
 _CORE_GROUPS = ("checkpoint", "build", "harness", "triton", "server", "model")
 _CORE_OPTIONS = {
     *("core_type", "core_options"),
