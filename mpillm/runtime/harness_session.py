@@ -70,13 +70,11 @@ class HarnessSession(ServeSession):
         prepared = prepare(planned, lambda: record().path)
         session = opened(lambda: HarnessSession(prepared, record, console, control), planned, record)
         lines = [
-            f"run directory {display_path(record().path)}",
-            *planned.notes,
             *prepared.dataset_lines(),
             f"{session.kind.title}: {session.how()}, {_where(session)}",
             f"its command: {session.command}",
         ]
-        return session, announced(planned, lines)
+        return session, announced(planned, record().path, lines)
 
     @classmethod
     def directory_name(cls, config: RunConfig) -> str:

@@ -80,9 +80,9 @@ class RunSetup:
         return [line, dataset.note] if dataset.note else [line]
 
     def announcement(self) -> list[str]:
-        """Return the lines before the load phase, after the line with the run directory."""
+        """Return the lines before the load phase, after the plan's notes."""
         planned, config = self.planned, self.planned.config
-        lines = list(planned.notes)
+        lines = []
         if any(core.engine.scheduler.enable_kv_cache_reuse for core in planned.cores):
             lines.append("KV cache reuse is on: MLPerf forbids it, so this result can't be submitted")
         lines += [*self.dataset_lines(), *self.settings.notes]

@@ -24,7 +24,7 @@ from mpillm.options.run_config import RunConfig
 from mpillm.report.console import Console
 from mpillm.report.page.page import leave_page
 from mpillm.report.result import add_costs, test_result
-from mpillm.report.run_directory import RunRecord, unwritable
+from mpillm.report.run_directory import RunRecord, display_path, unwritable
 from mpillm.report.run_environment import ENVIRONMENT, describe_environment
 from mpillm.report.telemetry import RunTelemetry
 from mpillm.report.timeline import Timeline
@@ -215,9 +215,10 @@ def opened(make: Callable[[], S], planned: RunPlan, record: Callable[[], RunReco
         raise unwritable(planned.config, record().path, error) from error
 
 
-def announced(planned: RunPlan, lines: Sequence[str], model: str = "") -> list[str]:
-    """Return the console's text before the load phase: versions, plan, and further lines."""
+def announced(planned: RunPlan, directory: Path, lines: Sequence[str], model: str = "") -> list[str]:
+    """Return the console's text before the load phase: versions, plan, run directory, further lines."""
     plan, config = planned.plan, planned.config
+    lines = [f"run directory {display_path(directory)}", *planned.notes, *lines]
     nodes = len({rank.node for rank in plan.ranks})
     summary = (
         f"ranks: {len(plan.ranks)}, nodes: {nodes}, {plan.mode}, core {config.core_type}{model},"

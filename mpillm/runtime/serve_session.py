@@ -56,13 +56,8 @@ class ServeSession(RunSession):
         served = session.served
         longest = served.limits.max_prompt_len
         of_prompts = "" if longest is None else f", at most {longest} of the prompt (no chunked context)"
-        lines = [
-            f"run directory {display_path(record().path)}",
-            *planned.notes,
-            f"the API will be at {session.url}; at most {served.max_model_len} tokens of prompt and answer"
-            f"{of_prompts}",
-        ]
-        return session, announced(planned, lines)
+        of_both = f"at most {served.max_model_len} tokens of prompt and answer{of_prompts}"
+        return session, announced(planned, record().path, [f"the API will be at {session.url}; {of_both}"])
 
     @classmethod
     def directory_name(cls, config: RunConfig) -> str:

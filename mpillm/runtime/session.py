@@ -50,8 +50,8 @@ class Session(RunSession):
         prepared = prepare(planned, lambda: record().path)
         session = opened(lambda: Session(prepared, record(), console, control), planned, record)
         model = planned.config.model_path
-        lines = [f"run directory {display_path(record().path)}", *prepared.announcement()]
-        return session, announced(planned, lines, f", model {Path(model).name}" if model else "")
+        name = f", model {Path(model).name}" if model else ""
+        return session, announced(planned, record().path, prepared.announcement(), name)
 
     @classmethod
     def about(cls, config: RunConfig) -> dict[str, object]:

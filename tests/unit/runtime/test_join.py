@@ -66,7 +66,8 @@ def test_a_run_is_planned_and_prepared() -> None:
     prepared = prepare(planned, nowhere)
     assert len(prepared.dataset) == 70
     assert prepared.settings.to_json()["target_qps"] == 9
-    lines = announced(planned, [*prepared.announcement(), "servers: a \\\n    b"], ", model of-a-long-name")
+    more = [*prepared.announcement(), "servers: a \\\n    b"]
+    lines = announced(planned, Path("x"), more, ", model of-a-long-name")
     assert max(map(len, lines[0].splitlines())) <= 80 < len(lines[0]), "a terminal's width"
     head = " ".join(lines[0].split())
     assert head.startswith("mpillm ") and head.endswith(
