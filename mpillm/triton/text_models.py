@@ -10,8 +10,8 @@ from mpillm.triton import tensors as triton_tensors
 from mpillm.triton.pbtxt import EnumName
 from mpillm.triton.tensors import tensors
 
-# Inputs of the ensemble's first step, and tensors between the steps.
-_FIRST = {
+# Inputs of `preprocessing`, and their names in the models that take text.
+TO_PREPROCESSING = {
     "QUERY": "text_input",
     "DECODER_QUERY": "decoder_text_input",
     "REQUEST_OUTPUT_LEN": "max_tokens",
@@ -23,7 +23,8 @@ _FIRST = {
     "PAD_ID": "pad_id",
     "PROMPT_TABLE_EXTRA_ID": "prompt_table_extra_id",
 }
-_BETWEEN = {
+# Outputs of `preprocessing`, and their names in the engine's model.
+FROM_PREPROCESSING = {
     "INPUT_ID": "input_ids",
     "REQUEST_INPUT_LEN": "input_lengths",
     "DECODER_INPUT_ID": "decoder_input_ids",
@@ -35,8 +36,8 @@ _BETWEEN = {
     "OUT_END_ID": "end_id",
     "OUT_PAD_ID": "pad_id",
 }
-# Inputs of the ensemble with another name in the engine's model.
-_RENAMED = {
+# Inputs of the models that take text, with another name in the engine's model.
+TO_ENGINE = {
     "top_k": "runtime_top_k",
     "top_p": "runtime_top_p",
     "length_penalty": "len_penalty",
@@ -104,17 +105,21 @@ def texts(parameters: Mapping[str, str]) -> list[dict[str, Any]]:
 def _ensemble(batch: int) -> dict[str, Any]:
     inputs = tensors(triton_tensors.ENSEMBLE_INPUTS)
     outputs = tensors(triton_tensors.TEXT_OUTPUTS)
-    first = set(_FIRST.values())
+    first = set(TO_PREPROCESSING.values())
     passed = {
-        _RENAMED.get(tensor["name"], tensor["name"]): tensor["name"]
+        TO_ENGINE.get(tensor["name"], tensor["name"]): tensor["name"]
         for tensor in inputs
         if tensor["name"] not in first
     }
-    between = {name: f"_{name}" for name in _BETWEEN.values()}
+    between = {name: f"_{name}" for name in FROM_PREPROCESSING.values()}
     engine_outputs = {tensor["name"]: tensor["name"] for tensor in outputs if tensor["name"] != "text_output"}
     tokens = {"output_ids": "_TOKENS_BATCH", "sequence_length": "_SEQUENCE_LENGTH"}
     steps = (
-        ("preprocessing", _FIRST, {output: f"_{name}" for output, name in _BETWEEN.items()}),
+        (
+            "preprocessing",
+            TO_PREPROCESSING,
+            {output: f"_{name}" for output, name in FROM_PREPROCESSING.items()},
+        ),
         (ENGINE_MODEL, between | passed, tokens | engine_outputs),
         (
             "postprocessing",

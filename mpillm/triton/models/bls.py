@@ -18,35 +18,13 @@ from numpy.typing import NDArray
 from mpillm.triton.models.embedded import as_bool
 from mpillm.triton.models.preprocessing import inputs
 from mpillm.triton.parameters import text_parameter
+from mpillm.triton.text_models import FROM_PREPROCESSING, TO_ENGINE, TO_PREPROCESSING
 
 _MAX_CONCURRENT = 256  # requests of an instance
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-# Inputs of this model, and their names in the other models.
+# Inputs of this model that `preprocessing` takes, and their names there.
 _TO_PREPROCESSING = {
-    "text_input": "QUERY",
-    "decoder_text_input": "DECODER_QUERY",
-    "max_tokens": "REQUEST_OUTPUT_LEN",
-    "bad_words": "BAD_WORDS_DICT",
-    "stop_words": "STOP_WORDS_DICT",
-    "embedding_bias_words": "EMBEDDING_BIAS_WORDS",
-    "embedding_bias_weights": "EMBEDDING_BIAS_WEIGHTS",
-    "end_id": "END_ID",
-    "pad_id": "PAD_ID",
-}
-_TO_ENGINE = {
-    "top_k": "runtime_top_k",
-    "top_p": "runtime_top_p",
-    "length_penalty": "len_penalty",
-    "stream": "streaming",
-}
-_FROM_PREPROCESSING = {
-    "INPUT_ID": "input_ids",
-    "REQUEST_INPUT_LEN": "input_lengths",
-    "REQUEST_OUTPUT_LEN": "request_output_len",
-    "OUT_END_ID": "end_id",
-    "OUT_PAD_ID": "pad_id",
-    "BAD_WORDS_IDS": "bad_words_list",
-    "STOP_WORDS_IDS": "stop_words_list",
+    name: there for there, name in TO_PREPROCESSING.items() if there != "PROMPT_TABLE_EXTRA_ID"
 }
 _PASSED_ON = (
     *("cum_log_probs", "output_log_probs", "context_logits", "generation_logits"),
@@ -95,13 +73,11 @@ class TritonPythonModel:
             raise ValueError("num_draft_tokens: there is no draft model; leave it out")
         if "stream" in tensors and np.any(tensors["stream"]) and not self._is_decoupled:
             raise ValueError("stream: the model is not decoupled")
-        text_inputs = {
-            _TO_PREPROCESSING[name]: tensors[name] for name in _TO_PREPROCESSING if name in tensors
-        }
-        (tokens,) = self._infer("preprocessing", request_id, text_inputs, [*_FROM_PREPROCESSING])
-        engine_inputs = {name: tokens[output] for output, name in _FROM_PREPROCESSING.items()}
+        text_inputs = {there: tensors[name] for name, there in _TO_PREPROCESSING.items() if name in tensors}
+        (tokens,) = self._infer("preprocessing", request_id, text_inputs, [*FROM_PREPROCESSING])
+        engine_inputs = {name: tokens[output] for output, name in FROM_PREPROCESSING.items()}
         engine_inputs |= {
-            _TO_ENGINE.get(name, name): value
+            TO_ENGINE.get(name, name): value
             for name, value in tensors.items()
             if name not in _TO_PREPROCESSING and name not in _SPECULATIVE
         }
