@@ -27,20 +27,18 @@ class HandshakeListener:
         listener: socket.socket,
         n_bytes: int,
         admit: Callable[[socket.socket, bytes], None],
-        greeting_s: float = 10.0,
+        greeting_s: float = 10.0,  # for the complete greeting
     ) -> None:
         """`name`: the thread's.
 
         `admit` receives and owns a non-blocking connection, with its greeting of `n_bytes`. It must not wait.
-        A client has `greeting_s` for the complete greeting.
         """
         import selectors  # not needed by processes that only connect: the import delays their start
 
         self._listener = listener
         listener.setblocking(False)
-        self._n_bytes = n_bytes
+        self._n_bytes, self._greeting_s = n_bytes, greeting_s
         self._admit = admit
-        self._greeting_s = greeting_s
         self._closed = False
         # Deadline, bytes received so far, and address; oldest first.
         self._unauthenticated: dict[socket.socket, tuple[float, bytearray, str]] = {}

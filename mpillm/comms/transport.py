@@ -45,14 +45,8 @@ class Transport:
     Messages from one rank are delivered in the order sent. The counters are for the benchmarks.
     """
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        wakeup: WakeupSocket | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`wakeup`: wakes the receiver of each message. `clock`: limits the time to look for one."""
-        self._clock = clock
+    def __init__(self, comm: MPI.Intracomm, wakeup: WakeupSocket | None = None) -> None:
+        """`wakeup`: wakes the receiver of each message."""
         self.comm = comm
         self.rank = comm.rank
         self._local: deque[Envelope] = deque()
@@ -183,14 +177,14 @@ class Transport:
         MPICH advances by one waiting message per try, which is enough for a caller that tries again soon.
         Open MPI may yield the CPU core at each try, which takes much longer if other processes compute.
         """
-        end = self._clock() + _TAKE_S
+        end = time.monotonic() + _TAKE_S
         for _ in range(tries):
             message = self.comm.Improbe(source, tag, self._status)
             if message is not None:
                 buffer = np.empty(self._status.Get_count(MPI.BYTE), np.uint8)
                 message.Recv((buffer, MPI.BYTE))
                 return Envelope(source, tag, buffer)
-            if self._clock() > end:
+            if time.monotonic() > end:
                 break
         return None
 

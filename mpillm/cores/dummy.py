@@ -9,7 +9,7 @@ import heapq
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +25,7 @@ from mpillm.cores.dummy_stream import Streams
 if TYPE_CHECKING:
     from mpillm.comms.communicators import InstanceComms
     from mpillm.comms.mover import Mover, Peer, TransferHandle
+    from mpillm.telemetry.recorder import Clock
 
 VOCAB_SIZE = 32000
 _STREAM = int(RequestFlag.STREAM)  # operations on flags take longer
@@ -50,10 +51,7 @@ class DummyCore(LLMCore):
     """Runs at most `max_batch_size` requests if time is simulated, otherwise any number."""
 
     def __init__(
-        self,
-        config: CoreConfig,
-        comms: InstanceComms | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        self, config: CoreConfig, comms: InstanceComms | None = None, clock: Clock = time.perf_counter
     ) -> None:
         super().__init__(config, comms)
         self._clock = clock

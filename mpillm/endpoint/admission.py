@@ -19,8 +19,6 @@ from mpillm.options.run_config import RunConfig
 
 _log = logging.getLogger(__name__)
 _CLIENT_CLOSED = 499  # nginx's status for a client that closed the connection
-BODY_S = 120.0
-"""The time for a client to send a body."""
 _VERSIONS = (HttpVersion10, HttpVersion11)
 _BODIES = 16  # of the largest size, in memory simultaneously
 OPEN_PATHS = ("/health", "/metrics", "/version")
@@ -62,9 +60,9 @@ class Guard:
         api_key: str | None = None,
         max_body_bytes: int = 1 << 24,
         host: str = "0.0.0.0",
-        body_s: float = BODY_S,
+        body_s: float = 120.0,
     ) -> None:
-        """`host`: on which the server listens."""
+        """`host`: on which the server listens. `body_s`: the time for a client to send a body."""
         self.max_body_bytes = max_body_bytes
         self._body_s = body_s
         self.draining = False

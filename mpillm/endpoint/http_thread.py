@@ -102,8 +102,7 @@ class HttpThread:
         """`fetch_s`: for another server to fetch a KV cache whose client has its answer."""
         self._service = service
         self._requests = requests
-        self._socket = bound
-        self._fetch_s = fetch_s
+        self._socket, self._fetch_s = bound, fetch_s
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
         self._listening, self._drained = threading.Event(), threading.Event()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from mpillm.cores.base import LLMCore, Metrics
 from mpillm.cores.capabilities import NamesFrameworks, OutlivesServer, RecordsSteps
 from mpillm.phases import Phase
 from mpillm.roles.follower import FollowerRole
-from mpillm.telemetry.recorder import Kind, Recorder, SpanTracker
+from mpillm.telemetry.recorder import Clock, Kind, Recorder, SpanTracker
 
 if TYPE_CHECKING:  # its import starts MPI
     from mpillm.comms.transport import Transport
@@ -35,19 +34,13 @@ class InstanceRole(FollowerRole):
     """Kind of span while requests are open, if the core does not report its steps."""
 
     def __init__(
-        self,
-        core: LLMCore,
-        route: Transport,
-        leader: int,
-        instance: int,
-        clock: Callable[[], float] = time.perf_counter,
+        self, core: LLMCore, route: Transport, leader: int, instance: int, clock: Clock = time.perf_counter
     ) -> None:
         """`leader`: the leader's rank."""
         super().__init__(core)
         self._route = route
         self._leader = leader
-        self._instance = instance
-        self._clock = clock
+        self._instance, self._clock = instance, clock
         self._in_test = False  # before the test, all requests belong to the warm-up, without the leader
         self._warming: set[int] = set()
         # In the test:

@@ -38,34 +38,27 @@ class Disturbance:
         return f"; disturbed: {', '.join(causes)}"
 
 
-def _others_s() -> tuple[float, float]:
-    """Return the CPU seconds of other processes (without this one's exited children), and of the host."""
+def _read() -> tuple[float, float, float]:
+    """Return the time, and the CPU seconds of other processes (without exited children) and of the host."""
     machine = psutil.cpu_times()
     stolen = float(getattr(machine, "steal", 0.0))
     idle = machine.idle + getattr(machine, "iowait", 0.0) + stolen
     usages = [resource.getrusage(which) for which in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     guest = getattr(machine, "guest", 0.0) + getattr(machine, "guest_nice", 0.0)  # also counted as user
     own = sum(usage.ru_utime + usage.ru_stime for usage in usages)
-    return float(sum(machine) - guest - idle - own), stolen
+    return time.monotonic(), float(sum(machine) - guest - idle - own), stolen
 
 
 class OtherLoad:
     """Meter that starts when it is created. Our own processes are excluded after their exit."""
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        others_s: Callable[[], tuple[float, float]] = _others_s,
-    ) -> None:
-        """`others_s`: returns the CPU seconds of other processes and of the host."""
-        self._clock, self._others_s = clock, others_s
-        self._since, self._before = clock(), others_s()
+    def __init__(self, read: Callable[[], tuple[float, float, float]] = _read) -> None:
+        self._read, self._before = read, read()
 
     def so_far(self) -> Disturbance:
         """Return the average use of others until now."""
-        lasted = max(1e-9, self._clock() - self._since)
-        pairs = zip(self._others_s(), self._before, strict=True)
-        return Disturbance(*(max(0.0, now - before) / lasted for now, before in pairs))
+        lasted, *used = (now - before for now, before in zip(self._read(), self._before, strict=True))
+        return Disturbance(*(max(0.0, seconds) / max(1e-9, lasted) for seconds in used))
 
 
 def measure_undisturbed(

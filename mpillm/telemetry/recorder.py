@@ -67,6 +67,7 @@ def _size(n: int, bits: int = 4) -> int:
 
 
 Kind = Literal["context", "decode", "mixed", "busy", "handoff"]
+Clock = Callable[[], float]
 KINDS: tuple[Kind, ...] = ("context", "decode", "mixed", "busy", "handoff")
 """Steps with contexts, with generating sequences, or with both (or merged). "busy": open requests in a core
 that does not report its steps. "handoff": KV caches in transfer."""
@@ -163,7 +164,7 @@ class SpanTracker:
 class Recorder:
     """Record of one rank, in constant memory. Times are of `clock`."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Clock = time.perf_counter) -> None:
         self._clock = clock
         self.steps, self.handoffs = SpanTrack(), SpanTrack()
         self.costs = StepSums()  # on root ranks whose core reports its steps

@@ -13,7 +13,7 @@ from aiohttp import ClientResponse, ClientSession
 
 from mpillm.data.dataset import PromptLimits
 from mpillm.data.tokenizer import ByteTokenizer
-from mpillm.endpoint.admission import BODY_S, Guard
+from mpillm.endpoint.admission import Guard
 from mpillm.endpoint.app import Service
 from mpillm.endpoint.connections import Connections
 from mpillm.endpoint.http_thread import bind, listen, url
@@ -85,7 +85,7 @@ async def api(
     host: str = "0.0.0.0",
     connections: Connections | None = None,
     idle_s: float = 120.0,
-    body_s: float = BODY_S,
+    body_s: float = 120.0,
     **options: Any,
 ) -> AsyncIterator[Api]:
     world = World(7, disaggregated, **core or {})

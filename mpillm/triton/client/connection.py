@@ -78,16 +78,11 @@ class GrpcConnection:
     """Context that closes a channel, and a stream after the first request to a decoupled model."""
 
     def __init__(
-        self,
-        url: str,
-        timeout_s: float,
-        secure: Secure | None = None,
-        compression: str | None = None,
-        options: Sequence[tuple[str, int]] = GRPC_OPTIONS,
+        self, url: str, timeout_s: float, secure: Secure | None = None, compression: str | None = None
     ) -> None:
         """Open the channel. Raises InferError for a wrong address.
 
-        `timeout_s`: for a whole answer. `options`: gRPC's.
+        `timeout_s`: for a whole answer.
         """
         self.url = url
         self._timeout_s = timeout_s
@@ -96,7 +91,7 @@ class GrpcConnection:
             self._client = grpcclient.InferenceServerClient(
                 url,
                 ssl=secure is not None,
-                channel_args=options,
+                channel_args=GRPC_OPTIONS,
                 **(secure._asdict() if secure else {}),
             )
         except (InferenceServerException, OSError) as error:

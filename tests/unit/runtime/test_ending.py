@@ -18,10 +18,11 @@ from mpi4py import MPI
 
 from disagg.errors import ConfigError
 from launch.environment import EXIT_FILE, read_exit_code
+from mpillm.comms import transport
 from mpillm.comms.control import RunStopped, Timeouts
 from mpillm.comms.messages import BEAT, STOP, Beat, Rank0At, Stop
 from mpillm.comms.tags import Tag
-from mpillm.comms.transport import Envelope, Transport
+from mpillm.comms.transport import Envelope
 from mpillm.errors import ExitCode, Failure, InterruptError, RunError
 from mpillm.options.fields import DEADLINES
 from mpillm.runtime import ending
@@ -271,7 +272,8 @@ class BusyMachine:
 def test_a_stuck_rank_of_a_busy_machine_soon_beats_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """As soon as it has looked 32 times, the next heartbeat of rank 0 may be there."""
     world, machine = World(monkeypatch, 2), BusyMachine()
-    world.ending._beats = Transport(cast(MPI.Intracomm, machine), clock=lambda: machine.now)
+    monkeypatch.setattr(transport, "time", SimpleNamespace(monotonic=lambda: machine.now))
+    world.ending._beats = transport.Transport(cast(MPI.Intracomm, machine))
     world.ending._beats._status = cast(MPI.Status, SimpleNamespace(Get_count=lambda _: machine.beat.nbytes))
     for _ in range(20):
         began = machine.now

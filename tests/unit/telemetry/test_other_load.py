@@ -30,7 +30,7 @@ def test_what_the_host_takes_for_minutes_is_not_waited_out() -> None:
         return now[0]
 
     found, others = measure_undisturbed(
-        lambda: measure(0.5), lambda: OtherLoad(lambda: now[0], lambda: (0.0, taken[0]))
+        lambda: measure(0.5), lambda: OtherLoad(lambda: (now[0], 0.0, taken[0]))
     )
     assert found == 10.0 and others.note() == "; disturbed: the host took 0.50 cores"
 
@@ -54,6 +54,6 @@ def test_the_least_disturbed_is_kept(others_s: list[float], kept: int) -> None:
         used[0] += others_s[measured[-1]]
         return measured[-1]
 
-    found, others = measure_undisturbed(measure, lambda: OtherLoad(lambda: now[0], lambda: (used[0], 0.0)))
+    found, others = measure_undisturbed(measure, lambda: OtherLoad(lambda: (now[0], used[0], 0.0)))
     assert (found, others.processes) == (kept, others_s[kept] / 10.0)
     assert len(measured) == min(3, len(others_s))

@@ -60,10 +60,13 @@ def url() -> Iterator[str]:
     server.stop(None).wait(10)
 
 
-def test_no_message_of_a_server_has_more_bytes_than_an_answer_may_have(url: str) -> None:
+def test_no_message_of_a_server_has_more_bytes_than_an_answer_may_have(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither for a core nor for a client, whose library would take 2 GiB."""
     assert dict(GRPC_OPTIONS)["grpc.max_receive_message_length"] == MAX_ANSWER_BYTES
     few = [("grpc.max_receive_message_length", LARGE)]
+    monkeypatch.setattr(connection, "GRPC_OPTIONS", few)
     heard, streams = list[str](), StreamPool(few)
     try:
         streams.connect(url, 1, lambda _, response, error: heard.append(error), n_calls=1)
@@ -75,7 +78,7 @@ def test_no_message_of_a_server_has_more_bytes_than_an_answer_may_have(url: str)
         streams.close()
     assert heard[0].startswith("RESOURCE_EXHAUSTED: ")
     with (
-        connection.GrpcConnection(url, 60.0, options=few) as client,
+        connection.GrpcConnection(url, 60.0) as client,
         pytest.raises(connection.InferError, match="larger than max"),
     ):
         list(client.infer("m", {}, request_id="7"))
