@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import support
 from tests.helpers.clusters import ROOT_MAY, OnHosts, or_skip, python_on
 from tests.helpers.support import DONE, INSTANCE_LOST, NOT_READY, ROOT, Command, Starter, wait_until
 from tools.hosts import Hosts, hosts
@@ -50,17 +49,16 @@ def on_hosts(module_hosts: Hosts, both: Starter) -> OnHosts:
     return OnHosts(module_hosts, both)
 
 
-def start(on: OnHosts, monkeypatch: pytest.MonkeyPatch, fault: str, plain: bool) -> Command:
+def start(on: OnHosts, fault: str, plain: bool) -> Command:
     folder = on.starter.folder
     (folder / "sitecustomize.py").write_text(SITE.format(victim=VICTIM, fault=fault))
-    monkeypatch.setattr(support, "ROOT", f"{folder}:{ROOT}")  # PYTHONPATH
-    return on.start(WHERE, *RUN, plain=plain)
+    return on.start(WHERE, *RUN, plain=plain, exports={"PYTHONPATH": f"{folder}:{ROOT}"})
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["mpillm mpirun", "mpirun"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_rank_ends(on_hosts: OnHosts, monkeypatch: pytest.MonkeyPatch, fault: str, plain: bool) -> None:
-    ended = start(on_hosts, monkeypatch, FAULTS[fault], plain).end(WITHIN_S)
+def test_a_rank_ends(on_hosts: OnHosts, fault: str, plain: bool) -> None:
+    ended = start(on_hosts, FAULTS[fault], plain).end(WITHIN_S)
     assert ended.code != DONE, ended
     if plain and on_hosts.starter.mpi == "mpich":  # Hydra names the host only
         assert re.search(r"RUNNING AT h2|@h2\]", ended.out + ended.err), ended
@@ -76,9 +74,9 @@ def test_a_rank_ends(on_hosts: OnHosts, monkeypatch: pytest.MonkeyPatch, fault: 
         assert f"rank {VICTIM} on h2 (pid " in ended.must(INSTANCE_LOST).message
 
 
-def test_a_rank_ends_in_mpi_init(on_hosts: OnHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_ends_in_mpi_init(on_hosts: OnHosts) -> None:
     """Another one is stopped, so that none gets past it."""
-    command = start(on_hosts, monkeypatch, "signal.raise_signal(signal.SIGSTOP)", plain=False)
+    command = start(on_hosts, "signal.raise_signal(signal.SIGSTOP)", plain=False)
     wait_until(lambda: len(python_on(on_hosts.hosts, "h2", "run")) == 2, "the ranks of h2", WITHIN_S)
 
     def rank_2() -> list[int]:
@@ -94,9 +92,9 @@ def test_a_rank_ends_in_mpi_init(on_hosts: OnHosts, monkeypatch: pytest.MonkeyPa
     assert "rank 2 on h2 (pid " in ended.message
 
 
-def test_a_rank_never_starts(on_hosts: OnHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_never_starts(on_hosts: OnHosts) -> None:
     """It is stopped before its first line."""
-    ended = start(on_hosts, monkeypatch, "signal.raise_signal(signal.SIGSTOP)", plain=False).end(WITHIN_S)
+    ended = start(on_hosts, "signal.raise_signal(signal.SIGSTOP)", plain=False).end(WITHIN_S)
     assert f"rank {VICTIM} has not started" in ended.must(NOT_READY).message
 
 

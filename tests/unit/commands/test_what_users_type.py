@@ -11,7 +11,6 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm import cli
-from mpillm.commands import fetch_model
 from mpillm.cores.registry import check_core
 from mpillm.data.dataset import load_dataset
 from mpillm.data.preprocessed.loader import PreprocessedLoader
@@ -146,13 +145,7 @@ def test_a_plain_installation_and_another_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whichever command imports a package of an extra, wherever."""
-
-    def main(_: object) -> int:
-        import gguf  # noqa: F401
-
-        return 0
-
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    monkeypatch.setattr(fetch_model, "main", main)
-    expected = "mpillm: the package 'gguf' is missing: pip install 'mpillm[models]'\n"
-    assert said(capsys, "fetch-model", "x") == expected
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "mpillm.triton.peft_adapter", raising=False)
+    expected = "mpillm: the package 'torch' is missing: pip install 'mpillm[torch]'\n"
+    assert said(capsys, "hf-lora-convert", "-i", "x", "-o", "y") == expected
