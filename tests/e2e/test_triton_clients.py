@@ -9,6 +9,9 @@ import json
 import re
 from pathlib import Path
 
+import tokenizers
+
+from tests.helpers.make_checkpoint import make_tokenizer
 from tests.helpers.real_triton import MARKS, generate, serving
 from tests.helpers.support import DONE, NOT_READY, TEST_FAILED, USAGE, Starter, free_ports
 
@@ -23,7 +26,7 @@ def test_clients_and_benchmarks(one: Starter) -> None:
     (one.folder / "repo_0").rename(one.folder / "whole")
     generate(one, "--triton_text_models")
     (one.folder / "whole").rename(one.folder / "repo_1")
-    (one.folder / "tokenizer").mkdir()  # without files: a token is a byte
+    make_tokenizer(one.folder / "tokenizer")
     data = [{"input": text, "instruction": "now", "output": "one two three"} for text in PROMPTS]
     (one.folder / "prompts.json").write_text(json.dumps(data))
     with serving(one, 2) as (ports, http):
@@ -42,7 +45,8 @@ def tokens(one: Starter, port: int) -> None:
     address = ("tokens", "-u", f"localhost:{port}", "--tokenizer-dir", "tokenizer")
     words = (*address, "--text", "Name a fruit.", "--request-output-len", 6)
     lines = one.mpillm("triton-client", *words).must(DONE).out.splitlines()
-    prompt = [*b"Name a fruit."]
+    tokenizer = tokenizers.Tokenizer.from_file(str(one.folder / "tokenizer/tokenizer.json"))
+    prompt = tokenizer.encode("Name a fruit.").ids
     assert lines[:2] == ["Using pad_id:  50256", "Using end_id:  -1"]
     assert lines[2:5] == [f"Input sequence:  {prompt}", "Got completed request", "Input: Name a fruit."]
     assert lines[5].startswith("Output beam 0: ")
@@ -156,6 +160,7 @@ def failures(one: Starter, port: int, http: int) -> None:
 
 
 def test_what_is_refused_before_a_request(one: Starter, tmp_path: Path) -> None:
+    make_tokenizer(tmp_path)
     for words, says in (
         (("triton-client", "token"), "no client 'token' (did you mean 'tokens'?)"),
         (("triton-client", "tokens"), "needs --tokenizer_dir or --input_tokens_csv"),
