@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from mpillm.engine.extras.adapted_products import AdaptedProducts
 from mpillm.engine.extras.step_extras import ReceivedAdapters, StepExtras
 from mpillm.engine.model.model_part import ModelPart
-from mpillm.engine.model.steps import Steps
+from mpillm.engine.model.step_parts import LayerStored, Steps
 from mpillm.engine.parallel.token_chooser import TokenChooser
 from mpillm.engine.schedule.step import Step
 from mpillm.engine.tensors.staging import SampledTokens, to_device
@@ -28,7 +27,7 @@ class ExtendedRun:
         self._adapted: AdaptedProducts | None = None
         self.received_adapters = ReceivedAdapters(part.info.config, part.dtype, part.groups.layout)
 
-    def run(self, step: Step, layer_stored: Callable[[int], None] | None) -> SampledTokens | None:
+    def run(self, step: Step, layer_stored: LayerStored) -> SampledTokens | None:
         """Run a step; return its tokens on the root rank, otherwise None."""
         extras = self._extras_of(step)
         if extras.copies:

@@ -14,7 +14,6 @@ Attention comes with the step. All operations except matrix products are in `ops
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from mpillm.engine.model.features import Features
 from mpillm.engine.model.feed_forward import ExpertMixture
 from mpillm.engine.model.layers import Norm, Product
 from mpillm.engine.model.rope import rotations
-from mpillm.engine.model.step_parts import Attention, Ops
+from mpillm.engine.model.step_parts import Attention, LayerStored, Ops
 from mpillm.engine.model.torch_parts import TorchParts
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.shape.model_config import ModelConfig
@@ -93,16 +92,11 @@ class Decoder:
         return x if self._positions is None else x.add_(self._positions.index_select(0, positions))
 
     def forward(
-        self,
-        x: Tensor,
-        attention: Attention,
-        logits_rows: Tensor | None,
-        layer_stored: Callable[[int], None] | None = None,
+        self, x: Tensor, attention: Attention, logits_rows: Tensor | None, layer_stored: LayerStored = None
     ) -> Tensor:
         """Run `x`, the step's rows (changed in place), through this stage's layers.
 
-        The last stage returns the rows `logits_rows` (int64; None: all), normed. Every stage calls
-        `layer_stored` with each of its layers as soon as the cache has the layer's keys and values.
+        The last stage returns the rows `logits_rows` (int64; None: all), normed.
         """
         attended: Tensor | None = None
         for layer in range(len(self.layers)):

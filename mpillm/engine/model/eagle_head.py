@@ -6,7 +6,6 @@ outputs of the model, `fuse`d into one. After a draft token it is the head's own
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from disagg.errors import ConfigError
 from mpillm.engine.kernels.linear import Linear
 from mpillm.engine.model.decoder import Decoder
 from mpillm.engine.model.layers import AddRmsNorm
-from mpillm.engine.model.step_parts import Attention, Ops
+from mpillm.engine.model.step_parts import Attention, LayerStored, Ops
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.shape.eagle_config import LAYER, EagleConfig
 from mpillm.engine.shape.layout import ALL, RankLayout
@@ -64,11 +63,7 @@ class EagleHead(Decoder):
         return self._fc(features)
 
     def forward(
-        self,
-        x: Tensor,
-        attention: Attention,
-        logits_rows: Tensor | None,
-        layer_stored: Callable[[int], None] | None = None,
+        self, x: Tensor, attention: Attention, logits_rows: Tensor | None, layer_stored: LayerStored = None
     ) -> Tensor:
         """Run a step (see `Decoder.forward`); there is no handoff."""
         layer, residual = self.layers[0], self.hidden[: len(x)]

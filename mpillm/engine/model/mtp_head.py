@@ -7,15 +7,13 @@ the row before, normed by its own head, as in TensorRT-LLM.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from mpillm.engine.kernels.linear import Linear
 from mpillm.engine.model.decoder import Decoder
 from mpillm.engine.model.layers import AddRmsNorm
-from mpillm.engine.model.step_parts import Attention, Ops
+from mpillm.engine.model.step_parts import Attention, LayerStored, Ops
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.shape.layout import ALL, RankLayout
 from mpillm.engine.shape.mtp_config import MtpConfig
@@ -49,11 +47,7 @@ class MtpHead(Decoder):
         return features
 
     def forward(
-        self,
-        x: Tensor,
-        attention: Attention,
-        logits_rows: Tensor | None,
-        layer_stored: Callable[[int], None] | None = None,
+        self, x: Tensor, attention: Attention, logits_rows: Tensor | None, layer_stored: LayerStored = None
     ) -> Tensor:
         """Run a step (see `Decoder.forward`); there is no handoff."""
         both = [self._embedding_norm(x), self._hidden_norm(self.hidden[: len(x)])]

@@ -1,13 +1,18 @@
-"""Protocols of the parts of a step that are not the model's: attention, and the operations of a device."""
+"""Protocols of a step's parts that are not the model's: attention, and a device's steps and operations."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from mpillm.engine.kernels.ops import ExpertChoice, Partial, UnscaledProduct
+from mpillm.engine.schedule.step import Step
 from mpillm.engine.shape.composition import Activation
+
+# Receives each layer of this rank as soon as the cache has the layer's keys and values.
+LayerStored = Callable[[int], None] | None
 
 
 class Attention(Protocol):
@@ -52,3 +57,26 @@ class Ops(Protocol):
     ) -> ExpertChoice: ...
 
     def combine(self, y: Tensor, weights: Tensor) -> Tensor: ...
+
+
+class Steps(Protocol):
+    """Computation of steps (`CpuSteps`, `GpuSteps`), with the state of each slot on the device."""
+
+    n_ahead: int  # steps that may start before the previous step's tokens are read
+
+    def forward(
+        self, step: Step, layer_stored: LayerStored = None, all_rows: bool = False, layerwise: bool = False
+    ) -> Tensor:
+        """Return the rows `Step.logits_rows` for `Decoder.logits`, or all rows; see `Decoder.forward`.
+
+        A stage before the last returns all rows for the next stage. `layerwise`: one call for each layer.
+        """
+        ...
+
+    def feed(self, tokens: Tensor) -> None:
+        """Take the tokens that were chosen from the last `forward`: the next step may need them."""
+        ...
+
+    def warm_up(self, max_num_tokens: int, run: Callable[[Step], object]) -> None:
+        """Run every kind of step (see `Worker.warm_up`). `run` is `Worker.run`."""
+        ...

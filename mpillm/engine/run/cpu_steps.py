@@ -16,6 +16,7 @@ from mpillm.engine.model.attention import ByRow, StepAttention
 from mpillm.engine.model.feed_forward import GatedMlp
 from mpillm.engine.model.model_part import ModelPart
 from mpillm.engine.model.projections import GroupedProjections
+from mpillm.engine.model.step_parts import LayerStored
 from mpillm.engine.schedule.step import Step
 from mpillm.engine.shape.families import llama
 from mpillm.engine.shape.model_config import ModelConfig
@@ -135,11 +136,7 @@ class CpuSteps:
         self._tables: dict[int, list[int]] = {}  # slot -> its sequence's blocks
 
     def forward(
-        self,
-        step: Step,
-        layer_stored: Callable[[int], None] | None = None,
-        all_rows: bool = False,
-        layerwise: bool = False,
+        self, step: Step, layer_stored: LayerStored = None, all_rows: bool = False, layerwise: bool = False
     ) -> Tensor:
         part = self._part
         for span in step.spans:

@@ -27,6 +27,7 @@ from torch import Tensor
 from mpillm.engine.model.context_plan import MIN_QUERIES, ContextPlan
 from mpillm.engine.model.model_part import ModelPart
 from mpillm.engine.model.paged_attention import Contexts, LayerCache, PagedAttention
+from mpillm.engine.model.step_parts import LayerStored
 from mpillm.engine.run import compilations
 from mpillm.engine.run.layer_graphs import LayerGraphs
 from mpillm.engine.schedule.block_allocator import NULL_BLOCK
@@ -42,6 +43,7 @@ from mpillm.engine.tensors.staging import last_of_each, to_device
 _MIN_GRAPH_ROWS = 16  # of a step with contexts whose layers are graphs
 # A host's time for launching the products of an expert of a layer, and a GPU's speed: measured on H200s.
 _HOST_S, _FLOPS_PER_S = 0.3e-3, {"none": 0.6e15, "fp8": 1.2e15}
+_SAMPLING = SamplingParams(1.0), SamplingParams(1.0, top_k=8), SamplingParams(1.0, top_p=0.9)
 _SAMPLED_ROWS = 16  # in the warm-up, which runs only PyTorch's kernels; logits of more rows take gigabytes
 
 
@@ -111,9 +113,8 @@ class GpuSteps:
             self._last = torch.zeros(max_batch_size + 1, dtype=torch.int64, device=device)
             # Tokens, slots, positions.
             self._rows = torch.zeros(3 * self._decode_rows, dtype=torch.int64, device=device)
-            self._hidden = torch.zeros(
-                self._decode_rows, info.config.hidden_size, dtype=part.dtype, device=device
-            )
+            hidden_shape = self._decode_rows, info.config.hidden_size
+            self._hidden = torch.zeros(hidden_shape, dtype=part.dtype, device=device)
         self._fp8_contexts = fp8_contexts
         self._token_slots = self._last[:0]  # slots of the rows that the last `forward` returned
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -126,11 +127,7 @@ class GpuSteps:
     # --- a step ---
 
     def forward(
-        self,
-        step: Step,
-        layer_stored: Callable[[int], None] | None = None,
-        all_rows: bool = False,
-        layerwise: bool = False,
+        self, step: Step, layer_stored: LayerStored = None, all_rows: bool = False, layerwise: bool = False
     ) -> Tensor:
         self._write_blocks(step.spans)
         slots, n_cached, counts = np.array([(span.slot, span.n_cached, span.n_new) for span in step.spans]).T
@@ -170,11 +167,8 @@ class GpuSteps:
     def _forward_decode(self, size: int) -> Tensor:
         """Run a decode step on the contents of the buffers."""
         tokens, slots, positions = self._rows[: 3 * size].view(3, size)
-        x = (
-            self._embed(tokens, slots, positions)
-            if self._part.groups.layout.is_first_stage
-            else self._hidden[:size]
-        )
+        is_first = self._part.groups.layout.is_first_stage
+        x = self._embed(tokens, slots, positions) if is_first else self._hidden[:size]
         return self._part.model.forward(x, self._attention(slots, positions, size, None), None)
 
     def _mixed(
@@ -182,7 +176,7 @@ class GpuSteps:
         step: Step,
         rows: NDArray[np.int64],
         starts: list[int],
-        layer_stored: Callable[[int], None] | None,
+        layer_stored: LayerStored,
         all_rows: bool,
     ) -> tuple[Tensor, Tensor]:
         """Run a step in which some sequences add several tokens.
@@ -193,7 +187,8 @@ class GpuSteps:
         n = rows.shape[1]
         n_decoding = sum(span.decodes for span in step.spans)
         n_decode = [*starts, n][n_decoding]
-        size = (self._layers.size_for(n) if self._layers is not None else None) or n
+        graph_size = None if self._layers is None else self._layers.size_for(n)
+        size = graph_size or n
         plan = self._plan_contexts(step.spans[n_decoding:], starts[n_decoding:])
         logits_rows = np.array(step.logits_rows, np.int64)
         fed = last_of_each(rows[1, logits_rows], self._padding_slot)
@@ -202,12 +197,11 @@ class GpuSteps:
         arrays = [self._padded(rows, size), logits_rows, fed, *plan.tiles, plan.copies]
         at = np.cumsum([array.size for array in arrays])[:-1].tolist()
         inputs = to_device(np.concatenate([array.reshape(-1) for array in arrays]), self._part.device)
-        on_device = [
-            part.view(array.shape) for part, array in zip(inputs.tensor_split(at), arrays, strict=True)
-        ]
+        parts = zip(inputs.tensor_split(at), arrays, strict=True)
+        on_device = [part.view(array.shape) for part, array in parts]
         device_rows, device_logits_rows, token_slots, *planned = on_device
         attention = self._attention(device_rows[1], device_rows[2], n_decode, Contexts(plan, *planned))
-        if self._layers is not None and self._layers.has(size):
+        if self._layers is not None and graph_size is not None:
             return self._layers.run(device_rows, n, attention, device_logits_rows, layer_stored), token_slots
         is_first = self._part.groups.layout.is_first_stage
         x = self._embed(*device_rows) if is_first else self._part.receive_hidden(n)
@@ -223,9 +217,8 @@ class GpuSteps:
     def _plan_contexts(self, spans: list[Span], starts: list[int]) -> ContextPlan:
         part = self._part
         rank, is_scaled = part.model.kinds[0].rank, part.cache.scales is not None
-        n_queries = self.kernels.context_tile(
-            part.n_heads, part.cache.keys.shape[2], part.dtype, rank, is_scaled
-        )
+        heads = part.n_heads, part.cache.keys.shape[2]
+        n_queries = self.kernels.context_tile(*heads, part.dtype, rank, is_scaled)
         return ContextPlan.of(spans, starts, n_queries, max_copied_rows(part.info.max_seq_len))
 
     def _embed(self, tokens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
@@ -251,17 +244,9 @@ class GpuSteps:
 
     def _write_blocks(self, spans: list[Span]) -> None:
         """Write the blocks that `spans` name into the tables."""
-        self._write(
-            self._table, [(span.slot, span.n_blocks_sent, span.blocks) for span in spans if span.blocks]
-        )
-        self._write(
-            self._window_table,
-            [
-                (span.slot, span.n_window_blocks_sent, span.window_blocks)
-                for span in spans
-                if span.window_blocks
-            ],
-        )
+        self._write(self._table, [(s.slot, s.n_blocks_sent, s.blocks) for s in spans if s.blocks])
+        of_window = [(s.slot, s.n_window_blocks_sent, s.window_blocks) for s in spans if s.window_blocks]
+        self._write(self._window_table, of_window)
 
     def _write(self, table: Tensor, rows: list[tuple[int, int, list[int]]]) -> None:
         """Write blocks of slots into a table. `rows`: slot, number of its earlier blocks, blocks."""
@@ -355,11 +340,7 @@ class GpuSteps:
         for n_rows in reversed(ladder(self._decode_rows)):
             yield self._padding_step([1] * n_rows)
         for n_rows in {1, min(self._max_batch_size, _SAMPLED_ROWS)}:
-            for sampling in (
-                SamplingParams(1.0),
-                SamplingParams(1.0, top_k=8),
-                SamplingParams(1.0, top_p=0.9),
-            ):
+            for sampling in _SAMPLING:
                 yield self._padding_step([1] * n_rows, sampling)
 
     def _padding_step(
@@ -372,9 +353,6 @@ class GpuSteps:
         spans += [Span(self._padding_slot, 0, n, width) for n in counts[1:]]
         step = Step(spans, [0] * sum(counts), (np.cumsum(counts) - 1).tolist())
         if sampling is not None:
-            step.sampling, step.places, step.not_end = (
-                [sampling] * len(counts),
-                [0] * len(counts),
-                list(range(len(counts))),
-            )
+            step.sampling, step.places = [sampling] * len(counts), [0] * len(counts)
+            step.not_end = list(range(len(counts)))
         return step

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mpillm.engine.model.model_part import ModelPart
 from mpillm.engine.model.paged_attention import PagedAttention
+from mpillm.engine.model.step_parts import LayerStored
 from mpillm.engine.run import compilations
 from mpillm.engine.tensors.graphs import capture, gpu_ms, too_slow
 
@@ -50,9 +51,8 @@ class LayerGraphs:
         self._rows = torch.zeros(3 * max_rows, dtype=torch.int64, device=device)
         self._x = torch.zeros(max_rows, config.hidden_size, dtype=part.dtype, device=device)
         self._turned = torch.zeros(max_rows, n_all, config.head_dim, dtype=part.dtype, device=device)
-        self._attended = torch.zeros(
-            max_rows, part.n_heads * config.head_dim, dtype=part.dtype, device=device
-        )
+        attended_shape = max_rows, part.n_heads * config.head_dim
+        self._attended = torch.zeros(attended_shape, dtype=part.dtype, device=device)
         self._n_layers = len(model.layers)
 
     def fill(self, sizes: Iterable[int], launch_ms: float) -> None:
@@ -70,9 +70,6 @@ class LayerGraphs:
         for size in too_slow(times):
             del self._pieces[size]
 
-    def has(self, size: int) -> bool:
-        return size in self._pieces
-
     def size_for(self, n_rows: int) -> int | None:
         """Return the smallest size with at least `n_rows` rows."""
         return next((size for size in self._pieces if size >= n_rows), None)
@@ -83,7 +80,7 @@ class LayerGraphs:
         n: int,
         attention: PagedAttention,
         logits_rows: Tensor,
-        layer_stored: Callable[[int], None] | None,
+        layer_stored: LayerStored,
     ) -> Tensor:
         """Run a step of `n` rows, and return the result of `Decoder.forward`.
 

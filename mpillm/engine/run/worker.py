@@ -17,7 +17,7 @@ from mpillm.engine.handoff.transfers import Transfers
 from mpillm.engine.kernels import ops
 from mpillm.engine.kernels.cpu_kernels import cpu_kernels
 from mpillm.engine.model.model_part import ModelPart
-from mpillm.engine.model.steps import Steps
+from mpillm.engine.model.step_parts import Steps
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.parallel.token_chooser import TokenChooser
 from mpillm.engine.run.cpu_steps import CpuSteps
