@@ -119,13 +119,8 @@ class KVCache:
 
         rows: tuple[list[int], ...] = [], [], [], []
         for (blocks, n_tokens, _), piece in zip(cached, pieces, strict=True):
-            n = self.blocks_for(n_tokens)
-            of_piece = (
-                blocks[:n],
-                range(0, n_tokens, self.tokens_per_block),
-                [n_tokens] * n,
-                [piece.data_ptr()] * n,
-            )
+            n, firsts = self.blocks_for(n_tokens), range(0, n_tokens, self.tokens_per_block)
+            of_piece = blocks[:n], firsts, [n_tokens] * n, [piece.data_ptr()] * n
             for row, numbers in zip(rows, of_piece, strict=True):
                 row += numbers
         table = to_device(np.array(rows, np.int64), self.keys.device)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mpillm.engine.cache.kv_cache import KVCache, rounded, widened
 from mpillm.engine.kernels.cpu_kernels import CpuKernels
-from mpillm.engine.model.decode_attention import DecodePlan, Pool
+from mpillm.engine.model.decode_attention import DecodePlan, PaddedRows, Pool, padded_rows
 from mpillm.engine.model.layer_kind import PLAIN, LayerKind
 from mpillm.engine.schedule.step import Span
 
@@ -52,16 +52,6 @@ class ByRow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _PaddedContexts:
-    """`n` contexts from position 0; their tokens are the step's rows `real`."""
-
-    n: int
-    padded: Tensor  # [n * longest] rows of the step: each context's, padded with its first
-    real_places: Tensor  # where in `padded` the rows `real` are
-    real: Tensor
-
-
-@dataclass(frozen=True)
 class _PartialContext:
     """Rows [start, end) of the step attend to `n_tokens` tokens in `blocks`.
 
@@ -80,7 +70,7 @@ class _Plan(NamedTuple):
 
     rows: _Rows | None
     decode: DecodePlan | None
-    contexts: list[_PaddedContexts | _PartialContext]
+    contexts: list[PaddedRows | _PartialContext]  # the first are from position 0
 
 
 class StepAttention:
@@ -114,12 +104,8 @@ class StepAttention:
         self._longest = max(span.n_cached + span.n_new for span in spans)
         self._plans: dict[tuple[int, bool], _Plan] = {}  # by window, and whether there are sinks
         positions = np.concatenate([np.arange(span.n_cached, span.n_cached + span.n_new) for span in spans])
-        blocks = np.concatenate(
-            [
-                np.repeat(self._blocks_of(span), self._size)[span.n_cached : span.n_cached + span.n_new]
-                for span in spans
-            ]
-        )
+        each = (np.repeat(self._blocks_of(s), self._size)[s.n_cached : s.n_cached + s.n_new] for s in spans)
+        blocks = np.concatenate([*each])
         self.positions, self._table = torch.from_numpy(positions), rotations
         self._rotations: dict[int, Tensor] = {}  # of the rows, by `LayerKind.first_rotation`
         self._slots = (torch.from_numpy(blocks), torch.from_numpy(positions % self._size))
@@ -150,12 +136,11 @@ class StepAttention:
         if plan.decode is not None:
             plan.decode.attend(qkv[:, :h], out, *pools, sinks=kind.sinks)
         for context in plan.contexts:
-            if isinstance(context, _PaddedContexts):
+            if isinstance(context, PaddedRows):
                 out[context.real] = self._attend_together(context, qkv)
             else:
-                out[context.start : context.end] = self._attend_behind(
-                    context, qkv[context.start : context.end, :h], *pools, sinks=kind.sinks
-                )
+                own = slice(context.start, context.end)
+                out[own] = self._attend_behind(context, qkv[own, :h], *pools, sinks=kind.sinks)
         return out
 
     def _plan(self, kind: LayerKind) -> _Plan:
@@ -230,9 +215,9 @@ class StepAttention:
 
     def _plan_contexts(
         self, placed: list[tuple[Span, int]], window: int, sinks: bool
-    ) -> list[_PaddedContexts | _PartialContext]:
+    ) -> list[PaddedRows | _PartialContext]:
         """`placed`: spans, each with its first row."""
-        plans: list[_PaddedContexts | _PartialContext] = []
+        plans: list[PaddedRows | _PartialContext] = []
         fresh: list[tuple[int, int]] = []  # tokens, first row
         for span, row in placed:
             if span.n_cached == 0 and not (window or sinks):
@@ -243,36 +228,22 @@ class StepAttention:
                 visible = token <= position
                 if window:
                     visible &= token > position - window
-                plans.append(
-                    _PartialContext(
-                        row, row + span.n_new, torch.from_numpy(self._blocks_of(span)), n, visible
-                    )
-                )
+                blocks = torch.from_numpy(self._blocks_of(span))
+                plans.append(_PartialContext(row, row + span.n_new, blocks, n, visible))
         fresh.sort(reverse=True)
         while fresh:
             longest, n, real = fresh[0][0], 0, 0
             while n < len(fresh) and longest * (n + 1) <= _MAX_PADDING * (real + fresh[n][0]):
                 real += fresh[n][0]
                 n += 1
-            lengths, starts = np.array(fresh[:n]).T[:, :, None]
-            columns = np.arange(longest)
-            is_real = columns < lengths
-            padded = np.where(is_real, starts + columns, starts).reshape(-1)
-            real_places = np.flatnonzero(is_real)
-            plans.append(
-                _PaddedContexts(
-                    n,
-                    torch.from_numpy(padded),
-                    torch.from_numpy(real_places),
-                    torch.from_numpy(padded[real_places]),
-                )
-            )
+            lengths, starts = np.array(fresh[:n]).T
+            plans.append(padded_rows(starts, lengths - 1, longest))
             fresh = fresh[n:]
         return plans
 
-    def _attend_together(self, plan: _PaddedContexts, qkv: Tensor) -> Tensor:
+    def _attend_together(self, plan: PaddedRows, qkv: Tensor) -> Tensor:
         h, k = self._n_heads, self._n_kv_heads
-        padded = qkv.index_select(0, plan.padded).view(plan.n, -1, h + 2 * k, self._head_dim).transpose(1, 2)
+        padded = qkv.index_select(0, plan.padded).view(-1, plan.n, h + 2 * k, self._head_dim).transpose(1, 2)
         out = F.scaled_dot_product_attention(
             padded[:, :h], padded[:, h : h + k], padded[:, h + k :], is_causal=True, enable_gqa=True
         )
@@ -306,9 +277,8 @@ def _with_sinks(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sinks: Te
         scores = q.new_zeros(h, len(seen), n + 1)
         scores[:, :, :n].masked_fill_(~seen, -torch.inf)
         scores[:, :, n] = sinks[:, None]
-        pieces.append(
-            F.scaled_dot_product_attention(some, keys, values, attn_mask=scores[None], enable_gqa=True)
-        )
+        out = F.scaled_dot_product_attention(some, keys, values, attn_mask=scores[None], enable_gqa=True)
+        pieces.append(out)
     return torch.cat(pieces, dim=2)[0].transpose(0, 1).reshape(len(mask), -1)
 
 

@@ -35,7 +35,7 @@ class Pool(NamedTuple):
     scales: Tensor | None  # [kv_heads], see `KVCache`
 
 
-class _Rows(NamedTuple):
+class PaddedRows(NamedTuple):
     """Several rows of each sequence: B sequences with Q rows each, the missing ones repeated."""
 
     n: int  # Q
@@ -61,7 +61,7 @@ class DecodePlan:
     members: Tensor  # blocks of sequence 0, then of sequence 1, ..., as indices into the N
     starts: Tensor  # [B] where each sequence's blocks begin in `members`
     n_sequences: int
-    rows: _Rows | None  # None: the step's first B rows, one of each
+    rows: PaddedRows | None  # None: the step's first B rows, one of each
 
     @staticmethod
     def of(
@@ -82,16 +82,11 @@ class DecodePlan:
         h = n_heads * n_rows
         # How many tokens each row of a sequence sees.
         last = np.array([span.n_new - 1 for span in spans])
-        visible = np.array([span.n_cached + 1 for span in spans])[:, None] + np.minimum(
-            np.arange(n_rows), last[:, None]
-        )
+        visible = np.array([[span.n_cached + 1] for span in spans])
+        visible = visible + np.minimum(np.arange(n_rows), last[:, None])
         counts = -(-visible[:, -1] // size)
-        table_blocks = np.fromiter(
-            itertools.chain.from_iterable(
-                tables[span.slot][:c] for span, c in zip(spans, counts, strict=True)
-            ),
-            np.int64,
-        )
+        each = (tables[span.slot][:count] for span, count in zip(spans, counts, strict=True))
+        table_blocks = np.fromiter(itertools.chain.from_iterable(each), np.int64)
         # Sequences with a common prefix share blocks: each gets a copy, because here a block has one owner.
         is_shared = np.bincount(table_blocks).max() > 1
         in_place = not is_shared and int(table_blocks.max()) + 1 <= _MAX_UNOWNED * len(table_blocks) + 1
@@ -130,7 +125,7 @@ class DecodePlan:
             members=torch.from_numpy(members),
             starts=torch.from_numpy(starts),
             n_sequences=n,
-            rows=_rows(np.array([row for _, row in placed]), last, n_rows) if n_rows > 1 else None,
+            rows=padded_rows(np.array([row for _, row in placed]), last, n_rows) if n_rows > 1 else None,
         )
 
     def attend(self, q: Tensor, out: Tensor, *pools: Pool, sinks: Tensor | None = None) -> None:
@@ -173,11 +168,8 @@ class DecodePlan:
             out[rows.real] = attended.index_select(0, rows.real_places)
 
 
-def _rows(first: NDArray[np.int64], last: NDArray[np.int64], n: int) -> _Rows:
+def padded_rows(first: NDArray[np.int64], last: NDArray[np.int64], n: int) -> PaddedRows:
     """`first`: each sequence's first row in the step; `last`: how many follow."""
-    padded = first[:, None] + np.minimum(np.arange(n), last[:, None])
+    padded = (first[:, None] + np.minimum(np.arange(n), last[:, None])).reshape(-1)
     real_places = np.flatnonzero(np.arange(n) <= last[:, None])
-    padded = padded.reshape(-1)
-    return _Rows(
-        n, torch.from_numpy(padded), torch.from_numpy(real_places), torch.from_numpy(padded[real_places])
-    )
+    return PaddedRows(n, *map(torch.from_numpy, (padded, real_places, padded[real_places])))

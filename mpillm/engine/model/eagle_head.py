@@ -6,14 +6,9 @@ outputs of the model, `fuse`d into one. After a draft token it is the head's own
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from disagg.errors import ConfigError
 from mpillm.engine.kernels.linear import Linear
 from mpillm.engine.model.decoder import Decoder
 from mpillm.engine.model.layers import AddRmsNorm
@@ -22,7 +17,7 @@ from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.shape.eagle_config import LAYER, EagleConfig
 from mpillm.engine.shape.layout import ALL, RankLayout
 from mpillm.engine.weights.rank_weights import Shards
-from mpillm.telemetry.read_log import ReadLog
+from mpillm.engine.weights.sources import OpenFiles
 
 
 class EagleHead(Decoder):
@@ -92,8 +87,7 @@ class _HeadFile:
     def __init__(self, eagle: EagleConfig, embedding: Tensor) -> None:
         self._eagle = eagle
         self._embedding = embedding
-        self._open: dict[Path, Any] = {}
-        self._reads = ReadLog()
+        self._files = OpenFiles()
 
     def get(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         """Return a tensor, always whole: a head is on one rank."""
@@ -101,12 +95,4 @@ class _HeadFile:
             name = name.removeprefix("model.")
         if name not in self._eagle.names:
             return self._embedding
-        file, stored_name = self._eagle.names[name]
-        self._reads.note(file)
-        try:
-            if file not in self._open:
-                self._open[file] = safe_open(file, framework="pt")
-            tensor: Tensor = self._open[file].get_tensor(stored_name)
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{file}: tensor {stored_name} cannot be read: {error}") from error
-        return tensor
+        return self._files.read(*self._eagle.names[name])

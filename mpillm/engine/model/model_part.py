@@ -68,11 +68,9 @@ class ModelPart:
     @property
     def handed_over(self) -> KVCache | TwoCaches:
         """The caches that handoffs read and write."""
-        return (
-            self.cache
-            if self.window_cache is None
-            else TwoCaches((self.cache, self.window_cache), self.places)
-        )
+        if self.window_cache is None:
+            return self.cache
+        return TwoCaches((self.cache, self.window_cache), self.places)
 
     @classmethod
     def load(

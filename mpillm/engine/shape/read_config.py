@@ -152,6 +152,7 @@ def _parsed(raw: Raw, source: Path) -> ModelConfig:
     more = family.fields.more(fields)
     rope = read_rope(fields.raw, family.fields, source)
     slides = _sliding_layers(fields, n_layers, family.fields)
+    windows = tuple(fields.integer("sliding_window") if each else 0 for each in slides)
     quantized = parse_quantization(fields.raw, source, family.fields.quantization)
     sizes = {
         "n_kv_heads": more.get("n_kv_heads") or _kv_heads(fields, heads),
@@ -171,9 +172,7 @@ def _parsed(raw: Raw, source: Path) -> ModelConfig:
         tie_word_embeddings=bool(fields.raw.get("tie_word_embeddings", False)),
         dtype=_dtype(fields),
         family=family,
-        windows=tuple(fields.integer("sliding_window") if each else 0 for each in slides)
-        if any(slides)
-        else (),
+        windows=windows if any(windows) else (),
         local_rope_theta=rope.local_theta,
         score_factor=rope.score_factor,
         quantization=quantized.weights,

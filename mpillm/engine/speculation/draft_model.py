@@ -153,15 +153,9 @@ class DraftModel:
         pieces.sort(key=self._is_context)
         self._give(pieces)
         for state, new in pieces:
-            n_blocks_sent, state.n_blocks_sent = state.n_blocks_sent, len(state.blocks)
-            span = Span(
-                state.slot,
-                state.n_cached,
-                len(new),
-                n_blocks_sent,
-                state.blocks[n_blocks_sent:],
-                is_few=1 < len(new) <= self._few,
-            )
+            n_sent, state.n_blocks_sent = state.n_blocks_sent, len(state.blocks)
+            is_few = 1 < len(new) <= self._few
+            span = Span(state.slot, state.n_cached, len(new), n_sent, state.blocks[n_sent:], is_few)
             step.spans.append(span)
             state.n_cached += len(new)
             step.tokens += new

@@ -46,16 +46,14 @@ def sample(logits: Tensor, params: list[SamplingParams], places: list[int]) -> T
         chosen = [i for i, p in enumerate(params) if not p.is_greedy and p.is_restricted == restricted]
         if chosen:
             rows, index = [params[i] for i in chosen], to_device(chosen, logits.device)
-            scaled = logits.index_select(0, index).div_(
-                to_device(np.array([[p.temperature] for p in rows], np.float32), logits.device)
-            )
+            temperatures = np.array([[p.temperature] for p in rows], np.float32)
+            scaled = logits.index_select(0, index).div_(to_device(temperatures, logits.device))
             numbers = _uniform(np.array([p.seed for p in rows]), np.array([places[i] for i in chosen]))
             uniform = to_device(numbers, logits.device)
-            tokens[index] = (
-                _sample_restricted(scaled, rows, uniform)
-                if restricted
-                else _invert(scaled.softmax(-1), uniform)
-            )
+            if restricted:
+                tokens[index] = _sample_restricted(scaled, rows, uniform)
+            else:
+                tokens[index] = _invert(scaled.softmax(-1), uniform)
     return tokens
 
 

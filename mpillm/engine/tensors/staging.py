@@ -80,9 +80,8 @@ class SampledTokens:
         self._event: torch.cuda.Event | None = None
         self._tokens = tokens
         if tokens.device.type != "cpu":
-            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(
-                tokens, non_blocking=True
-            )
+            host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._tokens = host.copy_(tokens, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 

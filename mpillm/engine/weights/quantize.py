@@ -92,10 +92,9 @@ def quantize(
     with new_folder(target, overwrite) as work:
         check_disk_space(work, n_bytes)
         for i, file in enumerate(files):
-            tensors = _quantized(file, algo, model, record["relative_errors"])
-            write_safetensors(
-                work / file.name, entries[file], chain(tensors, added.items() if file == files[0] else ())
-            )
+            more = added.items() if file == files[0] else ()
+            tensors = chain(_quantized(file, algo, model, record["relative_errors"]), more)
+            write_safetensors(work / file.name, entries[file], tensors)
             if progress is not None:
                 progress(f"{file.name}: {i + 1} of {len(files)} files")
         if files != [source / SINGLE]:
@@ -135,10 +134,8 @@ def _quantized(
                 if not torch.isfinite(scales).all():
                     raise ConfigError(f"{file}: tensor {name} has values that are not finite")
                 exact = tensor.float()
-                error = (dequantize_rows(numbers, scales, torch.float32) - exact).norm() / exact.norm().clamp(
-                    min=1e-30
-                )
-                errors[name] = float(f"{float(error):.4g}")
+                error = (dequantize_rows(numbers, scales, torch.float32) - exact).norm()
+                errors[name] = float(f"{float(error / exact.norm().clamp(min=1e-30)):.4g}")
                 yield name, numbers
                 yield scale_name(name), scales
     except SafetensorError as error:

@@ -44,13 +44,13 @@ class Weights(ABC):
 
     def get(self, name: str) -> Tensor:
         """Return a parameter other than a linear projection, always as floats."""
-        weight = self._floats(name)
+        weight = self._parameter(f"{name}.weight")
         bytes_held.note(weight.nbytes)
         return weight
 
     @abstractmethod
-    def _floats(self, name: str) -> Tensor:
-        """Do the work of `get`."""
+    def _parameter(self, name: str) -> Tensor:
+        """Return a parameter by its full name."""
 
     @abstractmethod
     def bias(self, name: str) -> Tensor:
@@ -99,16 +99,13 @@ class Shards(Weights):
         self._quantization = quantization
         self._group = int4_group(config)
 
-    def _floats(self, name: str) -> Tensor:
-        return self._vector(f"{name}.weight")
-
     def bias(self, name: str) -> Tensor:
         prefix, _, last = name.rpartition(".")
         names = [f"{prefix}.{part}.bias" for part in FUSED.get(last, (last,))]
-        bias = torch.cat([self._vector(name) for name in names])
+        bias = torch.cat([self._parameter(name) for name in names])
         return bias if self._layout.adds_bias(names[0]) else torch.zeros_like(bias)
 
-    def _vector(self, name: str) -> Tensor:
+    def _parameter(self, name: str) -> Tensor:
         """Return this rank's part of a parameter without quantization; q and k in `model`'s order."""
         part = self._source.get(name, *self._layout.part(name, self.config)).to(self.device)
         if name.endswith("norm.weight") and self.config.family.norms_less_one:
@@ -149,9 +146,8 @@ class Shards(Weights):
                 weight, scales = (self._source.get(each, rows, columns).to(self.device) for each in names)
                 return self._in_order(name, weight), self._in_order(name, scales)
             floats = self._in_order(name, self._source.get(name, rows, columns).to(self.device))
-            return (
-                mxfp4.rounded(floats) if self._quantization == "mxfp4" else int4.rounded(floats, self._group)
-            )
+            is_mxfp4 = self._quantization == "mxfp4"
+            return mxfp4.rounded(floats) if is_mxfp4 else int4.rounded(floats, self._group)
         if self._quantization in ("none", "mxfp4"):
             weight = self._source.get(name, rows, columns).to(self.device, self.dtype)
         elif self.config.quantization == "none":
@@ -188,22 +184,19 @@ class EngineWeights(Weights):
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{self._path}: cannot be read: {error}") from error
 
-    def _floats(self, name: str) -> Tensor:
-        return self._tensor(f"{name}.weight")
-
     def bias(self, name: str) -> Tensor:
-        return self._tensor(f"{name}.bias")
+        return self._parameter(f"{name}.bias")
 
     def matrix(self, name: str) -> tuple[Tensor, Tensor | None]:
-        weight = self._tensor(f"{name}.weight")
-        return weight, None if weight.dtype == self.dtype else self._tensor(scale_name(f"{name}.weight"))
+        weight = self._parameter(f"{name}.weight")
+        return weight, None if weight.dtype == self.dtype else self._parameter(scale_name(f"{name}.weight"))
 
     def kv_scales(self, layers: range) -> Tensor | None:
         if self.config.kv_quantization == "none":
             return None
-        return torch.stack([self._tensor(rank_kv_scales(layer)) for layer in layers])
+        return torch.stack([self._parameter(rank_kv_scales(layer)) for layer in layers])
 
-    def _tensor(self, name: str) -> Tensor:
+    def _parameter(self, name: str) -> Tensor:
         try:
             tensor: Tensor = self._file.get_tensor(name)  # type: ignore[no-untyped-call]
         except (OSError, SafetensorError) as error:

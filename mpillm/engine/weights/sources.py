@@ -31,14 +31,36 @@ class WeightSource(Protocol):
     def get(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor: ...
 
 
+class OpenFiles:
+    """Safetensors files, each opened when it is first read."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, Any] = {}
+        self._reads = ReadLog()
+
+    def read(self, file: Path, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        """Return a tensor, or a part of it. Raises ConfigError if it cannot be read."""
+        self._reads.note(file)
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(file, framework="pt")
+            name = stored_name(name, self._open[file].keys())
+            stored = self._open[file].get_slice(name)
+            if not stored.get_shape():  # a single number
+                return cast(Tensor, self._open[file].get_tensor(name))
+            tensor: Tensor = stored[rows] if columns == ALL else stored[rows, columns]
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{file}: tensor {name} cannot be read: {error}") from error
+        return tensor
+
+
 class Checkpoint:
     """The safetensors files of a folder."""
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         """Read only headers. Raises ConfigError as `check_model`."""
         self._file_of = checkpoint_files(folder, config)
-        self._open: dict[Path, Any] = {}
-        self._reads = ReadLog()
+        self._files = OpenFiles()
         self._config = config
         self._form = form_of(config)
         # Number of rows that share a scale.
@@ -56,19 +78,7 @@ class Checkpoint:
         return tensor
 
     def _read(self, name: str, rows: slice, columns: slice) -> Tensor:
-        file = self._file_of[name]
-        self._reads.note(file)
-        try:
-            if file not in self._open:
-                self._open[file] = safe_open(file, framework="pt")
-            name = stored_name(name, self._open[file].keys())
-            stored = self._open[file].get_slice(name)
-            if not stored.get_shape():  # a single number
-                return cast(Tensor, self._open[file].get_tensor(name))
-            tensor: Tensor = stored[rows] if columns == ALL else stored[rows, columns]
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{file}: tensor {name} cannot be read: {error}") from error
-        return tensor
+        return self._files.read(self._file_of[name], name, rows, columns)
 
 
 class DummyWeights:
@@ -100,12 +110,7 @@ class DummyWeights:
             return fill(shape, device=self._device)[rows]
         scale = 0.1 if "embed_tokens" in name else 1 / math.sqrt(shape[1])
         by_row, by_column = (
-            _mixed(
-                _mixed(
-                    torch.arange(n, dtype=torch.int32, device=self._device)[part]
-                    + _signed(zlib.crc32(name.encode(), seed))
-                )
-            )
+            self._hashed(torch.arange(n, dtype=torch.int32)[part], zlib.crc32(name.encode(), seed))
             for n, part, seed in ((shape[0], rows, 0), (shape[1], columns, 1))
         )
         values = torch.empty(len(by_row), len(by_column), device=self._device)
@@ -113,10 +118,12 @@ class DummyWeights:
         for first in range(0, len(values), n_rows):
             x = _mixed(by_row[first : first + n_rows, None] ^ by_column)
             pairs = (x & 0x00FF00FF) + ((x >> 8) & 0x00FF00FF)
-            values[first : first + n_rows].copy_((pairs & 0xFFFF).add_(pairs >> 16)).sub_(_MEAN).mul_(
-                scale / _STDEV
-            )
+            sums = (pairs & 0xFFFF).add_(pairs >> 16)
+            values[first : first + n_rows].copy_(sums).sub_(_MEAN).mul_(scale / _STDEV)
         return values
+
+    def _hashed(self, places: Tensor, seed: int) -> Tensor:
+        return _mixed(_mixed(places.to(self._device) + _signed(seed)))
 
 
 _CHUNK = {True: 1 << 16, False: 1 << 26}  # values in one pass: fits a CPU's cache, keeps a device busy
