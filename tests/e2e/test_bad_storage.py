@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from mpillm.engine.weights.sources import save_preset
+from tests.helpers.presets import save_preset
 from tests.helpers.support import INSTANCE_LOST, ROOT, Starter
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.command import BENCHES
-from mpillm.engine.weights.sources import save_preset
 from tests.helpers.make_checkpoint import make_tokenizer
+from tests.helpers.presets import save_preset
 from tests.helpers.support import Ended, Starter
 
 SMALL = ("--device", "cpu", "--models", "tiny-llama", "--prompt_lens", 64, "--mebibytes", 1, "--repeats", 1)

@@ -22,8 +22,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from mpillm.data.fetch import fetch_model  # noqa: E402
-from mpillm.engine.weights.sources import save_preset  # noqa: E402 - needs torch
 from tests.helpers.layouts import Answers, preset_answers, smollm2_answers  # noqa: E402
+from tests.helpers.presets import save_preset  # noqa: E402 - needs torch
 
 PLUGINS = {"PYTHONPATH": str(ROOT)}
 # a context takes several steps: it is accepted before the last of them

@@ -32,7 +32,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from mpillm.data.fetch import fetch_model  # noqa: E402
-from mpillm.engine.weights.sources import save_preset  # noqa: E402 - needs torch
+from tests.helpers.presets import save_preset  # noqa: E402 - needs torch
 
 
 @pytest.fixture(scope="module")

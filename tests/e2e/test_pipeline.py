@@ -13,7 +13,7 @@ from tests.helpers.support import CHUNKED, DONE, USAGE, Starter
 
 pytest.importorskip("torch")
 
-from mpillm.engine.weights.sources import save_preset
+from tests.helpers.presets import save_preset
 
 ARGS = (
     "--core_type=torch --model_path=llama --llm_quantizer_outdir=checkpoint --engine_dir=engine"

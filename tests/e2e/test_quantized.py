@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 from mpillm.engine.build_engine import build  # noqa: E402
 from mpillm.engine.weights.quantize import quantize  # noqa: E402 - needs torch
-from mpillm.engine.weights.sources import save_preset  # noqa: E402
+from tests.helpers.presets import save_preset  # noqa: E402
 from tests.helpers.quantized_models import dequantized  # noqa: E402
 
 N_NEW = 16

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from mpillm.engine.weights.sources import save_preset
 from mpillm.errors import ExitCode
 from tests.helpers.make_checkpoint import make_tokenizer
 from tests.helpers.oracle import Oracle
+from tests.helpers.presets import save_preset
 from tests.helpers.scripted_server import DONE as DONE_
 from tests.helpers.scripted_server import (
     STREAM,

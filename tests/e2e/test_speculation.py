@@ -16,7 +16,6 @@ from tests.helpers.support import Starter
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from mpillm.engine.weights.sources import save_preset
 from tests.helpers.eagle_heads import save_head
 from tests.helpers.layouts import (
     HANDOFF_SIZES,
@@ -32,6 +31,7 @@ from tests.helpers.layouts import (
 )
 from tests.helpers.layouts import check_handoff as check_pair
 from tests.helpers.mtp_heads import save_model
+from tests.helpers.presets import save_preset
 
 NGRAM = "decoding_type:NGram,max_draft_len:4"
 DRAFT = "decoding_type:Draft_Target,max_draft_len:3,speculative_model:tiny-llama"  # the model itself

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from mpillm.engine.shape.families.known import FAMILIES
-from mpillm.engine.weights.sources import save_preset
 from tests.helpers.adapters import ALL, make_adapter, with_adapter
 from tests.helpers.families import make_family
 from tests.helpers.layouts import oracle
 from tests.helpers.make_checkpoint import make_tokenizer
 from tests.helpers.oracle import Oracle
+from tests.helpers.presets import save_preset
 from tests.helpers.real_triton import MARKS, N_OUTPUT, PROMPTS, generate, serving
 from tests.helpers.support import DONE, Starter
 from tests.helpers.triton_requests import Asker, Refusal

@@ -12,11 +12,11 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
-from mpillm.engine.weights.sources import save_preset
 from tests.helpers.draft_tokens import NGRAM, draft_target, save_half
 from tests.helpers.eagle_heads import Seen, eagle, save_head
 from tests.helpers.gpu_cores import SCARCE, answer
 from tests.helpers.mtp_heads import mtp, save_model
+from tests.helpers.presets import save_preset
 from tests.helpers.torch_cores import N_OUTPUT, Answers, make_batch, make_core
 
 

@@ -32,11 +32,11 @@ from mpillm.engine.tensors.graphs import capture, ladder
 from mpillm.engine.tensors.rounding import dequantize_rows, quantize_rows
 from mpillm.engine.weights import rank_weights as weights
 from mpillm.engine.weights.quantize import quantize
-from mpillm.engine.weights.sources import save_preset
 from tests.helpers.families import make_family, pack_experts
 from tests.helpers.gpu_cores import SCARCE, answer, random_prompts
 from tests.helpers.int4 import pack_int4
 from tests.helpers.oracle import expected_tokens
+from tests.helpers.presets import save_preset
 from tests.helpers.torch_cores import N_OUTPUT, Answers, make_batch, make_core
 
 

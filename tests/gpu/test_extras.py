@@ -18,7 +18,6 @@ if not torch.cuda.is_available():
 from mpillm.engine.extras.request_extras import RequestExtras
 from mpillm.engine.shape.families.known import FAMILIES
 from mpillm.engine.shape.memory import BYTES_TO_CHOOSE, CHOSEN_AT_ONCE
-from mpillm.engine.weights.sources import save_preset
 from tests.helpers.extras_checks import (
     BEAM_PROMPTS,
     ON_GPU,
@@ -32,6 +31,7 @@ from tests.helpers.extras_checks import (
 from tests.helpers.families import make_family
 from tests.helpers.gpu_cores import random_prompts
 from tests.helpers.oracle import Oracle
+from tests.helpers.presets import save_preset
 from tests.helpers.torch_cores import answer_with_extras, make_core
 
 SCARCE: dict[str, Any] = {"max_seq_len": 56, "kv_cache_tokens": 56, "max_batch_size": 4}

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mpillm.engine.shape.quantization import quantization_config
-from mpillm.engine.weights.sources import save_preset
+from tests.helpers.presets import save_preset
 
 N_LAYERS, N_KV_HEADS = 6, 4  # of tiny-llama
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import transformers
 
-from mpillm.engine.weights.sources import save_preset
+from tests.helpers.presets import save_preset
 from tests.helpers.support import CHUNKED, DONE, Starter
 
 N_PROMPTS, NEW_TOKENS = 16, 40

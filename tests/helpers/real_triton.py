@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from mpillm.engine.weights.sources import save_preset
 from mpillm.triton.tritonserver import triton_prefix
 from tests.helpers.oracle import Oracle
+from tests.helpers.presets import save_preset
 from tests.helpers.support import (
     DONE,
     Command,

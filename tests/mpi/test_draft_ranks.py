@@ -22,9 +22,9 @@ Drafts = dict[tuple[int, ...], list[int]]
 
 def save(kind: str, folder: Path) -> dict[str, Any]:
     """Save a model, and the head if it is not the model's own; return how to guess with it."""
-    from mpillm.engine.weights.sources import save_preset
     from tests.helpers.eagle_heads import eagle, save_head
     from tests.helpers.mtp_heads import mtp, save_model
+    from tests.helpers.presets import save_preset
 
     if kind == "MTP":
         pytest.importorskip("transformers")

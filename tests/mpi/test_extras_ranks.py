@@ -55,9 +55,9 @@ def test_two_ranks_answer_as_one(tmp_path: Path, on_gpus: bool) -> None:
     if on_gpus and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     # Not before: they import PyTorch.
-    from mpillm.engine.weights.sources import save_preset
     from mpillm.triton.peft_adapter import convert
     from tests.helpers.adapters import make_adapter
+    from tests.helpers.presets import save_preset
     from tests.helpers.torch_cores import answer_with_extras, make_core
 
     folder = Path(world.bcast(str(tmp_path)))

@@ -50,11 +50,6 @@ def with_own_head(model: ModelConfig, folder: Path | None) -> ModelConfig:
     return model
 
 
-def preset_json(name: str) -> dict[str, Any]:
-    """Return a preset's `config.json`, parsed."""
-    return read_object(PRESETS / f"{name}.json")
-
-
 def presets() -> list[str]:
     return sorted(file.stem for file in PRESETS.glob("*.json"))
 

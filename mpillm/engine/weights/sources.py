@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import zlib
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from disagg.errors import ConfigError
@@ -19,7 +17,6 @@ from mpillm.engine.shape.checkpoint_forms import form_of
 from mpillm.engine.shape.entries import block_scale_name, checkpoint_name, is_linear, scale_name
 from mpillm.engine.shape.layout import ALL
 from mpillm.engine.shape.model_config import ModelConfig
-from mpillm.engine.shape.read_config import load_model_config, preset_json
 from mpillm.engine.shape.tensor_shapes import tensor_shapes
 from mpillm.engine.tensors.rounding import dequantize_blocks
 from mpillm.telemetry.read_log import ReadLog
@@ -140,16 +137,3 @@ def _mixed(x: Tensor) -> Tensor:
 def _signed(x: int) -> int:
     """Return the int32 with the same 32 bits."""
     return x - (1 << 32) if x >> 31 else x
-
-
-def save_preset(name: str, folder: Path) -> None:
-    """Write a preset and its random weights as a Hugging Face folder, for any program that reads one."""
-    config = load_model_config(name)
-    source = DummyWeights(config)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {tensor: source.get(tensor).contiguous() for tensor in tensor_shapes(config)},
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-    (folder / "config.json").write_text(json.dumps(preset_json(name), indent=2) + "\n", encoding="utf-8")

@@ -13,11 +13,11 @@ from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.schedule.sequence import Sequence
 from mpillm.engine.schedule.step import Step
 from mpillm.engine.speculation.start_speculation import start_drafter
-from mpillm.engine.weights.sources import save_preset
 from tests.helpers.draft_tokens import draft_target
 from tests.helpers.eagle_heads import eagle, save_head
 from tests.helpers.engine_configs import engine_config
 from tests.helpers.gpu_steps_on_cpu import gpu_worker
+from tests.helpers.presets import save_preset
 
 N_STEPS, CONTEXT = 5, 40
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpillm.engine.weights.sources import save_preset
 from tests.helpers import draft_tokens
 from tests.helpers.oracle import Oracle, Tokens
+from tests.helpers.presets import save_preset
 from tests.helpers.torch_cores import N_OUTPUT, answer, make_batch, make_core
 
 

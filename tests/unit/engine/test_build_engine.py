@@ -22,9 +22,10 @@ from mpillm.engine.shape.model_info import check_model, model_info
 from mpillm.engine.shape.read_config import load_model_config
 from mpillm.engine.weights.quantize import quantize
 from mpillm.engine.weights.rank_weights import EngineWeights, Shards, read_embedding
-from mpillm.engine.weights.sources import Checkpoint, save_preset
+from mpillm.engine.weights.sources import Checkpoint
 from tests.helpers.engine_configs import engine_config
 from tests.helpers.oracle import Tokens
+from tests.helpers.presets import save_preset
 from tests.helpers.torch_cores import answer, make_batch, make_core
 
 

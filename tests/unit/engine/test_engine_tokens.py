@@ -16,7 +16,7 @@ from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.cache.kv_cache import KVCache
 from mpillm.engine.model.attention import StepAttention
 from mpillm.engine.model.model_part import ModelPart
-from mpillm.engine.model.steps import Steps
+from mpillm.engine.model.step_parts import Steps
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.run.worker import Worker
 from mpillm.engine.schedule.step import Span, Step

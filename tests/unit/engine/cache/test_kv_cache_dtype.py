@@ -25,12 +25,13 @@ from mpillm.engine.shape.model_info import model_info
 from mpillm.engine.shape.read_config import load_model_config
 from mpillm.engine.tensors.rounding import FP8, to_fp8, widen
 from mpillm.engine.weights.rank_weights import Shards
-from mpillm.engine.weights.sources import Checkpoint, save_preset
+from mpillm.engine.weights.sources import Checkpoint
 from mpillm.runtime.core_configs import check_handoff
 from tests.helpers.engine_configs import changed, engine_config
 from tests.helpers.fp8_caches import N_KV_HEADS, N_LAYERS, scales_of_heads, with_scales
 from tests.helpers.gpu_steps_on_cpu import GpuCore
 from tests.helpers.oracle import Tokens
+from tests.helpers.presets import save_preset
 from tests.helpers.torch_cores import N_OUTPUT, answer, hand_over, make_batch, make_core, make_pair
 
 

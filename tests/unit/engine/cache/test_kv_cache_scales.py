@@ -21,11 +21,12 @@ from mpillm.engine.shape.model_info import model_info
 from mpillm.engine.shape.read_config import load_model_config
 from mpillm.engine.weights.quantize import quantize
 from mpillm.engine.weights.rank_weights import Shards
-from mpillm.engine.weights.sources import Checkpoint, save_preset
+from mpillm.engine.weights.sources import Checkpoint
 from tests.helpers.engine_configs import engine_config
 from tests.helpers.fp8_caches import N_KV_HEADS, N_LAYERS, scales_of_heads, with_scales
 from tests.helpers.make_checkpoint import make_tokenizer
 from tests.helpers.oracle import Tokens
+from tests.helpers.presets import save_preset
 from tests.helpers.torch_cores import answer, make_batch, make_core
 
 

@@ -13,10 +13,10 @@ from disagg.errors import ConfigError
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.extras.lora import MODULES, Adapters
 from mpillm.engine.extras.request_extras import RequestExtras
-from mpillm.engine.weights.sources import save_preset
 from mpillm.triton.peft_adapter import convert
 from tests.helpers.adapters import make_adapter, with_adapter
 from tests.helpers.oracle import Oracle
+from tests.helpers.presets import save_preset
 from tests.helpers.torch_cores import answer_with_extras, make_core
 
 PROMPTS = [[5, 6, 7], [100 + i for i in range(40)], [9, 3], [8, 8, 8, 8]]

@@ -25,7 +25,8 @@ from mpillm.engine.shape.layout import RankLayout, share
 from mpillm.engine.shape.read_config import load_model_config
 from mpillm.engine.shape.tensor_shapes import tensor_shapes
 from mpillm.engine.weights.rank_weights import Shards
-from mpillm.engine.weights.sources import Checkpoint, DummyWeights, save_preset
+from mpillm.engine.weights.sources import Checkpoint, DummyWeights
+from tests.helpers.presets import save_preset
 
 SHAPES = [(1, 1, 1), (2, 1, 1), (4, 2, 1), (8, 3, 1), (2, 1, 2), (4, 2, 2), (4, 6, 4)]
 

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mpillm.engine.model.rope import rotations
-from mpillm.engine.shape.read_config import load_model_config, preset_json
-from mpillm.engine.weights.sources import save_preset
+from mpillm.engine.shape.read_config import load_model_config
 from tests.helpers.oracle import Tokens, expected_tokens
+from tests.helpers.presets import preset_json, save_preset
 from tests.helpers.torch_cores import N_OUTPUT, answer, make_batch, make_core
 
 

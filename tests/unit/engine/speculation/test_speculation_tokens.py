@@ -14,10 +14,10 @@ from mpillm.comms.messages import RequestFlag
 from mpillm.cores.base import CoreConfig
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.speculation.draft_model import DraftModel
-from mpillm.engine.weights.sources import save_preset
 from tests.helpers.draft_tokens import N_OUTPUT, NGRAM, draft_target
 from tests.helpers.engine_configs import changed
 from tests.helpers.oracle import Tokens
+from tests.helpers.presets import save_preset
 from tests.helpers.torch_cores import Answers, answer, hand_over, make_batch, make_core, make_pair
 
 

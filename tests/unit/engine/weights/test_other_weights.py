@@ -10,8 +10,8 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm.engine.shape.model_info import model_info
-from mpillm.engine.weights.sources import save_preset
 from tests.helpers.engine_configs import engine_config
+from tests.helpers.presets import save_preset
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
 

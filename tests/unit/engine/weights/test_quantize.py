@@ -26,10 +26,11 @@ from mpillm.engine.shape.tensor_shapes import tensor_shapes
 from mpillm.engine.tensors.rounding import dequantize_rows, quantize_rows
 from mpillm.engine.weights.quantize import quantize
 from mpillm.engine.weights.rank_weights import Shards
-from mpillm.engine.weights.sources import Checkpoint, save_preset
+from mpillm.engine.weights.sources import Checkpoint
 from tests.helpers.engine_configs import engine_config
 from tests.helpers.full_disk import files_of_at_most
 from tests.helpers.oracle import Tokens, expected_tokens
+from tests.helpers.presets import save_preset
 from tests.helpers.quantized_models import dequantized
 from tests.helpers.torch_cores import N_OUTPUT, answer, make_batch, make_core
 
