@@ -7,6 +7,7 @@ copies its own pieces directly. Pieces of other ranks move over MPI.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -86,7 +87,10 @@ class HostMover:
             waiting.append(_Copy(gpu, host, free, to_host=to_host))
             return waiting[-1]
         copy = take_first(self._met, tag)
-        copy.complete(gpu, host, free)
+        if gpu is None:
+            copy.host = host
+        else:
+            copy.gpu, copy.free = gpu, free
         self._launch(copy)
         return copy
 
@@ -136,32 +140,18 @@ class _HostEnd:
         self._mover.poll()
 
 
+@dataclass(eq=False)
 class _Copy:
     """A copy between a GPU and host memory, with the MPI transfer before or after it."""
 
-    def __init__(
-        self,
-        gpu: Tensor | None,
-        host: Tensor | None,
-        free: StreamEvent | None,
-        *,
-        to_host: bool,
-        rank: int = -1,
-        tag: int = -1,
-    ) -> None:
-        """`free`: the end of the current stream's work when `gpu` is registered."""
-        self.gpu, self.host, self.free = gpu, host, free
-        self.to_host = to_host
-        self.rank = rank
-        self.tag = tag
-        self.copied: StreamEvent | None = None
-        self.over_mpi: TransferHandle | None = None
-
-    def complete(self, gpu: Tensor | None, host: Tensor | None, free: StreamEvent | None) -> None:
-        if gpu is not None:
-            self.gpu, self.free = gpu, free
-        if host is not None:
-            self.host = host
+    gpu: Tensor | None
+    host: Tensor | None
+    free: StreamEvent | None  # the current stream's work when `gpu` is registered
+    to_host: bool
+    rank: int = -1
+    tag: int = -1
+    copied: StreamEvent | None = None
+    over_mpi: TransferHandle | None = None
 
     def is_copied(self) -> bool:
         return self.copied is not None and self.copied.query()

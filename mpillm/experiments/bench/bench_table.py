@@ -54,23 +54,6 @@ def max_concurrent(options: Mapping[str, Any], n_ranks: int, gpus: Sequence[Gpu]
     return min(fit, scheduler.max_batch_size) * ((n_ranks - 1) // (tp_size * pp_size))
 
 
-def run(
-    options: Mapping[str, Any], n_ranks: int, deadline_s: float, run_in: Callable[..., EndedRun]
-) -> tuple[dict[str, Any], GpuUsage]:
-    """Return the run's `result.json` and GPU usage; for a run without figures, its status and cause."""
-    args = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    with tempfile.TemporaryDirectory(prefix="mpillm-table-") as folder:
-        path = Path(folder) / "run"
-        try:
-            ended = run_in(path, ("-n", str(n_ranks)), args, deadline_s=deadline_s)
-        except ConfigError as error:
-            return failed(str(error)), GpuUsage()
-        if ended.cause:
-            return failed(ended.cause.splitlines()[0]), GpuUsage()
-        telemetry = json.loads((path / TELEMETRY).read_text(encoding="utf-8"))
-        return ended.result, _gpu_usage(telemetry)
-
-
 def failed(cause: str) -> dict[str, Any]:
     return {"status": "FAILED", "failures": [{"cause": cause}]}
 
@@ -207,11 +190,19 @@ def main(config: Options, run_in: Callable[..., EndedRun] = run_in) -> int:
 def _run(
     config: Options, model: str, lengths: tuple[int, int], run_in: Callable[..., EndedRun]
 ) -> tuple[dict[str, Any], GpuUsage]:
-    try:
-        options = run_options(config, model, lengths, TorchCore.gpus())
-    except ConfigError as error:
-        return failed(str(error)), GpuUsage()
-    return run(options, config.ranks, config.run_deadline, run_in)
+    """Return the run's `result.json` and GPU usage; for a run without figures, its status and cause."""
+    with tempfile.TemporaryDirectory(prefix="mpillm-table-") as folder:
+        path = Path(folder) / "run"
+        try:
+            options = run_options(config, model, lengths, TorchCore.gpus())
+            args = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+            ended = run_in(path, ("-n", str(config.ranks)), args, deadline_s=config.run_deadline)
+        except ConfigError as error:
+            return failed(str(error)), GpuUsage()
+        if ended.cause:
+            return failed(ended.cause.splitlines()[0]), GpuUsage()
+        telemetry = json.loads((path / TELEMETRY).read_text(encoding="utf-8"))
+        return ended.result, _gpu_usage(telemetry)
 
 
 def _row(
