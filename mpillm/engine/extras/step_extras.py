@@ -112,13 +112,8 @@ class ReceivedAdapters:
         for number, n, width in new:
             config, weights = numbers[at : at + 3 * n], numbers[at + 3 * n : at + (3 + width) * n]
             at += (3 + width) * n
-            self._adapters[number] = Adapter(
-                weights.view(np.float32).reshape(n, width),
-                config.reshape(n, 3),
-                self._model,
-                self._dtype,
-                self._layout,
-            )
+            tensors = weights.view(np.float32).reshape(n, width), config.reshape(n, 3)
+            self._adapters[number] = Adapter(*tensors, self._model, self._dtype, self._layout)
         return StepExtras(
             [(source, target) for source, target in copies],
             [(None, slice(*rows)) for rows in context_logits],

@@ -22,7 +22,7 @@ from torch import Tensor
 from mpillm.engine.cache.kv_cache import KVCache, rounded, widened
 from mpillm.engine.kernels.cpu_kernels import CpuKernels
 from mpillm.engine.model.decode_attention import DecodePlan, PaddedRows, Pool, padded_rows
-from mpillm.engine.model.layer_kind import PLAIN, LayerKind
+from mpillm.engine.model.step_parts import PLAIN, LayerKind
 from mpillm.engine.schedule.step import Span
 
 _MAX_PADDING = 1.25  # padded rows over real ones, for contexts computed together

@@ -21,7 +21,6 @@ from torch import Tensor
 from mpillm.engine.kernels import ops
 from mpillm.engine.kernels.linear import Linear
 from mpillm.engine.kernels.ops import Partial
-from mpillm.engine.model.features import Features
 from mpillm.engine.model.feed_forward import ExpertMixture
 from mpillm.engine.model.layers import Norm, Product
 from mpillm.engine.model.rope import rotations
@@ -30,6 +29,24 @@ from mpillm.engine.model.torch_parts import TorchParts
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.shape.model_config import ModelConfig
 from mpillm.engine.weights.rank_weights import Weights
+
+
+class Features:
+    """Outputs of the last step, side by side in the first rows of `rows` [max rows, layers * hidden]."""
+
+    def __init__(self, layers: tuple[int, ...], rows: Tensor) -> None:
+        """`layers`: their numbers; the number after the last layer's means the normed output of the last one.
+
+        `rows` stays where it is for graphs.
+        """
+        self.layers = layers
+        self.rows = rows
+
+    def note(self, layer: int, x: Tensor) -> None:
+        """Keep x [n, hidden], the output of `layer`, which is one of `layers`."""
+        width = x.shape[1]
+        at = width * self.layers.index(layer)
+        self.rows[: len(x), at : at + width] = x
 
 
 class Decoder:

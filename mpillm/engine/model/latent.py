@@ -14,8 +14,8 @@ from torch import Tensor
 from mpillm.engine.kernels import ops
 from mpillm.engine.kernels.linear import Linear
 from mpillm.engine.kernels.ops import UnscaledProduct
-from mpillm.engine.model.layer_kind import LayerKind
 from mpillm.engine.model.projections import OutputProduct
+from mpillm.engine.model.step_parts import LayerKind
 from mpillm.engine.shape.composition import Latent
 from mpillm.engine.weights.rank_weights import Weights
 

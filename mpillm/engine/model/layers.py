@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpillm.engine.kernels.ops import Partial, UnscaledProduct
-from mpillm.engine.model.layer_kind import LayerKind
-from mpillm.engine.model.step_parts import Ops
+from mpillm.engine.model.step_parts import LayerKind, Ops
 from mpillm.engine.parallel.groups import Groups
 
 Product = Tensor | UnscaledProduct

@@ -8,8 +8,7 @@ from torch import Tensor
 from mpillm.engine.cache.kv_cache import KVCache
 from mpillm.engine.cache.two_caches import TwoCaches
 from mpillm.engine.kernels import ops
-from mpillm.engine.model.decoder import Decoder
-from mpillm.engine.model.features import Features
+from mpillm.engine.model.decoder import Decoder, Features
 from mpillm.engine.model.step_parts import Ops
 from mpillm.engine.parallel.groups import Groups, MpiGroups
 from mpillm.engine.shape.dtypes import torch_dtype

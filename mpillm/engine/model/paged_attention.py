@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mpillm.engine.kernels.ops import UnscaledProduct
 from mpillm.engine.model.context_plan import ContextPlan
-from mpillm.engine.model.layer_kind import LayerKind
+from mpillm.engine.model.step_parts import LayerKind
 
 
 class LayerCache(NamedTuple):

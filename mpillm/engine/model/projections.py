@@ -7,8 +7,7 @@ from torch import Tensor
 from mpillm.engine.kernels import ops as plain
 from mpillm.engine.kernels.linear import Linear
 from mpillm.engine.kernels.ops import UnscaledProduct
-from mpillm.engine.model.layer_kind import LayerKind
-from mpillm.engine.model.step_parts import Ops
+from mpillm.engine.model.step_parts import LayerKind, Ops
 
 
 class OutputProduct:

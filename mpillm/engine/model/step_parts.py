@@ -1,9 +1,9 @@
-"""Protocols of a step's parts that are not the model's: attention, and a device's steps and operations."""
+"""Parts of a step that are not the model's: attention, and a device's steps and operations, as protocols."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -13,6 +13,18 @@ from mpillm.engine.shape.composition import Activation
 
 # Receives each layer of this rank as soon as the cache has the layer's keys and values.
 LayerStored = Callable[[int], None] | None
+
+
+class LayerKind(NamedTuple):
+    """Properties of a layer's attention."""
+
+    window: int = 0  # tokens that a token sees, itself included; 0: all before it
+    first_rotation: int = 0  # index in the model's table of the rotation of position 0
+    sinks: Tensor | None = None  # float32 [heads]: a score that takes its share of the sum, and adds nothing
+    rank: int = 0  # first values of a key that are also the value (see `latent`); 0: values are separate
+
+
+PLAIN = LayerKind()
 
 
 class Attention(Protocol):

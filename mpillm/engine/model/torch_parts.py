@@ -7,10 +7,9 @@ from collections.abc import Callable
 from mpillm.engine.model import layers
 from mpillm.engine.model.feed_forward import ExpertMixture, GatedMlp, PlainMlp
 from mpillm.engine.model.latent import LatentProjections
-from mpillm.engine.model.layer_kind import LayerKind
 from mpillm.engine.model.layers import AddLayerNorm, AddRmsNorm, PreNormLayer, SandwichNormLayer, TpSum
 from mpillm.engine.model.projections import GroupedProjections, OutputProduct
-from mpillm.engine.model.step_parts import Ops
+from mpillm.engine.model.step_parts import LayerKind, Ops
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.shape import composition
 from mpillm.engine.shape.composition import GroupedQueryAttention, LayerNorm, PreNorm

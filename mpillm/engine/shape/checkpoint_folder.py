@@ -114,11 +114,8 @@ def write_safetensors(
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: -ITEM_BYTES[item[1].dtype]):
-        header[name] = {
-            "dtype": entry.dtype,
-            "shape": entry.shape,
-            "data_offsets": [end, end + entry.n_bytes],
-        }
+        offsets = [end, end + entry.n_bytes]
+        header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
         end += entry.n_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 64)

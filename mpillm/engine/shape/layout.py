@@ -75,17 +75,14 @@ class RankLayout:
 
     def _matrix_part(self, name: str, config: ModelConfig) -> tuple[slice, slice]:
         d, latent = config.head_dim, config.latent
-        size = config.intermediate_size
-        if ".shared_experts." in name:
-            size = config.shared_size
-        elif config.n_dense_layers and ".experts." not in name:
-            size = config.dense_size
+        size, rank, n_ranks = config.intermediate_size, self.tp_rank, self.tp_size
         if ".experts." in name:
-            inner = share(
-                config.intermediate_size, self.tp_rank // self.ep_size, self.tp_size // self.ep_size
-            )
-        else:
-            inner = share(size, self.tp_rank, self.tp_size)
+            rank, n_ranks = rank // self.ep_size, n_ranks // self.ep_size
+        elif ".shared_experts." in name:
+            size = config.shared_size
+        elif config.n_dense_layers:
+            size = config.dense_size
+        inner = share(size, rank, n_ranks)
         match name.split(".")[-2]:
             case "embed_tokens" | "lm_head":
                 return self.vocabulary(config), ALL

@@ -64,11 +64,9 @@ def quantization_config(
     fp8 multiplies 8-bit weights with activations that are quantized token by token at run time
     (llm-compressor's FP8_DYNAMIC); int8 quantizes only weights.
     """
-    scheme = (
-        {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
-        if kv_algorithm == "fp8"
-        else None
-    )
+    scheme: dict[str, Any] | None = None
+    if kv_algorithm == "fp8":
+        scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
     common = {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
@@ -109,10 +107,8 @@ def parse_quantization(raw: Raw, source: Path, more: Sequence[str]) -> Quantizat
     config = raw.get("quantization_config")
     modelopt = source.parent / MODELOPT
     if config is None and modelopt.is_file():
-        config, source = (
-            {"quant_method": "modelopt"} | read_object(modelopt).get("quantization", {}),
-            modelopt,
-        )
+        config = {"quant_method": "modelopt"} | read_object(modelopt).get("quantization", {})
+        source = modelopt
     if config is None:
         return Quantization()
 
@@ -133,13 +129,10 @@ def _compressed(config: Raw, refuse: _Refuse) -> Quantization:
     groups, kv_algorithm = config.get("config_groups"), _kv_algorithm(config, refuse)
     if groups == {} and kv_algorithm != "none":
         return Quantization("none", kv_algorithm)
-    if (
-        not isinstance(groups, dict)
-        or len(groups) != 1
-        or not all(isinstance(group, dict) for group in groups.values())
-    ):
+    named = groups if isinstance(groups, dict) else {}
+    if len(named) != 1 or not all(isinstance(group, dict) for group in named.values()):
         raise refuse("config_groups", groups, "one group")
-    group = next(iter(groups.values()))
+    group = next(iter(named.values()))
     weights = group.get("weights") or {}
     _check(config, refuse, format=tuple(_FORMATS.values()))
     _check(group, refuse, targets=(["Linear"],))

@@ -133,12 +133,10 @@ def _scaling(rope: Raw, raw: Raw, source: Path) -> RopeScaling:
             raise ConfigError(f"{source}: {name} is {excerpt(rope[name])}; must be a number")
     if "attention_factor" not in values:
         # As the paper has it; DeepSeek's models weigh it against another one.
-        more, all_ = (rope.get(name) for name in ("mscale", "mscale_all_dim"))
-        values["attention_factor"] = _yarn_scale(values["factor"], 1)
+        factor, more, all_ = values["factor"], rope.get("mscale"), rope.get("mscale_all_dim")
+        values["attention_factor"] = _yarn_scale(factor, 1)
         if more and all_:
-            values["attention_factor"] = _yarn_scale(values["factor"], more) / _yarn_scale(
-                values["factor"], all_
-            )
+            values["attention_factor"] = _yarn_scale(factor, more) / _yarn_scale(factor, all_)
     return RopeScaling(kind, **values, truncate=bool(rope.get("truncate", True)))
 
 

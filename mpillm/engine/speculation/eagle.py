@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mpillm.engine.model.decoder import Features
 from mpillm.engine.model.eagle_head import EagleHead
-from mpillm.engine.model.features import Features
 from mpillm.engine.model.mtp_head import MtpHead
 from mpillm.engine.run.worker import Worker
 from mpillm.engine.schedule.block_allocator import NULL_BLOCK

@@ -14,7 +14,7 @@ from mpillm.engine.cache.kv_cache import KVCache
 from mpillm.engine.kernels import ops
 from mpillm.engine.kernels.cpu_kernels import CpuKernels, cpu_kernels
 from mpillm.engine.model.attention import StepAttention
-from mpillm.engine.model.layer_kind import LayerKind
+from mpillm.engine.model.step_parts import LayerKind
 from mpillm.engine.schedule.step import Span
 
 needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
