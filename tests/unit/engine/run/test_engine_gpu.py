@@ -213,7 +213,7 @@ def test_contexts_are_padded_between_attentions(model: str, folder: Path, prompt
         out: torch.Tensor = layers.run(rows, n, *arguments)
         return out
 
-    steps._layers = SimpleNamespace(size_for=layers.size_for, has=layers.has, run=noting)
+    steps._layers = SimpleNamespace(size_for=layers.size_for, run=noting)
     assert answer(engine, prompts) == wanted
     assert len(n_rows) > 1 and all(n <= size for n, size in n_rows)
     assert any(n < size for n, size in n_rows)
