@@ -15,8 +15,8 @@ from mpillm.engine.shape.dtypes import torch_dtype
 from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.engine_folder import engine_json, file_name, layouts, preset_digest
 from mpillm.engine.shape.entries import Entry, is_linear, rank_entries, rank_kv_scales, scale_name
+from mpillm.engine.shape.find_model import PRESETS
 from mpillm.engine.shape.model_info import model_info
-from mpillm.engine.shape.read_config import PRESETS
 from mpillm.engine.weights.rank_weights import Shards
 from mpillm.engine.weights.sources import Checkpoint, DummyWeights
 from mpillm.files import read_object, write_json

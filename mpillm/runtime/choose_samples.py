@@ -17,7 +17,7 @@ from mpillm.data.records import Columns
 from mpillm.data.row_files import is_row_file
 from mpillm.data.tiny_dataset import DATASET, write_dataset
 from mpillm.data.tokenizer import ByteTokenizer, NoTokenizer, Tokenizer, load_tokenizer
-from mpillm.engine.shape.read_config import model_folder
+from mpillm.engine.shape.find_model import model_folder
 from mpillm.options.fields import BY_NAME
 from mpillm.options.run_config import RunConfig
 

@@ -84,7 +84,7 @@ _REFUSED = "here a run would be refused: {}"
 
 def _missing_folder(config: RunConfig, model_path: str) -> list[str]:
     """Return a line if a run would refuse the user's --model_path: `choose_samples.tokenizer_of`."""
-    from mpillm.engine.shape.read_config import model_folder  # few plans name a model
+    from mpillm.engine.shape.find_model import model_folder  # few plans name a model
 
     try:
         model_folder(model_path)

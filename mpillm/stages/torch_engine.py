@@ -9,7 +9,7 @@ from typing import Any
 
 from disagg.errors import ConfigError, about, nearest
 from launch.command import Command
-from mpillm.engine.shape.read_config import PRESETS
+from mpillm.engine.shape.find_model import PRESETS
 from mpillm.files import read_object
 from mpillm.options.fields import AllFields
 from mpillm.options.fields.runtime_flags import OUR_BUILD_FLAGS, OUR_CHECKPOINT_FLAGS

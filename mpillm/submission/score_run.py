@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from disagg.errors import ConfigError
 from mpillm.data.tiny_dataset import DATASET, REFERENCES
 from mpillm.data.tokenizer import Tokenizer, load_tokenizer
-from mpillm.engine.shape.read_config import is_preset
+from mpillm.engine.shape.find_model import is_preset
 from mpillm.files import as_writable, path_exists, read_json, write_json, write_text
 from mpillm.loadgen.logs import ACCURACY, LoggedAnswer, accuracy_samples, digest, read_answers, read_detail
 from mpillm.programs.load_clients.inference_endpoint import EVENTS

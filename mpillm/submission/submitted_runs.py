@@ -10,7 +10,7 @@ from typing import Any
 
 from disagg.errors import ConfigError
 from disagg.world_plan import CONTROL
-from mpillm.engine.shape.read_config import PRESETS
+from mpillm.engine.shape.find_model import PRESETS
 from mpillm.files import as_written, path_exists, read_json
 from mpillm.loadgen.logs import read_detail, unsatisfied
 from mpillm.options.fields import AllFields

@@ -12,7 +12,7 @@ from disagg.errors import ConfigError, nearest
 from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
 from mpillm.data.model_files import EngineConfig
-from mpillm.engine.shape.read_config import PRESETS
+from mpillm.engine.shape.find_model import PRESETS
 from mpillm.files import path_exists, read_object
 from mpillm.submission.rules import (
     MEASUREMENTS,

@@ -8,7 +8,8 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from mpillm.engine.shape.read_config import PRESETS, load_model_config
+from mpillm.engine.shape.find_model import PRESETS
+from mpillm.engine.shape.read_config import load_model_config
 from mpillm.engine.shape.tensor_shapes import tensor_shapes
 from mpillm.engine.weights.sources import DummyWeights
 from mpillm.files import read_object

@@ -16,6 +16,7 @@ from mpillm.engine.shape.eagle_config import EMBEDDING, EagleConfig, eagle_confi
 from mpillm.engine.shape.engine_config import CORE_OPTIONS, FP8_CONTEXTS, EngineConfig
 from mpillm.engine.shape.engine_folder import EngineFolder, check_engine, read_engine
 from mpillm.engine.shape.entries import BLOCK, int4_group, is_linear, rank_bytes
+from mpillm.engine.shape.find_model import locate, presets
 from mpillm.engine.shape.layout import RankLayout
 from mpillm.engine.shape.memory import (
     CacheBytes,
@@ -30,7 +31,7 @@ from mpillm.engine.shape.memory import (
 from mpillm.engine.shape.model_config import ModelConfig
 from mpillm.engine.shape.mtp_config import MtpConfig, mtp_config
 from mpillm.engine.shape.quantization import TYPES, weight_type
-from mpillm.engine.shape.read_config import check_architecture, locate, parse_model, presets, with_own_head
+from mpillm.engine.shape.read_config import check_architecture, parse_model, with_own_head
 from mpillm.engine.shape.speculative_config import draft_config, max_rows
 from mpillm.files import excerpt, read_object
 from mpillm.telemetry.free_memory import available_bytes

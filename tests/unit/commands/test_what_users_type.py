@@ -15,7 +15,7 @@ from mpillm.cores.registry import check_core
 from mpillm.data.dataset import load_dataset
 from mpillm.data.preprocessed.loader import PreprocessedLoader
 from mpillm.data.tokenizer import ByteTokenizer
-from mpillm.engine.shape.read_config import locate
+from mpillm.engine.shape.find_model import locate
 from mpillm.errors import ExitCode
 from mpillm.options.options import parse_run
 from mpillm.options.parsers import http_urls

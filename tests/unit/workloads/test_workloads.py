@@ -16,8 +16,8 @@ from mpillm.data.dataset import PromptLimits, load_dataset
 from mpillm.data.preprocessed.loader import loader_of
 from mpillm.data.tiny_dataset import write_dataset
 from mpillm.data.tokenizer import ByteTokenizer
+from mpillm.engine.shape.find_model import PRESETS
 from mpillm.engine.shape.model_info import model_info
-from mpillm.engine.shape.read_config import PRESETS
 from mpillm.loadgen.settings import LoadGenConfig, load_settings
 from mpillm.options.fields import BY_NAME, FIELDS
 from mpillm.options.options import parse_run

@@ -13,8 +13,9 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm.engine.shape.engine_config import EngineConfig
+from mpillm.engine.shape.find_model import presets
 from mpillm.engine.shape.model_info import check_model
-from mpillm.engine.shape.read_config import load_model_config, presets
+from mpillm.engine.shape.read_config import load_model_config
 from mpillm.engine.shape.tensor_shapes import tensor_shapes
 from tests.helpers.engine_configs import engine_config
 from tests.helpers.presets import preset_json
