@@ -47,7 +47,7 @@ class EagleConfig:
     vocab_size: int  # the model's
     layers: tuple[int, ...]  # of the model, whose outputs it reads
     norm_before_residual: bool
-    # Of each tensor, as if it were a model's: its file, and its name there.
+    # File of each tensor, and the tensor's name in the file. Key: its name if it were a model's.
     names: dict[str, tuple[Path, str]]
 
 

@@ -160,8 +160,8 @@ def load_bytes(model: ModelConfig, layout: RankLayout, dtype: str, quantization:
     tied = sizes["model.embed_tokens.weight"] if model.tie_word_embeddings and layout.is_last_stage else 0
     is_widened = quantization != "none" or model.stored in ("blocks", "mxfp4")
     under_way = 3 * 4 if is_widened else 2 * width
-    held = rank_bytes(model, layout, dtype, weight_type(quantization, on_gpu=False))
-    return held + tied * width + under_way * max(sizes.values())
+    weights = rank_bytes(model, layout, dtype, weight_type(quantization, on_gpu=False))
+    return weights + tied * width + under_way * max(sizes.values())
 
 
 def gibibytes(n_bytes: int) -> str:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BIAS = 127  # of exponents
-# Of a number, by its lower three bits; the fourth is its sign.
+# Magnitude of a number, by its lower three bits. The fourth bit is its sign.
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _LARGEST_POWER = 2  # of two, among the magnitudes
 # From where on a number is rounded to the next magnitude: half way, where the even one of both is nearer.

@@ -22,9 +22,9 @@ from mpillm.triton.text_models import FROM_PREPROCESSING, TO_ENGINE, TO_PREPROCE
 
 _MAX_CONCURRENT = 256  # requests of an instance
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-# Inputs of this model that `preprocessing` takes, and their names there.
+# Inputs of this model that `preprocessing` takes, and the names of its inputs.
 _TO_PREPROCESSING = {
-    name: there for there, name in TO_PREPROCESSING.items() if there != "PROMPT_TABLE_EXTRA_ID"
+    name: input_name for input_name, name in TO_PREPROCESSING.items() if input_name != "PROMPT_TABLE_EXTRA_ID"
 }
 _PASSED_ON = (
     *("cum_log_probs", "output_log_probs", "context_logits", "generation_logits"),
@@ -73,7 +73,7 @@ class TritonPythonModel:
             raise ValueError("num_draft_tokens: there is no draft model; leave it out")
         if "stream" in tensors and np.any(tensors["stream"]) and not self._is_decoupled:
             raise ValueError("stream: the model is not decoupled")
-        text_inputs = {there: tensors[name] for name, there in _TO_PREPROCESSING.items() if name in tensors}
+        text_inputs = {to: tensors[name] for name, to in _TO_PREPROCESSING.items() if name in tensors}
         (tokens,) = self._infer("preprocessing", request_id, text_inputs, [*FROM_PREPROCESSING])
         engine_inputs = {name: tokens[output] for output, name in FROM_PREPROCESSING.items()}
         engine_inputs |= {
