@@ -19,7 +19,7 @@ from mpillm.report.page.index_page import COLUMNS, cells_of, index_page
 from mpillm.report.run_directory import display_path
 from mpillm.report.run_list import LATEST, find_runs, find_series
 
-_WIDE = 10_000  # a status of any length from a file remains one line
+_WIDE = 10_000  # a run remains one line
 
 
 class _Options(Values, group="runs"):

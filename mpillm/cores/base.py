@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from disagg.errors import ConfigError, nearest
+from disagg.errors import ConfigError, about, nearest
 from mpillm.comms.messages import NO_INSTANCE, REQUEST, Batch
 from mpillm.devices import Gpu, visible_gpus
 from mpillm.engine.shape.engine_config import EngineConfig
@@ -261,6 +261,7 @@ class LLMCore(ABC):
         """
 
 
+@about("core_options")
 def check_option_names(options: Iterable[str], known: Collection[str], core: str = "this core") -> None:
     """Raise ConfigError for --core_options that the core does not have."""
     for name in options:

@@ -17,6 +17,7 @@ SERIES_PAGES = ("compare.html", "sweep.html", "find-max-qps.html", "ab.html", "a
 _SERIES = tuple(f"-{page.removesuffix('.html')}" for page in SERIES_PAGES)  # how their folders' names end
 _SEARCH = "search.json"  # of find-max-qps, from its first test on
 _PLAN = "plan.json"  # every run writes it at its start
+_MAX_STATUS = 40  # characters; a file may contain any text
 _DEEPEST = 4  # a sweep's runs lie in its folder
 
 
@@ -31,7 +32,8 @@ class ListedRun:
 
     @property
     def status(self) -> str:
-        return "STOPPED" if stopped_by(self.result) else str(self.result.get("status") or "no outcome")
+        status = str(self.result.get("status") or "no outcome")[:_MAX_STATUS]
+        return "STOPPED" if stopped_by(self.result) else status
 
     @property
     def verdict(self) -> str:

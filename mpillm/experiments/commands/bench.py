@@ -12,7 +12,7 @@ from mpillm.errors import ExitCode
 from mpillm.options.columns import indented
 from mpillm.options.command_line import Parser
 
-BENCHES = provided("BENCHES")
+NAMES = BENCHES = provided("BENCHES")  # NAMES: for completion
 
 
 def module_of(name: str) -> str:

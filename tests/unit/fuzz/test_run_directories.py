@@ -133,6 +133,7 @@ def of_run(name: str) -> st.SearchStrategy[bytes]:
 
 
 HUGE = {"tokens_per_second": 10**400}
+LONG = {"status": "\\" * 200_000}
 NAMES = [
     *("result.json", "config.json", "plan.json", "ranks.json", "machines.json", "telemetry.json"),
     *("environment.json", "timeline.jsonl", "requests.bin", "mlperf_log_detail.txt"),
@@ -181,7 +182,10 @@ def test_report(folder: Path, files: dict[str, bytes]) -> None:
 @fuzz(
     FILES,
     examples=30,
-    found=[({"result.json": json_bytes(json.loads((whole() / "result.json").read_bytes()) | HUGE)},)],
+    found=[
+        ({"result.json": json_bytes(json.loads((whole() / "result.json").read_bytes()) | odd)},)
+        for odd in (HUGE, LONG)
+    ],
 )
 def test_runs(folder: Path, files: dict[str, bytes]) -> None:
     laid(folder, files)
