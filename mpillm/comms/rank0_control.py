@@ -9,7 +9,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from mpi4py import MPI
@@ -40,6 +39,7 @@ from mpillm.comms.messages import (
 )
 from mpillm.comms.own_network import own_network_lost
 from mpillm.comms.rank_connections import RankConnections
+from mpillm.comms.rank_state import RankState
 from mpillm.comms.watch import beat_interval_s
 from mpillm.errors import ExitCode, Failure, InterruptError, RunError
 from mpillm.phases import PHASES, Phase
@@ -48,39 +48,6 @@ _QUIET_BEATS, _QUIET_S = 3, 3.0  # missing heartbeats, and seconds, after which 
 _LAUNCHER_LOOKS_S = 1.0  # the launcher updates its files four times in this time
 _SETTLE_S = 0.5  # after the first failure, for other failures with the same cause
 _LOOK_S = 0.5  # between checks of this host's processes; each check reads a file per rank
-
-
-@dataclass
-class RankState:
-    """State of a rank, as rank 0 has received it."""
-
-    label: str  # "rank 3"; once there is a plan, "rank 3 (gen, instance 1)"
-    instance: int | None = None
-    host: str = ""
-    pid: int = 0
-    pids: str = ""  # see `siblings.visible_pids`
-    last_message_at: float = field(default_factory=time.monotonic)
-    seen: str = ""  # the phase of its last message
-    beat: Beat | None = None
-    measured: Any = None  # from its latest heartbeat (see `Role.measured`)
-    doing: str = "not here yet"  # likewise (see `Role.doing`)
-
-    def describe(self) -> str:
-        """Return label, host and pid."""
-        return f"{self.label}, {self.host}, pid {self.pid}" if self.pid else self.label
-
-    def activity(self) -> str:
-        """Return its last reported activity, in a line; "" if none."""
-        return self.doing.partition("\n")[0] if self.beat else ""
-
-    def last_seen(self) -> str:
-        """Return the phase of its last message and, if its main thread was stuck there, the stack."""
-        stack = (
-            f", stuck for {self.beat.away_s:.1f} s in:\n{self.beat.stack.rstrip()}"
-            if self.beat and self.beat.stack
-            else ""
-        )
-        return f"last seen in phase '{self.seen}'{stack}" if self.seen else "it has not joined"
 
 
 class Rank0Control:

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from disagg.errors import ConfigError, about
 from mpillm.comms.messages import WAITING, Batch, Refusal, RequestFlag, ResponseFlag
@@ -28,7 +28,7 @@ from mpillm.cores.openai_client.delivered_tokens import AnswerTokens, DeliveredT
 from mpillm.cores.openai_client.dialect import COMPLETIONS, Sampling
 from mpillm.cores.openai_client.disagg_protocol import protocol_of
 from mpillm.cores.openai_client.endpoint import EndpointError, RemoteServer, ServerUnreachable
-from mpillm.cores.openai_client.endpoint_options import EndpointOptions
+from mpillm.cores.openai_client.endpoint_options import EndpointOptions, HarnessValues
 from mpillm.cores.openai_client.readiness import (
     UNKNOWN_STARTS,
     ServerStarts,
@@ -55,31 +55,6 @@ _MAX_LOGGED = 100  # failed single requests: clients may send any number
 _BROKEN = Refusal(502, "the server behind this one did not answer; its rank's log has the cause")
 _LONGER = "--health_deadline"
 _AGAIN_S = 0.5  # between attempts to warm up a restarted server
-
-
-class HarnessValues(Protocol):
-    """The settings of an endpoint core: see `LLMCore.settings`."""
-
-    @property
-    def streaming(self) -> bool: ...
-
-    @property
-    def endpoint_urls(self) -> tuple[str, ...]: ...
-
-    @property
-    def max_concurrency(self) -> int | None: ...  # simultaneous requests of one server; None: no limit
-
-    @property
-    def load_deadline(self) -> float: ...  # seconds, as below
-
-    @property
-    def health_deadline(self) -> float: ...
-
-    @property
-    def stall_timeout(self) -> float: ...
-
-    @property
-    def compliance_test(self) -> str | None: ...
 
 
 class EndpointCore(ClientCore):

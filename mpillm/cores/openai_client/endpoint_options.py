@@ -1,12 +1,37 @@
-"""The options of clients of HTTP servers, --core_options."""
+"""Settings of clients of HTTP servers: the run's options that they need, and --core_options."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from disagg.errors import ConfigError, about
 from mpillm.cores.base import check_option_names
+
+
+class HarnessValues(Protocol):
+    """The settings of an endpoint core: see `LLMCore.settings`."""
+
+    @property
+    def streaming(self) -> bool: ...
+
+    @property
+    def endpoint_urls(self) -> tuple[str, ...]: ...
+
+    @property
+    def max_concurrency(self) -> int | None: ...  # simultaneous requests of one server; None: no limit
+
+    @property
+    def load_deadline(self) -> float: ...  # seconds, as below
+
+    @property
+    def health_deadline(self) -> float: ...
+
+    @property
+    def stall_timeout(self) -> float: ...
+
+    @property
+    def compliance_test(self) -> str | None: ...
 
 
 @dataclass(frozen=True)
