@@ -65,5 +65,5 @@ def own_addresses(own: Sequence[Interface] | None = None) -> tuple[str, ...]:
     named = ""
     with contextlib.suppress(OSError):
         named = socket.gethostbyname(socket.gethostname())
-    own = sorted(own or interfaces(), key=lambda one: (one.address != named, is_local(one)))
+    own = sorted(interfaces() if own is None else own, key=lambda one: (one.address != named, is_local(one)))
     return tuple(one.address for one in own)

@@ -153,9 +153,7 @@ class Harness(Role):
         self._indices = np.zeros(0, np.int64)
         self._issued_at = np.zeros(0)
         self._first_at = np.zeros(0)  # NaN: no token has arrived
-        self._place = np.zeros(
-            0, np.int64
-        )  # scratch of `_on_final`, which detects a slot that occurs twice in a batch
+        self._place = np.zeros(0, np.int64)  # scratch of `_on_final`, for a slot that a batch has twice
         self._requests = self._make_requests()
         ANSWER.handle(route, self._on_answers)
         WINDOW.handle(route, self._on_window)

@@ -50,9 +50,8 @@ from mpillm.roles.role import Role
 if TYPE_CHECKING:  # its import starts MPI
     from mpillm.comms.transport import Envelope, Transport
 
-_MIN_WINDOW = (
-    2048  # requests that may wait at the leader; or twice what the first instances hold, if that is more
-)
+# Requests that may wait at the leader, or twice what the first instances hold, if that is more.
+_MIN_WINDOW = 2048
 _MAX_BATCH = 2048  # requests per message
 # Plain numbers: NumPy takes three times as long for an operation on flags.
 _FINAL, _LOST = int(ResponseFlag.FINAL), int(ResponseFlag.LOST)
@@ -215,8 +214,9 @@ class Leader(Role):
 
         In `serve`, the frontend sends this message; LoadGen's harness cancels nothing. A context instance
         returns the ids of requests that have left it. Their CONTEXT_DONE or final rows arrived earlier, so
-        here `_generation` owns them. Each id that the frontend cancels gets one row with CANCEL_DONE. Before
-        that row, the frontend must not reuse the id, because a later request could be cancelled in its place.
+        `_generation` owns them here, or they have ended. Each id that the frontend cancels gets one row with
+        CANCEL_DONE. Before that row, the frontend must not reuse the id: a later request could be cancelled
+        in its place.
         """
         dropped = self._drop_waiting(ids)
         rows = [(id_, 0, int(_ALONE | ResponseFlag.CANCELLED | ResponseFlag.CANCEL_DONE)) for id_ in dropped]
@@ -368,9 +368,7 @@ class Leader(Role):
                     instance.root_rank,
                     code=ExitCode.TEST_FAILED,
                 )
-                if (
-                    instance.index in self._lost
-                ):  # it cannot have open requests: an error is better than an endless wait
+                if instance.index in self._lost:  # it can have no open requests: do not wait for ever
                     raise RunError(dataclasses.replace(failure, rank=self._plan.leader_rank))
                 self._silent_since[instance.index] = now  # rank 0 decides; one report per timeout
                 self._report(failure)

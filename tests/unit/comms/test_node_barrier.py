@@ -94,7 +94,7 @@ def test_without_open_mpi_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     thread.join(LONG_S)
 
 
-def test_a_stranger_that_has_the_name_stops_nobody() -> None:
+def test_another_users_process_with_the_name_delays_no_rank() -> None:
     """It listens and says nothing: who is another user's is not waited for, and this user's not for ever."""
     name = secrets.token_hex(8)
     with socket.socket(socket.AF_UNIX) as stranger:

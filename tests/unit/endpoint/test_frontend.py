@@ -135,7 +135,7 @@ def test_what_has_not_ended_when_the_time_is_over_is_cancelled() -> None:
     rank0.role.stop()
 
 
-def test_a_cache_that_nobody_fetches_is_not_waited_for() -> None:
+def test_the_end_does_not_wait_for_a_cache_that_no_server_fetches() -> None:
     """Its request is open while its client has the answer; a stop that waits is ended by a SIGKILL."""
     rank0 = Rank0(fetch_s=0.01)
     rank0.serve()

@@ -148,7 +148,7 @@ def test_a_queue_that_only_wanders_is_not_hopeless() -> None:
 
 
 def test_a_server_that_answers_in_bursts_has_no_huge_capacity(tmp_path: Path) -> None:
-    """64 answers come at once every 0.4 s: 160 per second, not the 40,000 of one burst."""
+    """64 answers come together every 0.4 s: 160 per second, not the 40,000 of one burst."""
     bursts = 0
 
     def run(folder: Path, mpirun: list[str], options: list[str], watch: Callable[[], str]) -> EndedRun:
