@@ -9,6 +9,7 @@ of `transformers`, bit by bit.
 
 from __future__ import annotations
 
+import json
 import mmap
 import shutil
 from pathlib import Path
@@ -21,7 +22,7 @@ from disagg.errors import ConfigError
 from disagg.text_file import check_file
 from mpillm.data.gguf_config import PACKED, Metadata, architecture_of, config_of
 from mpillm.data.gguf_tokenizer import tokenizer_config, tokenizer_of
-from mpillm.files import DATA_ERRORS, write_json
+from mpillm.files import DATA_ERRORS
 
 FILES = (
     *("config.json", "generation_config.json", "model.safetensors"),
@@ -54,11 +55,11 @@ def convert(source: Path, target: Path) -> None:
     try:
         factors = by_name.get(f"{_ROPE_FACTORS}.weight")
         config = config_of(values, "output.weight" not in by_name, None if factors is None else factors.data)
-        write_json(target / "config.json", config)
+        _write_json(target / "config.json", config)
         generation = {key: config[key] for key in config if key.endswith("_token_id")}
-        write_json(target / "generation_config.json", generation)
+        _write_json(target / "generation_config.json", generation)
         tokenizer_of(values).save(str(target / "tokenizer.json"))
-        write_json(target / "tokenizer_config.json", tokenizer_config(values))
+        _write_json(target / "tokenizer_config.json", tokenizer_config(values))
     except KeyError as error:
         raise ConfigError(f"{source} has no {error.args[0]}, which the conversion needs") from error
     except ConfigError:
@@ -197,3 +198,8 @@ def _unpermute(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
     """Undo GGUF's order of a head's rows, which interleaves the rows that rotary embedding pairs."""
     rows, columns = values.shape
     return values.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a model's file, without the masking of `files.write_json`: the model must stay as it is."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,21 @@ def test_convert_restores_the_weights(tmp_path: Path, tied: bool) -> None:
         "eos_token_id": 2,
         "pad_token_id": 2,
     }
+
+
+def test_a_secret_of_the_environment_does_not_change_a_model(tmp_path: Path) -> None:
+    """What mpillm writes about a run is masked; a model's files are not."""
+    write_gguf(tmp_path / "m.gguf", llama_weights(True))
+    code = (
+        "import pathlib, sys; from mpillm.data.gguf import convert; convert(*map(pathlib.Path, sys.argv[1:]))"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "m.gguf", tmp_path],
+        env={**os.environ, "OPENAI_API_KEY": "LlamaForCausalLM"},
+        timeout=120,
+        check=True,
+    )
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
 def test_convert_quantized(tmp_path: Path) -> None:
