@@ -64,8 +64,11 @@ def follow(
 
 
 def megabytes(folder: Path) -> int:
-    """Return the size of a folder in MB."""
-    done = subprocess.run(["du", "-sm", str(folder)], stdout=subprocess.PIPE, check=True, text=True)
+    """Return the size of a folder in MB. Files may come and go meanwhile, as those of pip do."""
+    # For a file that has gone, du fails. It prints the size of the others all the same.
+    done = subprocess.run(["du", "-sm", str(folder)], capture_output=True, text=True)
+    if not done.stdout:
+        raise OSError(done.stderr.strip())
     return int(done.stdout.split()[0])
 
 

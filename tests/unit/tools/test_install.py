@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,29 @@ def test_lines_of_large_files_and_sizes_that_grow_are_printed(
         "  unpacks 2 packages",
     ]
     assert re.fullmatch(rf"  0 s: 2[01] MB in {tmp_path}", size)  # a file system may need blocks of its own
+
+
+def test_the_size_of_a_folder_whose_files_come_and_go(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """pip renames the files of bytecode that it writes: du reports an error for one that is gone."""
+    (tmp_path / "kept").write_bytes(bytes(3 << 20))
+    churn = (
+        "import os, sys\n"
+        "names = [os.path.join(sys.argv[1], str(i)) for i in range(1000)]\n"
+        "while True:\n"
+        "    for act in (lambda name: open(name, 'w').close(), os.unlink):\n"
+        "        for name in names: act(name)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", churn, str(tmp_path)])
+    try:
+        assert all(pip_install.megabytes(tmp_path) >= 3 for _ in range(40))
+    finally:
+        process.kill()
+        process.wait()
+    assert capfd.readouterr().err == ""
+    with pytest.raises(OSError, match="no such folder"):
+        pip_install.megabytes(tmp_path / "no such folder")
 
 
 def test_a_failure_prints_all_that_pip_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
