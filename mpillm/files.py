@@ -116,7 +116,7 @@ def excerpt(value: Any) -> str:
 
 @contextlib.contextmanager
 def panics_named(subject: str) -> Iterator[None]:
-    """Raise ConfigError, which begins with `what`, where the library `tokenizers` fails in the block.
+    """Raise ConfigError, which begins with `subject`, where the library `tokenizers` fails in the block.
 
     It raises plain Exception, and Rust's panic, which is not an Exception.
     """

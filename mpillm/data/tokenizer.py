@@ -12,8 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -21,18 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, about
-from launch.safe_text import one_line
-from mpillm.files import DATA_ERRORS, check_files, excerpt, panics_named
+from mpillm.data.chat_template import ChatTemplate, Messages
+from mpillm.files import check_files, excerpt, panics_named
 
 # mpillm cannot read these.
 _OTHER_FORMATS = ("tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-_PYTHON_ERRORS = (MemoryError, RecursionError, *DATA_ERRORS)  # of a template's expressions
-
 Tokens = Sequence[int] | NDArray[np.int32]
-Messages = Sequence[Mapping[str, Any]]  # a chat in the format of OpenAI's API
-Render = Callable[[Messages], str]
 
 # A text that may have too many tokens is first tokenized in pieces of so many characters, because the library
 # needs some 400 bytes per token. A piece's end may split a token into at max_tokens `_MAX_SPLIT` tokens.
@@ -61,17 +56,13 @@ class Tokenizer(Protocol):
         """Encode many prompts as `encode` does, on all CPU cores."""
 
     def encode_chat(self, messages: Messages) -> list[int]:
-        """Return the model's input for a chat. Raises as `render` and `encode_rendered`."""
+        """Return the model's input for a chat. Raises as `render` and `encode_plain`."""
 
     def render(self, messages: Messages) -> str:
-        """Return the text of a chat, for `encode_rendered`.
+        """Return the text of a chat, for `encode_plain`. Waits for the process that renders all chats.
 
-        A template holds Python's interpreter lock; `encode_rendered` does not. Raises ConfigError without a
-        chat template, or if it fails on these messages.
+        Raises ConfigError without a chat template, or if it fails on these messages.
         """
-
-    def encode_rendered(self, text: str, max_tokens: int | None = None) -> list[int]:
-        """Return the model's input for the text of a chat. Raises as `encode_text`."""
 
     def encode_text(self, text: str, max_tokens: int | None = None) -> list[int]:
         """Return the model's input for a plain text, with the special tokens of every input.
@@ -79,8 +70,8 @@ class Tokenizer(Protocol):
         Raises TooLongError if a long text has far more than `max_tokens` tokens, before it needs much memory.
         """
 
-    def encode_plain(self, text: str) -> list[int]:
-        """Return the tokens of the text without chat template and special tokens."""
+    def encode_plain(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """Return the tokens of the text alone, as for a rendered chat. Raises as `encode_text`."""
 
     def decode(self, tokens: Tokens, keep_special: bool = False) -> str:
         """Return the text of a response, without special tokens unless `keep_special`."""
@@ -103,8 +94,11 @@ def load_tokenizer(model_path: Path | None, apply_chat_template: bool = True) ->
             )
         return NoTokenizer(f"--model_path {model_path}: no tokenizer.json in it")
     settings = _read_settings(model_path)
-    template = _read_template(model_path, settings) if apply_chat_template else None
-    return FileTokenizer(file, _compile(template, settings) if template is not None else None)
+    source = _read_template(model_path, settings) if apply_chat_template else None
+    if source is None:
+        return FileTokenizer(file)
+    special = {key: settings[key] for key in _SPECIAL_TOKENS if settings.get(key) is not None}
+    return FileTokenizer(file, ChatTemplate(source, special))
 
 
 class ByteTokenizer:
@@ -126,16 +120,13 @@ class ByteTokenizer:
         """Return the messages' texts, one in each line."""
         return "\n".join(str(message["content"]) for message in messages)
 
-    def encode_rendered(self, text: str, max_tokens: int | None = None) -> list[int]:
-        return self.encode_text(text, max_tokens)
-
     def encode_text(self, text: str, max_tokens: int | None = None) -> list[int]:
         if _may_be_too_long(text, max_tokens):
             raise TooLongError(f"more than {max_tokens} tokens")
         return list(text.encode())
 
-    def encode_plain(self, text: str) -> list[int]:
-        return self.encode_text(text)
+    def encode_plain(self, text: str, max_tokens: int | None = None) -> list[int]:
+        return self.encode_text(text, max_tokens)
 
     def decode(self, tokens: Tokens, keep_special: bool = False) -> str:
         """Decode bytes.
@@ -163,14 +154,14 @@ class NoTokenizer:
             about=["model_path"],
         )
 
-    encode = encode_batch = encode_chat = encode_rendered = encode_text = encode_plain = refuse
+    encode = encode_batch = encode_chat = encode_text = encode_plain = refuse
     render = decode = refuse
 
 
 class FileTokenizer:
     """Tokenizer of a `tokenizer.json`, with an optional chat template (`render`)."""
 
-    def __init__(self, file: Path, render: Render | None = None) -> None:
+    def __init__(self, file: Path, template: ChatTemplate | None = None) -> None:
         try:
             import tokenizers
         except ImportError as error:
@@ -185,7 +176,7 @@ class FileTokenizer:
             _check_growth(self._tokenizer)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._render = render
+        self._template = template
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         special = sorted(
             i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
@@ -198,30 +189,27 @@ class FileTokenizer:
 
     def encode_batch(self, prompts: Sequence[str]) -> list[list[int]]:
         texts = list(prompts)
-        if self._render is not None:
-            texts = [self._render([{"role": "user", "content": prompt}]) for prompt in prompts]
+        if self._template is not None:
+            texts = self._template.render([[{"role": "user", "content": prompt}] for prompt in prompts])
         # A chat template writes the special tokens; without one, the post-processor adds them.
         with panics_named(_FAILS):
-            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=self._render is None)
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=self._template is None)
         return [encoding.ids for encoding in encodings]
 
     def encode_chat(self, messages: Messages) -> list[int]:
-        return self.encode_rendered(self.render(messages))
+        return self.encode_plain(self.render(messages))
 
     def render(self, messages: Messages) -> str:
-        if self._render is None:
+        if self._template is None:
             raise ConfigError("the model has no chat template, or --apply_chat_template is false")
-        return self._render(messages)
-
-    def encode_rendered(self, text: str, max_tokens: int | None = None) -> list[int]:
-        self._check_length(text, max_tokens)
-        return self.encode_plain(text)
+        return self._template.render([messages])[0]
 
     def encode_text(self, text: str, max_tokens: int | None = None) -> list[int]:
         self._check_length(text, max_tokens)
         return self._encode(text, add_special_tokens=True)
 
-    def encode_plain(self, text: str) -> list[int]:
+    def encode_plain(self, text: str, max_tokens: int | None = None) -> list[int]:
+        self._check_length(text, max_tokens)
         return self._encode(text, add_special_tokens=False)
 
     def _check_length(self, text: str, max_tokens: int | None) -> None:
@@ -343,60 +331,3 @@ def _read_template(model_path: Path, settings: dict[str, Any]) -> str | None:
         where = model_path / "tokenizer_config.json"
         raise ConfigError(f"{where}: chat_template is {type(template).__name__}, not text")
     return template
-
-
-def _compile(template: str, settings: dict[str, Any]) -> Render:
-    """Return a function that renders a chat, with the features of `transformers`' Jinja environment."""
-    try:
-        import jinja2
-        import jinja2.ext
-        import jinja2.parser
-    except ImportError as error:
-        raise ConfigError(
-            "the model's chat template needs jinja2: pip install 'mpillm[tokenizer]'"
-        ) from error
-
-    class GenerationTag(jinja2.ext.Extension):
-        """``{% generation %}`` marks the response for training; mpillm renders its body as plain text."""
-
-        tags = {"generation"}  # noqa: RUF012 - jinja2's interface
-
-        def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, **options: Any) -> str:
-        return json.dumps(value, **{"ensure_ascii": False, **options})
-
-    from mpillm.data.template_sandbox import TemplateSandbox
-
-    environment = TemplateSandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.add_costs()
-    environment.begin(template)
-    special = {key: settings[key] for key in _SPECIAL_TOKENS if settings.get(key) is not None}
-    try:
-        compiled = environment.from_string(template)
-    except (jinja2.TemplateError, *_PYTHON_ERRORS) as error:
-        raise ConfigError(f"the model's chat template does not parse: {one_line(str(error))}") from error
-
-    def render(messages: Messages) -> str:
-        environment.begin(template, messages)
-        try:
-            text = compiled.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **special
-            )
-            text.encode()  # raises for a lone surrogate
-            return text
-        except (jinja2.TemplateError, *_PYTHON_ERRORS) as error:
-            cause = one_line(str(error) or type(error).__name__)
-            raise ConfigError(f"the model's chat template fails on these messages: {cause}") from error
-
-    return render

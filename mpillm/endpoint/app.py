@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import time
 import uuid
 from collections import Counter
@@ -39,26 +38,11 @@ if TYPE_CHECKING:  # few servers have them
 _log = logging.getLogger(__name__)
 # Characters. Longer texts are tokenized in another thread, so that streams continue.
 _LONG_TEXT = 20_000
-_MANY_MESSAGES = 32  # a template may look back through all earlier ones for each
-_SWITCH_INTERVAL_S = 0.0005  # while a chat is rendered; Python's is ten times as long
 _MAX_BYTES = 1 << 31  # of open requests, by `OpenRequests.bytes_of`
 _SPARE_PART = 8  # of the queue, beyond its limit: for addresses with at most so many open requests
 
 _request_id: ContextVar[str] = ContextVar("request_id")  # of the handler's task
 _came_at: ContextVar[float] = ContextVar("came_at")  # time.perf_counter()
-
-
-def _render(completion: CompletionRequest, served: ServedModel) -> str:
-    """Render a long chat, with a short switch interval for the event loop and the main thread.
-
-    Called in a single thread: with several, each would have its turn before these.
-    """
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    try:
-        return render(completion, served)
-    finally:
-        sys.setswitchinterval(before)
 
 
 def _id_of(request: web.Request, other: str = "") -> str:
@@ -203,11 +187,10 @@ class Service:
             disagg = self._disagg if completion.disaggregated else None
             if disagg is not None:
                 completion = disagg.check(completion, self._served)
-            if completion.n_characters > _LONG_TEXT or len(completion.messages) > _MANY_MESSAGES:
-                text = None
-                if chat and not completion.prompts:
-                    text = await loop.run_in_executor(self._renderer, _render, completion, self._served)
-                prompts = await loop.run_in_executor(None, encode, completion, self._served, text)
+            if chat:  # waits for another process
+                completion = await loop.run_in_executor(self._renderer, render, completion, self._served)
+            if completion.n_characters > _LONG_TEXT:
+                prompts = await loop.run_in_executor(None, encode, completion, self._served)
             else:
                 prompts = encode(completion, self._served)
         self.guard.check_open()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from mpillm.comms.messages import NO_INSTANCE, RequestFlag
+from mpillm.data.chat_template import Messages
 from mpillm.data.dataset import PromptLimits
-from mpillm.data.tokenizer import Messages, Tokenizer, TooLongError
+from mpillm.data.tokenizer import Tokenizer, TooLongError
 from mpillm.endpoint.api_error import ApiError, Json
 from mpillm.endpoint.body_values import flag, mapping, number, parse, text, token_ids
 from mpillm.endpoint.parameters import check_body, check_message, refuse
@@ -35,7 +36,6 @@ _MAX_STOPS = 64
 _MAX_STOP_CHARACTERS = 1024
 _MAX_LOGPROBS = 20  # of the likeliest tokens, as in OpenAI's API
 _MAX_TOKENS = 1 << 20  # tokens of prompt and answer, if neither the model nor an option limits them
-_OF_TEMPLATE = 8  # minimum characters that a chat template adds to a message
 _MAX_SECONDS = 1e12  # between the clocks of two machines
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _OPENAI_COMPLETION_TOKENS = 16  # of a text completion without max_tokens
@@ -74,7 +74,7 @@ class CompletionRequest:
     """A parsed body. The length of its prompts is not checked yet."""
 
     chat: bool
-    prompts: Sequence[str | list[int]]  # one, for a chat: empty
+    prompts: Sequence[str | list[int]]  # of a chat: empty until `render`
     messages: Messages
     max_tokens: int | None
     row: dict[str, float]  # fields of REQUEST
@@ -98,10 +98,8 @@ class CompletionRequest:
 
     @property
     def n_characters(self) -> int:
-        """The approximate number of characters to tokenize."""
-        return sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str)) + sum(
-            sum(map(len, message.values())) + _OF_TEMPLATE for message in self.messages
-        )
+        """The number of characters to tokenize."""
+        return sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str))
 
 
 def read(data: bytes, chat: bool, served: ServedModel) -> CompletionRequest:
@@ -188,33 +186,29 @@ def read_clock_offset(data: bytes) -> float:
     return number(parse(data), "offset", -_MAX_SECONDS, _MAX_SECONDS) or 0.0
 
 
-def render(completion: CompletionRequest, served: ServedModel) -> str:
-    """Return the text of a chat. May take long, and keeps Python busy. Raises ApiError."""
+def render(completion: CompletionRequest, served: ServedModel) -> CompletionRequest:
+    """Return the request with the text of its chat as its prompt. May wait for long. Raises ApiError."""
+    if not completion.chat or completion.prompts:
+        return completion
     try:
-        return served.tokenizer.render(completion.messages)
+        return replace(completion, prompts=(served.tokenizer.render(completion.messages),))
     except ConfigError as error:
         raise ApiError(400, str(error), "messages") from None
 
 
-def encode(
-    completion: CompletionRequest, served: ServedModel, chat: str | None = None
-) -> list[tuple[NDArray[np.int32], int]]:
+def encode(completion: CompletionRequest, served: ServedModel) -> list[tuple[NDArray[np.int32], int]]:
     """Return the tokens of each prompt, with the maximum tokens of its answer. May take long.
 
-    `chat`: the rendered text, if known. Raises ApiError if a prompt does not fit the model.
+    Raises ApiError if a prompt does not fit the model.
     """
     limits, max_len = served.limits, served.max_model_len
     encoded: list[tuple[NDArray[np.int32], int]] = []
     param = "messages" if completion.chat else "prompt"
     tokenizer = served.tokenizer
-    tokens_of = tokenizer.encode_text if completion.add_special_tokens else tokenizer.encode_rendered
-    is_text = not completion.prompts or any(isinstance(prompt, str) for prompt in completion.prompts)
+    tokens_of = tokenizer.encode_text if completion.add_special_tokens else tokenizer.encode_plain
+    is_text = any(isinstance(prompt, str) for prompt in completion.prompts)
     try:
-        if completion.chat and not completion.prompts:
-            text = render(completion, served) if chat is None else chat
-            prompts = [tokens_of(text, max_len)]
-        else:
-            prompts = [tokens_of(p, max_len) if isinstance(p, str) else p for p in completion.prompts]
+        prompts = [tokens_of(p, max_len) if isinstance(p, str) else p for p in completion.prompts]
     except TooLongError as error:
         message = f"the model's context is {max_len} tokens; {param}: {error}"
         raise ApiError(400, message, param, "context_length_exceeded") from None

@@ -13,7 +13,7 @@ from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint.api_error import ApiError
 from mpillm.endpoint.choices import Choice
 from mpillm.endpoint.open_requests import PendingResponse
-from mpillm.endpoint.protocol import CompletionRequest, ServedModel, encode, read
+from mpillm.endpoint.protocol import CompletionRequest, ServedModel, encode, read, render
 from mpillm.endpoint.shapes import usage
 from tests.helpers.http_api import ROUTES, api, run
 from tests.helpers.http_api import asked as asked_for
@@ -100,7 +100,7 @@ class Framed(ByteTokenizer):
     def encode_text(self, text: str, max_tokens: int | None = None) -> list[int]:
         return [1, *super().encode_text(text, max_tokens)]
 
-    def encode_rendered(self, text: str, max_tokens: int | None = None) -> list[int]:
+    def encode_plain(self, text: str, max_tokens: int | None = None) -> list[int]:
         return super().encode_text(text, max_tokens)
 
 
@@ -111,7 +111,8 @@ def test_special_tokens_around_a_prompt(chat: bool) -> None:
 
     def first(**more: Any) -> int:
         body = {"messages": [HELLO], "prompt": "hello"} | more
-        ((prompt, _),) = encode(read(json.dumps(body).encode(), chat, served), served)
+        request = read(json.dumps(body).encode(), chat, served)
+        ((prompt, _),) = encode(render(request, served), served)
         return int(prompt[0])
 
     assert (first() == 1) is not chat

@@ -1,0 +1,155 @@
+"""Chat templates, rendered in a child process.
+
+A template may come from an untrusted model. Jinja's sandbox rejects unsafe calls, but a template of a few
+bytes can run for hours or fill the memory. So a child process (`template_process`) renders it, with limits of
+CPU time and memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from disagg.errors import ConfigError
+from launch.exits import how_ended
+from launch.safe_text import one_line
+
+Messages = Sequence[Mapping[str, Any]]  # a chat in the format of OpenAI's API
+
+_MAX_CPU_S = 10.0  # for a chat
+_MAX_BYTES = 1 << 30  # of the child process
+_MAX_WAIT_S = 120.0  # for a part of a message, on a busy machine
+_MAX_END_S = 5.0  # until an ended process can be waited for
+_BATCH = 256  # chats in a message
+_LENGTH_BYTES = 8  # before each message
+
+
+class ChatTemplate:
+    """A chat template and its child process, for use from any thread."""
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        max_cpu_s: float = _MAX_CPU_S,
+        max_bytes: int = _MAX_BYTES,
+    ) -> None:
+        """Start the process. `max_cpu_s`: for a chat; `max_bytes`: memory of the process.
+
+        Raises ConfigError if the template does not parse, or jinja2 is not installed.
+        """
+        if importlib.util.find_spec("jinja2") is None:
+            raise ConfigError("the model's chat template needs jinja2: pip install 'mpillm[tokenizer]'")
+        self._template = {"template": source, "special": dict(special_tokens)}
+        self._limits = (max_cpu_s, max_bytes)
+        self._lock = threading.Lock()
+        self._process: _Process | None = None
+        self.render([])
+
+    def render(self, chats: Sequence[Messages]) -> list[str]:
+        """Return the text of each chat. Raises ConfigError if the template fails on one."""
+        texts: list[str] = []
+        with self._lock:
+            self._process = process = self._process or self._started()
+            for first in range(0, len(chats), _BATCH):
+                texts += self._exchange(process, chats[first : first + _BATCH], "fails on these messages")
+        return texts
+
+    def _started(self) -> _Process:
+        try:
+            process = _Process(*self._limits)
+        except OSError as error:
+            raise ConfigError(f"no process for the model's chat template can be started: {error}") from error
+        self._exchange(process, self._template, "does not parse")
+        return process
+
+    def _exchange(self, process: _Process, message: Any, failure: str) -> Sequence[str]:
+        try:
+            data = encode(message)
+        except (RecursionError, ValueError) as error:
+            raise ConfigError(f"the messages can't be written as JSON: {error}") from None
+        try:
+            reply = process.exchange(data)
+        except (OSError, EOFError, ValueError) as error:
+            self._process = None
+            cause = process.end(error)
+        else:
+            if "texts" in reply:
+                return list(reply["texts"])
+            cause = str(reply["error"])
+        raise ConfigError(f"the model's chat template {failure}: {one_line(cause)}")
+
+
+class _Process:
+    """The child process. It ends when this object or this process does."""
+
+    def __init__(self, max_cpu_s: float, max_bytes: int) -> None:
+        self._connection, child_end = socket.socketpair()
+        self._connection.settimeout(_MAX_WAIT_S)
+        self._max_bytes = max_bytes
+        with child_end:
+            arguments = map(str, (child_end.fileno(), max_cpu_s, max_bytes))
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "mpillm.data.template_process", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[child_end.fileno()],
+                start_new_session=True,  # Ctrl-C is for this process
+            )
+        weakref.finalize(self, _end, self._process, self._connection)
+
+    def exchange(self, message: bytes) -> Mapping[str, Any]:
+        """Send a message; return the reply. Raises OSError, EOFError or ValueError if the process fails."""
+        send(self._connection, message)
+        reply: Mapping[str, Any] = receive(self._connection, self._max_bytes)
+        return reply
+
+    def end(self, error: Exception) -> str:
+        """End the process after an error; return the cause."""
+        if isinstance(error, (EOFError, ConnectionError)):  # it has ended
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                how = how_ended(self._process.wait(_MAX_END_S))
+                return f"it takes too long, or too much memory (the process that renders it {how})"
+        _end(self._process, self._connection)
+        return f"the process that renders it failed: {error or type(error).__name__}"
+
+
+def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    connection.close()
+    process.kill()
+    process.wait()
+
+
+def encode(message: Any) -> bytes:
+    """Return a message for `send`. Raises RecursionError, or ValueError for a number of too many digits."""
+    return json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def send(connection: socket.socket, message: bytes) -> None:
+    """Send a message, after its length in bytes. Raises OSError."""
+    connection.sendall(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
+
+
+def receive(connection: socket.socket, max_bytes: int = sys.maxsize) -> Any:
+    """Return the next message. Raises OSError, EOFError at the end, ValueError above `max_bytes`."""
+    n = int.from_bytes(_read(connection, _LENGTH_BYTES), "little")
+    if n > max_bytes:
+        raise ValueError(f"a message of {n} bytes")
+    return json.loads(_read(connection, n).decode("utf-8", "surrogatepass"))
+
+
+def _read(connection: socket.socket, n: int) -> bytes:
+    data = bytearray()
+    while len(data) < n:
+        if not (part := connection.recv(min(n - len(data), 1 << 20))):
+            raise EOFError
+        data += part
+    return bytes(data)
