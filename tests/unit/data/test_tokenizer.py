@@ -271,10 +271,17 @@ def test_a_template_takes_no_more_than_it_may(source: str) -> None:
     assert time.process_time() - began < 5 and getrusage(RUSAGE_SELF).ru_maxrss - peak < 100 << 10  # KiB
 
 
-def test_the_process_of_a_template_ends(tmp_path: Path) -> None:
+def template_and_child(source: str) -> tuple[ChatTemplate, psutil.Process]:
+    """Return a template and its process."""
+    before = psutil.Process().children()
+    template = ChatTemplate(source, {})
+    (child,) = (process for process in psutil.Process().children() if process not in before)
+    return template, child
+
+
+def test_the_process_of_a_template_ends() -> None:
     """With the object, and with this process whatever ends it."""
-    template = ChatTemplate("x", {})
-    (child,) = psutil.Process().children()
+    template, child = template_and_child("x")
     del template
     child.wait(10)
     program = (
@@ -289,8 +296,7 @@ def test_the_process_of_a_template_ends(tmp_path: Path) -> None:
 
 
 def test_a_killed_process_is_named_and_started_again() -> None:
-    template = ChatTemplate("{{ messages[0].content }}", {})
-    (child,) = psutil.Process().children()
+    template, child = template_and_child("{{ messages[0].content }}")
     child.kill()
     with pytest.raises(ConfigError, match=r"the process that renders it was ended by signal 9 \(SIGKILL\)"):
         template.render([[{"content": "a"}]])
