@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +46,14 @@ _OTHERS = ("MPILLM_EXIT_FILE", "MPILLM_TTY", "MAKELEVEL", "MAKEFLAGS", "MFLAGS",
 _MARKER = "MPILLM_TEST_RUN"
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _POLL_S = 0.02
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process has ended, also if its parent, which may be this process, has not waited."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def wait_until(

@@ -22,7 +22,7 @@ import pytest
 from disagg.errors import ConfigError
 from mpillm.data.chat_template import ChatTemplate
 from mpillm.data.tokenizer import Tokenizer, TooLongError, load_tokenizer
-from tests.helpers.support import wait_until
+from tests.helpers.support import has_ended, wait_until
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
@@ -292,7 +292,7 @@ def test_the_process_of_a_template_ends() -> None:
         "os.kill(os.getpid(), 9)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    wait_until(lambda: not psutil.pid_exists(int(done.stdout)), "its end", 10)
+    wait_until(lambda: has_ended(int(done.stdout)), "its end")
 
 
 def test_a_killed_process_is_named_and_started_again() -> None:

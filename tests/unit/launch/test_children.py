@@ -16,6 +16,7 @@ import pytest
 from disagg.errors import ConfigError
 from launch.children import Children
 from launch.signals import StopSignal
+from tests.helpers.support import has_ended
 
 SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
 # A child that starts another one and understands no SIGTERM.
@@ -61,7 +62,7 @@ def test_grandchildren_end_too(tmp_path: Path) -> None:
         grandchild = int(wait_for(tmp_path / "log"))
         assert psutil.pid_exists(grandchild)
     assert child.process.poll() == -signal.SIGKILL
-    assert not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE
+    assert has_ended(grandchild)
 
 
 def test_a_signal_stops_the_wait(tmp_path: Path) -> None:
@@ -155,7 +156,7 @@ def test_a_killed_parent(tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
     psutil.wait_procs([child], timeout=10)
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    assert has_ended(child.pid)
 
 
 def test_orphans_are_ended_after_a_time(tmp_path: Path) -> None:
