@@ -29,10 +29,18 @@ BUSY = {
     )
 }
 
-# Their fixtures for the module take long, and would be made in each process that has one of these tests.
+# What their tests share takes long, and would be computed in each process that has one of these tests.
 TOGETHER = {
     f"test_{name}"
-    for name in ("advice", "beams", "forecast", "kv_cache_dtype", "patterns", "troubleshooting_page")
+    for name in (
+        "advice",
+        "beams",
+        "forecast",
+        "kv_cache_dtype",
+        "patterns",
+        "troubleshooting_page",
+        "wording",
+    )
 }
 
 # Under nohup, what tests start would inherit that SIGHUP is ignored, and rightly go on when one comes.
@@ -67,24 +75,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the check that tests of `make test` are short."""
-    text = "seconds of CPU that a test without the marker `long` may use, with its fixtures and children"
+    text = "seconds of CPU that a test without the marker `long` may use, with the children that it waits for"
     parser.addoption("--cpu_limit", type=float, help=text)
 
 
-_CPU_AT_SETUP = pytest.StashKey[float]()
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Record the CPU time of a test (`--junitxml` shows it), and check it.
 
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Note the CPU time at which a test begins."""
-    item.stash[_CPU_AT_SETUP] = _cpu_s()
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    """Record the CPU time of a test (`--junitxml` shows it), and check it."""
+    Its fixtures do not count: those of a module or the first import of a library are for other tests, too.
+    """
+    before = _cpu_s()
     yield
-    used = _cpu_s() - item.stash[_CPU_AT_SETUP]
+    used = _cpu_s() - before
     item.user_properties.append(("cpu_s", f"{used:.3f}"))
     limit = item.config.getoption("cpu_limit")
     is_short = not any(item.get_closest_marker(marker) for marker in ("long", "smoke"))

@@ -7,8 +7,8 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -42,15 +42,32 @@ TEXTS = {
 HISTORY = re.compile(r"\bno longer\b|\bit (said|was|had|took)\b|\bwhere (it|they) (was|were)\b")
 
 
-@cache
-def bound_names() -> list[tuple[str, str]]:
-    """Return place and name of each class, function, parameter, variable and attribute of the code."""
-    return [
-        (f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", name)
-        for path in CODE
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        for name in _names(node)
-    ]
+class Words(NamedTuple):
+    """The words of the code, each with its place."""
+
+    names: list[tuple[str, str]]  # of each class, function, parameter, variable and attribute
+    texts: list[tuple[str, str]]  # comments, and strings of four words or more
+    classes: set[str]
+
+
+@pytest.fixture(scope="module")
+def words() -> Words:
+    found = Words([], [], set())
+    for path in CODE:
+        source, file = path.read_bytes(), path.relative_to(ROOT)
+        for node in ast.walk(ast.parse(source)):
+            place = f"{file}:{getattr(node, 'lineno', 1)}"
+            found.names.extend((place, name) for name in _names(node))
+            if isinstance(node, ast.ClassDef):
+                found.classes.add(node.name)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value.split()) > 3:
+                found.texts.append((place, " ".join(node.value.split())))
+        found.texts.extend(
+            (f"{file}:{token.start[0]}", token.string.lstrip("#: "))
+            for token in tokenize.tokenize(io.BytesIO(source).readline)
+            if token.type == tokenize.COMMENT
+        )
+    return found
 
 
 def _names(node: ast.AST) -> Iterator[str]:
@@ -63,34 +80,19 @@ def _names(node: ast.AST) -> Iterator[str]:
             yield name
 
 
-@cache
-def texts() -> list[tuple[str, str]]:
-    """Return the place and the text of each comment of the code, and of each string of four words or more."""
-    found = []
-    for path in CODE:
-        source, place = path.read_text(encoding="utf-8"), path.relative_to(ROOT)
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value.split()) > 3:
-                found.append((f"{place}:{node.lineno}", " ".join(node.value.split())))
-        for token in tokenize.generate_tokens(io.StringIO(source).readline):
-            if token.type == tokenize.COMMENT:
-                found.append((f"{place}:{token.start[0]}", token.string.lstrip("#: ")))
-    return found
-
-
 @pytest.mark.parametrize("pattern", NAMES)
-def test_names(pattern: str) -> None:
+def test_names(words: Words, pattern: str) -> None:
     forbidden = re.compile(pattern)
     matches = [
         f"{place} {name}"
-        for place, name in bound_names()
+        for place, name in words.names
         if name not in ALLOWED
         and any(forbidden.fullmatch(segment.lower()) for segment in _SEGMENT.findall(name))
     ]
     assert matches == []
 
 
-def test_no_class_is_named_by_a_participle() -> None:
+def test_no_class_is_named_by_a_participle(words: Words) -> None:
     nouns = {
         "Embedding",
         "Mapping",
@@ -104,19 +106,13 @@ def test_no_class_is_named_by_a_participle() -> None:
         "Ending",
     }
     participle = re.compile("_?[A-Z][a-z]+(ed|ing)|_?(Found|Told|Given|Taken|Held|There|Under|Own|More)")
-    classes = {
-        node.name
-        for path in CODE
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ClassDef)
-    }
-    assert [name for name in sorted(classes - nouns) if participle.fullmatch(name)] == []
+    assert [name for name in sorted(words.classes - nouns) if participle.fullmatch(name)] == []
 
 
 @pytest.mark.parametrize(("pattern", "limit"), TEXTS.items())
-def test_texts(pattern: str, limit: int) -> None:
+def test_texts(words: Words, pattern: str, limit: int) -> None:
     forbidden = re.compile(pattern)
-    matches = [f"{place} {text}" for place, text in texts() if forbidden.search(text)]
+    matches = [f"{place} {text}" for place, text in words.texts if forbidden.search(text)]
     assert len(matches) <= limit, "\n".join(matches)
 
 
