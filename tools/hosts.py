@@ -91,6 +91,10 @@ class Hosts:
     def plug(self, host: str, *, in_: bool) -> None:
         """Unplug or plug in a host's network cable. TCP resends the data that was lost."""
         self.run(HEAD, "ip", "link", "set", f"to-{host}", "up" if in_ else "down")
+        if in_:  # a search for an address that began before would end soon, and all connections to it fail
+            for name in self._pids:
+                device = "br0" if name == HEAD else "eth0"
+                self.run(name, "ip", "neigh", "flush", "dev", device)
 
     def keep_apart(self, *hosts: str) -> None:
         """Drop all traffic between these hosts, like a firewall."""
