@@ -19,6 +19,7 @@ pytest.importorskip("transformers")
 PROMPTS = [[5, 6, 7], [100 + i for i in range(40)], [9]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", GGUF_ARCHITECTURES)
 def test_a_family(tmp_path: Path, name: str) -> None:
     more: dict[str, int] = {"use_sliding_window": False} if name == "Qwen2ForCausalLM" else {}

@@ -388,6 +388,7 @@ JINJA = [
 ]
 
 
+@pytest.mark.long  # a process for each template
 @fuzz(
     changed([TOKENIZER]),
     changed([SETTINGS]),
