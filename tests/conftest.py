@@ -83,7 +83,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Record the CPU time of a test (`--junitxml` shows it), and check it.
 
-    Its fixtures do not count: those of a module or the first import of a library are for other tests, too.
+    Fixtures do not count: other tests share a module's fixtures and the first import of a library.
     """
     before = _cpu_s()
     yield

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from disagg.errors import ConfigError
@@ -28,7 +29,7 @@ _MAX_CPU_S = 10.0  # for a chat
 _MAX_BYTES = 1 << 30  # of the child process
 _MAX_WAIT_S = 120.0  # for a part of a message, on a busy machine
 _MAX_END_S = 5.0  # until an ended process can be waited for
-_BATCH = 256  # chats in a message
+_BATCH_BYTES = 1 << 20  # of a message, unless one chat is larger
 _LENGTH_BYTES = 8  # before each message
 
 
@@ -59,8 +60,8 @@ class ChatTemplate:
         texts: list[str] = []
         with self._lock:
             self._process = process = self._process or self._started()
-            for first in range(0, len(chats), _BATCH):
-                texts += self._exchange(process, chats[first : first + _BATCH], "fails on these messages")
+            for batch in _batches(chats):
+                texts += self._exchange(process, batch, "fails on these messages")
         return texts
 
     def _started(self) -> _Process:
@@ -68,16 +69,12 @@ class ChatTemplate:
             process = _Process(*self._limits)
         except OSError as error:
             raise ConfigError(f"no process for the model's chat template can be started: {error}") from error
-        self._exchange(process, self._template, "does not parse")
+        self._exchange(process, encode(self._template), "does not parse")
         return process
 
-    def _exchange(self, process: _Process, message: Any, failure: str) -> Sequence[str]:
+    def _exchange(self, process: _Process, message: bytes, failure: str) -> Sequence[str]:
         try:
-            data = encode(message)
-        except (RecursionError, ValueError) as error:
-            raise ConfigError(f"the messages can't be written as JSON: {error}") from None
-        try:
-            reply = process.exchange(data)
+            reply = process.exchange(message)
         except (OSError, EOFError, ValueError) as error:
             self._process = None
             cause = process.end(error)
@@ -88,13 +85,30 @@ class ChatTemplate:
         raise ConfigError(f"the model's chat template {failure}: {one_line(cause)}")
 
 
+def _batches(chats: Sequence[Messages]) -> Iterator[bytes]:
+    """Yield messages that hold the chats. Their size bounds the memory that a message needs."""
+    batch, size = list[bytes](), 0
+    for chat in chats:
+        try:
+            data = encode(chat)
+        except (RecursionError, ValueError) as error:
+            raise ConfigError(f"the messages can't be written as JSON: {error}") from None
+        if batch and size + len(data) > _BATCH_BYTES:
+            yield b"[%b]" % b",".join(batch)
+            batch, size = [], 0
+        batch.append(data)
+        size += len(data)
+    if batch:
+        yield b"[%b]" % b",".join(batch)
+
+
 class _Process:
     """The child process. It ends when this object or this process does."""
 
     def __init__(self, max_cpu_s: float, max_bytes: int) -> None:
         self._connection, child_end = socket.socketpair()
         self._connection.settimeout(_MAX_WAIT_S)
-        self._max_bytes = max_bytes
+        self._max_cpu_s, self._max_bytes = max_cpu_s, max_bytes
         with child_end:
             arguments = map(str, (child_end.fileno(), max_cpu_s, max_bytes))
             self._process = subprocess.Popen(
@@ -116,8 +130,10 @@ class _Process:
         """End the process after an error; return the cause."""
         if isinstance(error, (EOFError, ConnectionError)):  # it has ended
             with contextlib.suppress(subprocess.TimeoutExpired):
-                how = how_ended(self._process.wait(_MAX_END_S))
-                return f"it takes too long, or too much memory (the process that renders it {how})"
+                code = self._process.wait(_MAX_END_S)
+                if code == -signal.SIGPROF:
+                    return f"it takes more than {self._max_cpu_s:g} s of CPU time"
+                return f"the process that renders it {how_ended(code)}"
         _end(self._process, self._connection)
         return f"the process that renders it failed: {error or type(error).__name__}"
 
@@ -125,7 +141,8 @@ class _Process:
 def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
     connection.close()
     process.kill()
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_MAX_END_S)
 
 
 def encode(message: Any) -> bytes:

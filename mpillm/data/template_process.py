@@ -38,15 +38,19 @@ class _GenerationTag(jinja2.ext.Extension):
 
 def main(fd: int, max_cpu_s: float, max_bytes: int) -> None:
     """Answer messages until the other side closes its socket."""
-    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]  # a user may not raise it
+    limit = max_bytes if hard == resource.RLIM_INFINITY else min(max_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     connection = socket.socket(fileno=fd)
     template: jinja2.Template | None = None
     special: Mapping[str, str] = {}
     while True:
         try:
             message = receive(connection)
-        except (EOFError, ConnectionError, MemoryError):
+        except (EOFError, ConnectionError):
             return
+        except MemoryError:
+            sys.exit("mpillm: a chat has too many bytes for the memory of the process that renders it")
         texts: list[str] = []
         try:
             if template is None:
@@ -56,13 +60,13 @@ def main(fd: int, max_cpu_s: float, max_bytes: int) -> None:
                 for chat in message:
                     signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
                     texts.append(_rendered(template, chat, special))
-            reply: Any = {"texts": texts}
+            reply = encode({"texts": texts})
         except MemoryError:
-            reply = {"error": "it takes too much memory"}
+            reply = encode({"error": "it takes too much memory"})
         except (jinja2.TemplateError, RecursionError, *DATA_ERRORS) as error:
-            reply = {"error": str(error) or type(error).__name__}
+            reply = encode({"error": str(error) or type(error).__name__})
         signal.setitimer(signal.ITIMER_PROF, 0)
-        send(connection, encode(reply))
+        send(connection, reply)
 
 
 def _compiled(template: str) -> jinja2.Template:

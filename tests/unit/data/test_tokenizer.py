@@ -263,7 +263,7 @@ def test_a_template_takes_no_more_than_it_may(source: str) -> None:
     """A few bytes of a model from anywhere asked for hours, or for all memory. The next chat is rendered."""
     began, peak = time.process_time(), getrusage(RUSAGE_SELF).ru_maxrss
     choice = "{% if messages[0].content == 'a' %}" + source + "{% endif %}x"
-    with pytest.raises(ConfigError, match="too much memory"):
+    with pytest.raises(ConfigError, match=r"it takes (more than 0\.3 s of CPU time|too much memory)"):
         template = ChatTemplate(choice, {}, max_cpu_s=0.3, max_bytes=200 << 20)
         template.render([[{"content": "b"}], [{"content": "a"}]])
     if source != BOMBS["computed at compile time"]:
@@ -307,6 +307,25 @@ def test_texts_survive_the_way_to_the_process() -> None:
     texts = [*TRICKY, "\ud83d alone", "b" * 3_000_000]
     template = ChatTemplate("{{ messages[0].content|length }}", {})
     assert template.render([[{"content": text}] for text in texts]) == [str(len(text)) for text in texts]
+
+
+def test_many_long_chats_stay_within_the_memory_of_the_process() -> None:
+    """All chats of a data set were in few messages: 256 long ones did not fit."""
+    template = ChatTemplate("{{ messages[0].content|length }}", {}, max_bytes=200 << 20)
+    assert template.render([[{"content": "a" * 1_000_000}]] * 256) == ["1000000"] * 256
+
+
+def test_a_lower_limit_of_the_user_stays() -> None:
+    """Only root may raise it: the process of other users ended at its start."""
+    program = (
+        "import psutil, resource\n"
+        "from mpillm.data.chat_template import ChatTemplate\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))\n"
+        "template = ChatTemplate('x', {})\n"
+        "print(psutil.Process().children()[0].rlimit(psutil.RLIMIT_AS))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == f"{(1 << 29, 1 << 29)}\n", done.stderr
 
 
 def test_long_chats_are_no_bombs(folder: Path) -> None:
