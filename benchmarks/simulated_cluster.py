@@ -87,10 +87,14 @@ class Wire:
 
 
 class Clock:
-    """Seconds that pass when somebody says so."""
+    """Seconds that pass when somebody says so.
+
+    They begin at the machine's, which the control reads where nobody simulates it: a number of our own may
+    be later than the machine's, which start with it.
+    """
 
     def __init__(self) -> None:
-        self.now = 1000.0
+        self.now = time.monotonic()
 
     def monotonic(self) -> float:
         """Return the time."""

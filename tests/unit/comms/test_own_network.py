@@ -42,6 +42,7 @@ def test_rank_0_blames_its_own_host(is_own: bool) -> None:
         state.host, state.pid = f"h{rank}", os.getpid()
         if rank in silent:
             state.last_message_at -= 120
+    control.check_soon()
     with pytest.raises(RunError) as error:
         control.poll()
     failures = control.settle(error.value.failures)
