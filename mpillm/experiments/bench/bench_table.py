@@ -165,7 +165,7 @@ def main(config: Options, run_in: Callable[..., EndedRun] = run_in) -> int:
     )
     print(
         f"  {'model':<14} {'in/out':>12} {'samples':>8} {'at once':>8} {'evicted':>8} {'test, s':>8}"
-        f" {'rate_, tokens/s':>15} {'published':>8} {'ratio':>6} {'roof':>7} {'of it':>5} {'GiB':>6}"
+        f" {'output tokens/s':>15} {'published':>8} {'ratio':>6} {'roof':>7} {'of it':>5} {'GiB':>6}"
         f" {'W':>5} {'MHz':>6} {'mJ':>6} {'alone':>6}   LoadGen",
         flush=True,
     )

@@ -67,7 +67,9 @@ def test_a_run_without_figures_has_its_cause_in_the_table(
 
     assert main(options_of("--pairs 128/128 --num_samples 4"), run_in) == 1
     assert (given["--num_samples"], given["--input_mean"]) == ("4", "128")
-    assert capsys.readouterr().out.splitlines()[-1].endswith("128/128 failed: rank 1: no memory")
+    header, row = capsys.readouterr().out.splitlines()[-2:]
+    assert "  output tokens/s published " in header
+    assert row.endswith("128/128 failed: rank 1: no memory")
 
 
 def test_prints_both_figures_and_what_the_gpus_drew_in_the_test(capsys: pytest.CaptureFixture[str]) -> None:
