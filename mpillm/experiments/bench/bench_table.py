@@ -165,7 +165,7 @@ def main(config: Options, run_in: Callable[..., EndedRun] = run_in) -> int:
     )
     print(
         f"  {'model':<14} {'in/out':>12} {'samples':>8} {'at once':>8} {'evicted':>8} {'test, s':>8}"
-        f" {'output tokens/s':>15} {'published':>8} {'ratio':>6} {'roof':>7} {'of it':>5} {'GiB':>6}"
+        f" {'output tokens/s':>16} {'published':>9} {'ratio':>6} {'roof':>7} {'of it':>5} {'GiB':>6}"
         f" {'W':>5} {'MHz':>6} {'mJ':>6} {'alone':>6}   LoadGen",
         flush=True,
     )
@@ -219,8 +219,8 @@ def _row(
         if not math.isnan(usage.watts):
             alone = _energy(config).joules(n_gpus * n_out / measured, works) / n_out
     return (
-        f"{result['samples']:>8} {at_once:>8,.0f} {evicted:>8} {result['test_s']:>8.1f} {measured:>15,.0f}"
-        f" {_number_text(published):>8} {_number_text(measured / n_gpus / published, 2):>6}"
+        f"{result['samples']:>8} {at_once:>8,.0f} {evicted:>8} {result['test_s']:>8.1f} {measured:>16,.0f}"
+        f" {_number_text(published):>9} {_number_text(measured / n_gpus / published, 2):>6}"
         f" {_number_text(roof):>7} {_number_text(measured / roof, 2):>5}"
         f" {_number_text(usage.peak_bytes / 2**30, 1):>6}"
         f" {_number_text(usage.watts):>5} {_number_text(usage.sm_mhz):>6}"
