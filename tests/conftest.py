@@ -51,6 +51,9 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 # A make that a test starts must not take over the variables and the job server of `make test`.
 os.environ.pop("MAKEFLAGS", None)
 
+# As `mpillm.triton.grpc_fork` sets it. Some tests import gRPC first.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
 # What the engine compiles for CPUs, tests and what they start leave here, not in the user's cache.
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / "build" / "cache")
 

@@ -4,3 +4,5 @@
 clients. `token_client`: sends tokens to the engine's model. `text_client`: sends text to the models around
 it. `end_to_end`: compares and times them.
 """
+
+from mpillm.triton import grpc_fork  # noqa: F401 - before gRPC
