@@ -173,7 +173,7 @@ class _Bench:
         kind, blocks = (Kind.SEND, there) if self._sends else (Kind.RECEIVE, here)
         n = min(512, max(8, (self._config.mebibytes << 20) // n_bytes))
 
-        def hand_over(n: int) -> None:
+        def hands_off(n: int) -> None:
             n_started = n_done = 0
             while n_done < n:
                 slots = [i % ahead for i in range(n_started, min(n, n_done + ahead))]
@@ -182,7 +182,7 @@ class _Bench:
                 n_done += len(transfers.poll())
 
         buffer = torch.ones(n_bytes, dtype=torch.uint8, device=self._device)
-        move = {"handoff": hand_over, "plain": lambda n: self._move_plain(buffer, n)}
+        move = {"handoff": hands_off, "plain": lambda n: self._move_plain(buffer, n)}
         times: dict[str, list[float]] = {name: [] for name in move}
         for i in range(self._config.repeats + 1):
             for name, moves in move.items():

@@ -7,7 +7,7 @@ Sections. A disaggregated file has `context_servers` and `generation_servers`. A
 All three sections accept the keys of `ServerConfig`. In mpillm's own runs, a section may also be a list of
 such mappings, for instances that differ (`executors[0]`, `executors[1]`). Any other key in a section is an
 LLM argument and is kept in `extra`. An unknown LLM argument that resembles a known key (`num_instance`) is
-refused as misspelled. The same applies to keys inside mappings that are partly read here, such as
+refused as misspelled. The same applies to keys inside mappings from which mpillm reads some keys, such as
 `kv_cache_config`.
 
 Top level. `hostname`, `port`, `model`, `backend`, and TensorRT-LLM's options for the leader (`options`). As
@@ -46,8 +46,8 @@ from .schema import (
 from .text_file import read_text
 from .yaml_text import plain, read, write
 
-# Similarity from which a key counts as misspelled: to a key that is read here, and to an LLM argument. The
-# second is stricter, because each release adds arguments with names that resemble older ones.
+# Similarity from which a key counts as misspelled: to a key that mpillm reads, and to an LLM argument. The
+# second limit is stricter, because each release adds arguments with names that resemble older ones.
 _CLOSE, _SLIP = 0.85, 0.93
 
 
@@ -60,7 +60,7 @@ class ServerConfig:
     pipeline_parallel_size: int = 1
     context_parallel_size: int = 1
     moe_expert_parallel_size: int = 1  # divides tensor_parallel_size: expert parallelism splits a TP group
-    max_batch_size: int | None = None  # requests. None: the backend's default, here and below
+    max_batch_size: int | None = None  # requests. None, here and in the next two: the backend's default
     max_num_tokens: int | None = None  # tokens in one step
     max_seq_len: int | None = None  # tokens of prompt plus answer
     kv_cache_config: Mapping[str, Any] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class DisaggConfig:
-    """Content of a file. `parse`, `load`, `from_mapping` and `generate` check it, not the constructor."""
+    """Content of a file. `parse`, `load`, `from_mapping`, `generate` check it; the constructor does not."""
 
     hostname: str = "localhost"  # address of TensorRT-LLM's leader
     port: int = 8000
@@ -103,7 +103,7 @@ class DisaggConfig:
 
     @property
     def is_single_phase(self) -> bool:
-        """Whether it has a single context or generation instance, and another run has the other phase."""
+        """Whether there is one context or one generation instance only; another run has the other phase."""
         return (
             self.mode == "disaggregated"
             and DISCOVERY not in self.options
@@ -152,7 +152,7 @@ def dump(config: DisaggConfig) -> str:
     defaults = vars(ServerConfig())
     sections: dict[str, Any] = {}
     for name, server in config.sections:
-        # Written even if 1, because readers look for them.
+        # These sizes are written even if 1, because programs that read the file expect them.
         sizes = ("num_instances", "tensor_parallel_size", "pipeline_parallel_size")
         section = {
             key: getattr(server, key)
@@ -168,7 +168,7 @@ def dump(config: DisaggConfig) -> str:
 
 
 def _as_fields(sections: Mapping[str, ServerConfig]) -> dict[str, Any]:
-    """Return the fields of a `DisaggConfig` that have these sections, by their names."""
+    """Return the fields of a `DisaggConfig` with these sections, by field name."""
     plain = {name: server for name, server in sections.items() if name == section_kind(name)}
     lists: dict[str, tuple[ServerConfig, ...]] = {}
     for name, server in sections.items():
@@ -226,7 +226,7 @@ def from_mapping(data: Mapping[Any, Any], source: str) -> DisaggConfig:
 
 
 def _refuse_misspelt(source: str, key: str, value: object) -> None:
-    """Raise ConfigError if a key of the top level resembles a known one, or its value a section."""
+    """Raise ConfigError if a top-level key resembles a known key, or if its value looks like a section."""
     if key in SERVER or key in LLM_ARGUMENTS:
         return
     section = nearest(key, SECTIONS, _CLOSE)
@@ -301,7 +301,7 @@ def _server(
 
 
 def _check_inner(where: str, key: str, value: object) -> None:
-    """Raise ConfigError if a key in the mapping `value` of `key` resembles a known one."""
+    """Raise ConfigError if an unknown key in `value`, the mapping under `key`, resembles a known key."""
     known = INNER_ARGUMENTS.get(key, frozenset())
     for inner in value if isinstance(value, Mapping) else ():
         if inner not in known and (suggestion := nearest(inner, known, _CLOSE)):
@@ -309,9 +309,9 @@ def _check_inner(where: str, key: str, value: object) -> None:
 
 
 def _check_experts(where: str, known: dict[str, Any], extra: Mapping[str, Any]) -> None:
-    """Check TensorRT-LLM's rule, and set the size that follows from it.
+    """Check TensorRT-LLM's rule for MoE sizes, and set the expert-parallel size that follows from it.
 
-    moe_tensor x moe_expert (x moe_cluster) parallel size = tensor parallel size.
+    The rule: moe_tensor x moe_expert (x moe_cluster) parallel size = tensor parallel size.
     """
     tensor = known.get("tensor_parallel_size", 1)
     divisors = {
@@ -341,7 +341,7 @@ def _check_experts(where: str, known: dict[str, Any], extra: Mapping[str, Any]) 
 def _check_addresses(source: str, leader: str, servers: Mapping[str, ServerConfig]) -> None:
     """Refuse an address that is used twice.
 
-    (TensorRT-LLM treats a URL in both sections as one mixed server. Here, an instance has one role.)
+    TensorRT-LLM treats a URL in both sections as one mixed server. In mpillm, an instance has one role.
     """
     used = {leader: "hostname and port"}
     for name, server in servers.items():

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-_HEAD, _TAIL = 2000, 1000  # characters of a message. A path may have 4,096, and the reason follows it
+_HEAD, _TAIL = 2000, 1000  # characters of a message that are kept. A path before the reason may have 4,096
 
 
 class ConfigError(ValueError):
@@ -14,8 +14,8 @@ class ConfigError(ValueError):
 
     The message contains the field, the value and the allowed values. It is printed without a traceback. The
     class is a ValueError, like nv-mitten's errors. So code that catches ValueError must re-raise ConfigError
-    first. A message may quote external text of any length. A long message is shortened in its middle.
-    `about`: names of the wrong options, for callers that know the source of each.
+    first. A message may quote external text of any length, so a long message is shortened in its middle.
+    `about`: names of the wrong options; callers add the source of each option's value.
     """
 
     def __init__(self, message: str = "", about: Iterable[str] = ()) -> None:
@@ -32,7 +32,7 @@ def _shortened(message: str) -> str:
 
 @contextmanager
 def about(*options: str) -> Iterator[None]:
-    """Add these options to `about` of a ConfigError in this block, or in the decorated function."""
+    """Add these options to `about` of a ConfigError from the `with` block, or from the decorated function."""
     try:
         yield
     except ConfigError as error:

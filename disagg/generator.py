@@ -1,4 +1,4 @@
-"""Generates a configuration from options and a world size: runs without a YAML, `generate-disagg-config`."""
+"""Generates a configuration from options: for runs without a YAML, and for `generate-disagg-config`."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ def generate(
 ) -> DisaggConfig:
     """Return a configuration whose plan fits `world_size` ranks.
 
-    If `world_size` is None, the default of the counts of instances is 1.
+    If `world_size` is None, numbers of instances that are None become 1.
 
-    Otherwise, counts that are None follow from the world size. All worker ranks are used. At most a third of
-    them, but at least one instance, are context ranks. All ranks except `control_ranks` are workers. If
-    `control_ranks` is None, there is one control rank, or two if no counts fit one. A world of one rank has
-    no control rank. 0 is for the workers of an external leader.
+    Otherwise, numbers of instances that are None follow from the world size, and all worker ranks are used.
+    At most a third of these, but at least one instance, are context ranks. All ranks except `control_ranks`
+    are workers. If `control_ranks` is None, there is one control rank, or two if no numbers fit one. A world
+    of one rank has no control rank. `control_ranks` 0 is for the workers of an external leader.
 
     The ctx and gen options and `first_worker_port` apply to disaggregated mode. `num_executors`,
     `tensor_parallelism` and `pipeline_parallelism` apply to aggregated mode. Options of the other mode are
     ignored. `moe_expert_parallelism` applies to every section.
 
-    TensorRT-LLM needs `urls` in a disaggregated file. They are ports of this host from `first_worker_port`
-    on. `with_hosts` sets other hosts.
+    TensorRT-LLM needs `urls` in a disaggregated file. The URLs have ports of this host from
+    `first_worker_port` on. `with_hosts` sets other hosts.
 
     Raises ConfigError, which names the option, or the section's field that contains its value.
     """
@@ -102,11 +102,11 @@ def generate(
         }
         section["moe_expert_parallel_size"] = moe_expert_parallelism
         if mode == "disaggregated":
-            # Required by TensorRT-LLM for the handoff of KV caches.
+            # TensorRT-LLM requires this for the handoff of KV caches.
             section["cache_transceiver_config"] = {"backend": "DEFAULT"}
             section["urls"] = [f"localhost:{first_worker_port + i}" for i in range(index, index + count)]
         if name == "context_servers":
-            # TensorRT-LLM's context servers have no overlap scheduler.
+            # TensorRT-LLM's context servers do not support the overlap scheduler.
             section["disable_overlap_scheduler"] = True
         index += count
         data[name] = section
@@ -114,7 +114,7 @@ def generate(
 
 
 def with_hosts(config: DisaggConfig, hostname: str, hosts: Sequence[str]) -> DisaggConfig:
-    """Put the leader on `hostname`, and instance i's URL, if it has one, on ``hosts[i]``. Keep the ports."""
+    """Put the leader on `hostname`, and instance i's URL, if any, on ``hosts[i]``. Ports do not change."""
     sections: dict[str, Any] = {}
     waiting = iter(hosts)
     for name, server in config.sections:
@@ -131,9 +131,9 @@ def _counts(
     mode: str,
     control_ranks: int | None,
 ) -> list[int]:
-    """Return each section's number of instances; replace None so that every worker rank is used.
+    """Return each section's number of instances. None is replaced so that every worker rank is used.
 
-    `sizes`: ranks of an instance of each section.
+    `sizes`: ranks per instance, by section.
     """
     if world_size is None:
         return [count or 1 for count in fixed]
@@ -176,7 +176,7 @@ def _fit(
 
 
 def _first_counts(fixed: int | None, size: int, workers: int) -> Sequence[int]:
-    """Return numbers of context instances, best first: from a third of the worker ranks down, then up."""
+    """Return numbers of context instances, best first: from a third of the worker ranks down, then more."""
     if fixed is not None:
         return [fixed]
     third = workers // 3 // size
@@ -186,7 +186,7 @@ def _first_counts(fixed: int | None, size: int, workers: int) -> Sequence[int]:
 def _sizes_that_work(
     fixed: Sequence[int | None], sizes: Sequence[int], world_size: int, control_ranks: int | None
 ) -> list[int]:
-    """Return the nearest fitting world sizes below and above; if all counts are set, all fitting sizes."""
+    """Return the nearest fitting world sizes below and above `world_size`; if no count is None, all sizes."""
     min_size = sum((count or 1) * size for count, size in zip(fixed, sizes, strict=True))
     if None not in fixed:
         tried = sorted({1, min_size, min_size + 1, min_size + 2})

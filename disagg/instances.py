@@ -15,15 +15,15 @@ _KINDS = dict(zip(SECTIONS, ("context", "generation", "executor"), strict=True))
 class ServedInstance:
     """One instance. TensorRT-LLM's worker command assigns ranks to instances in the same order."""
 
-    index: int  # in the file, over all sections
+    index: int  # among the instances of all sections of the file
     kind: str  # context, generation or executor
     section: str
     url: str  # host:port
-    ranks: range  # of an mpirun of all workers
+    ranks: range  # in an mpirun of all workers
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name in messages."""
         return f"{self.kind} instance {self.index} at http://{self.url}"
 
 

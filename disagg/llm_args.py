@@ -40,8 +40,8 @@ LLM_ARGUMENTS = frozenset(
     """.split()  # noqa: SIM905 (so many names, not so many lines)
 )
 
-# From the same file, and from tensorrt_llm/llmapi/disagg_utils.py and serve/router.py: what is in those
-# mappings of which our code reads something, and in the leader's.
+# From the same file, and from tensorrt_llm/llmapi/disagg_utils.py and serve/router.py: the keys inside
+# mappings that mpillm reads in part, and inside the leader's mappings.
 INNER_ARGUMENTS = {
     outer: frozenset(names.split())
     for outer, names in {

@@ -1,6 +1,6 @@
 """Choose the worker ranks of each instance so that TP groups are split over as few nodes as possible.
 
-All slots are used, so the sums must be exact. A set of nodes is *closed* if whole groups fill it exactly.
+All slots (worker ranks) are used, so sums must be exact. A set of nodes is *closed* if whole groups fill it.
 Consecutive groups on a closed set of n nodes are split at most at its n - 1 inner borders. Conversely, split
 groups connect nodes to closed sets, and n connected nodes need at least n - 1 splits. The number of splits is
 the number of nodes of a group minus one, summed over groups. So the minimum is the number of nodes minus the
@@ -26,7 +26,7 @@ Pair = tuple[int, int]  # (context, generation)
 # The exact search visits pairs of (remaining nodes, closed set among them). With more pairs than this, closed
 # sets are first chosen greedily.
 _MAX_PAIRS = 20_000
-_MAX_CANDIDATES = 10_000  # sets of one size that the greedy part tries
+_MAX_CANDIDATES = 10_000  # sets of one size that `_greedy` tries
 
 
 def place(
@@ -34,9 +34,9 @@ def place(
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Return the ranks of each context and each generation instance, with the fewest splits of TP groups.
 
-    `nodes`: the worker ranks of each node, ascending. `sizes`: ranks of a TP group. `counts`: TP groups.
-    `stages`: TP groups per instance. Instances are ordered by their first rank. The TP groups of an instance
-    are on one node if that costs no split. The result is exact within the limits of `closed_sets`.
+    `nodes`: the worker ranks of each node, ascending. `sizes`: ranks per TP group. `counts`: numbers of TP
+    groups. `stages`: TP groups per instance. Instances are ordered by their first rank. The TP groups of an
+    instance are on one node if that causes no split. For the limits of the result, see `closed_sets`.
     """
     slots = [len(ranks) for ranks in nodes]
     sets = closed_sets(slots, sizes, counts)
@@ -59,17 +59,17 @@ def place(
 def closed_sets(slots: Sequence[int], sizes: Pair, counts: Pair) -> list[list[int]]:
     """Divide the nodes into as many closed sets as possible.
 
-    Returns indices of nodes, ascending within a set, sets ordered by their first node. `slots`: worker ranks
-    of each node, at least 1, in all ``sizes[0] * counts[0] + sizes[1] * counts[1]``. An aggregated run has
-    groups of one kind: its second count is 0.
+    Returns indices of nodes, ascending within a set. Sets are ordered by their first node. `slots`: worker
+    ranks of each node, at least 1. Their sum is ``sizes[0] * counts[0] + sizes[1] * counts[1]``. An
+    aggregated run has groups of one kind, so its second count is 0.
 
-    The result is exact if there are few kinds of nodes, as in a cluster. The problem is NP-hard. With many
+    The result is optimal if there are few kinds of nodes, as in a cluster. The problem is NP-hard. With many
     kinds (slot counts that differ even modulo the TP sizes), small sets are first chosen greedily, and a
     better division may exist.
     """
     a, b = sizes
     gcd = math.gcd(a, b)
-    # If one size divides the other, whole large groups have no effect. Only a node's remainder counts.
+    # If one size divides the other, whole large groups have no effect: only a node's remainder counts.
     divisible = max(sizes) % min(sizes) == 0
     kinds = [s % max(sizes) if divisible else s for s in slots]
 
@@ -82,7 +82,7 @@ def closed_sets(slots: Sequence[int], sizes: Pair, counts: Pair) -> list[list[in
 
     chosen, left, budget = _greedy(Counter(kinds), counts, cost_of)
     n_undone = 1
-    # None: the greedy part used sets that the remaining nodes need.
+    # None: the budget is too small, because of the sets that `_greedy` chose.
     while (exact := _exact(left, budget, cost_of, (b // gcd - 1, a // gcd - 1))) is None:
         for _ in range(min(n_undone, len(chosen))):
             members = chosen.pop()
@@ -102,9 +102,9 @@ _CostOf = Callable[[int], "Pair | None"]
 def _greedy(
     left: Counter[int], budget: Pair, cost_of: _CostOf
 ) -> tuple[list[tuple[int, ...]], Counter[int], Pair]:
-    """Choose closed sets, smallest and cheapest first, until the rest is small enough for `_exact`.
+    """Choose closed sets, smallest and cheapest first, until the remaining nodes are few enough for `_exact`.
 
-    Returns the sets, and the remaining kinds and budget.
+    Returns the sets, the kinds of the remaining nodes, and the remaining budget.
     """
     chosen: list[tuple[int, ...]] = []
     left = Counter(left)
@@ -132,7 +132,7 @@ def _pairs(left: Counter[int]) -> int:
 
 
 def _exact(left: Counter[int], budget: Pair, cost_of: _CostOf, dearest: Pair) -> list[tuple[int, ...]] | None:
-    """Divide `left` into the most closed sets, as kinds of nodes; None if the budget allows no division.
+    """Divide `left` into as many closed sets (kinds of nodes) as possible; None if the budget allows none.
 
     If `left` is too large for the search, return one set of all nodes. `dearest`: maximum cost of a set.
     """
@@ -144,7 +144,7 @@ def _exact(left: Counter[int], budget: Pair, cost_of: _CostOf, dearest: Pair) ->
 
     @cache
     def best(state: tuple[int, ...], x: int, y: int) -> tuple[int, tuple[int, ...]] | None:
-        """Return the most sets for `state` (nodes of each kind) within budget x, y, and one of the sets."""
+        """Return the maximum number of sets for `state` (nodes by kind) within budget x, y, and one set."""
         if not any(state):
             return 0, ()
         first = next(i for i, n in enumerate(state) if n)
@@ -154,7 +154,7 @@ def _exact(left: Counter[int], budget: Pair, cost_of: _CostOf, dearest: Pair) ->
             if cost is None or cost[0] > x or cost[1] > y:
                 continue
             others = tuple(map(operator.sub, state, part))
-            n = sum(others)  # limit the budget to the maximum cost of the others, so that the cache hits
+            n = sum(others)  # limit the budget to the maximum cost of `others`, so that the cache hits
             tail = best(others, min(x - cost[0], n * dearest[0]), min(y - cost[1], n * dearest[1]))
             if tail is not None and (division is None or tail[0] + 1 > division[0]):
                 division = tail[0] + 1, part
@@ -179,7 +179,7 @@ def _exact(left: Counter[int], budget: Pair, cost_of: _CostOf, dearest: Pair) ->
 def _shares(slots: Sequence[int], sizes: Pair, counts: Pair, stages: Pair) -> list[Pair]:
     """Return how many context and generation groups each closed set of `slots` slots holds.
 
-    Context groups come as early as possible. If there is a choice, sets contain whole instances.
+    The first sets get as many context groups as possible. If there is a choice, sets contain whole instances.
     """
     a, b = sizes
     step = b // math.gcd(a, b)
@@ -202,9 +202,9 @@ def _shares(slots: Sequence[int], sizes: Pair, counts: Pair, stages: Pair) -> li
 
 
 def _instances(groups: Sequence[list[int]], stages: int, node_of: Mapping[int, int]) -> list[list[int]]:
-    """Join TP groups to instances of `stages` groups: on one node if possible, else of neighbors.
+    """Join TP groups to instances of `stages` groups: on one node if possible, otherwise of neighbors.
 
-    Ordered by their first rank.
+    Instances are ordered by their first rank.
     """
     by_node: dict[frozenset[int], list[list[int]]] = {}
     for group in groups:

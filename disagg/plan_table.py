@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:  # every command imports this module for `rank_list`
     from .world_plan import InstancePlan, RankPlan, WorldPlan
 
-_MAX_ROWS = 64  # of a table; longer ones are condensed
-_MAX_HOSTS = 8  # of a list of ranks
+_MAX_ROWS = 64  # of a table; longer tables are condensed
+_MAX_HOSTS = 8  # in a list of ranks
 _WIDTH = 80
 _RIGHT = ("rank", "inst", "tp", "pp", "ep", "device", "ranks", "slots", "control", "ctx", "gen", "executor")
 _T = TypeVar("_T")
@@ -121,7 +121,7 @@ def _node_rows(plan: WorldPlan) -> list[Sequence[object]]:
 def _condensed(
     items: Sequence[_T], like: Callable[[_T], object], same: Callable[[_T], object]
 ) -> list[list[_T]]:
-    """Group consecutive items with equal `same`, or with equal `like` if that makes too many rows."""
+    """Group consecutive items with equal `same`. If that makes too many rows, group them by `like`."""
     runs = [list(run) for _, run in groupby(items, same)]
     return runs if len(runs) <= _MAX_ROWS else [list(run) for _, run in groupby(items, like)]
 
@@ -131,7 +131,7 @@ def _span(first: int, last: int) -> str:
 
 
 def ranges(numbers: Iterable[int], separator: str = ",", max_ranges: int | None = None) -> str:
-    """Return numbers in any order as `2-9,12`. After `max_ranges` ranges, an ellipsis follows."""
+    """Return unordered numbers as text, such as `2-9,12`. After `max_ranges` ranges, an ellipsis follows."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:
@@ -147,7 +147,7 @@ def ranges(numbers: Iterable[int], separator: str = ",", max_ranges: int | None 
 
 
 def rank_list(ranks: Iterable[int], hosts: Mapping[int, str] = MappingProxyType({})) -> str:
-    """Return `rank 3`, `ranks 1-4, 7`. If `hosts` (by rank) contains several hosts, add the ranks' hosts.
+    """Return `rank 3`, or `ranks 1-4, 7`. If `hosts` (by rank) has several hosts, add the ranks' hosts.
 
     `host h3 (ranks 4-5)` means all ranks of a host, and `rank 2 on h2` one of its ranks. A rank that has not
     joined has no host, or "".

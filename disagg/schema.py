@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 from .errors import ConfigError
 from .yaml_text import is_text, value_text
 
-# In the order in which their instances use ranks.
+# Sections, in the order in which their instances use ranks.
 SECTIONS = ("context_servers", "generation_servers", "executors")
-# From create_router in tensorrt_llm/serve/router.py, which compares in lower case.
+# From create_router in tensorrt_llm/serve/router.py, which compares names in lower case.
 ROUTERS = (
     "round_robin",
     "load_balancing",
@@ -61,7 +61,7 @@ def _in_any_case(*values: str) -> Rule:
     return "one of " + ", ".join(values), lambda x: isinstance(x, str) and x.lower() in map(str.lower, values)
 
 
-# One value for the whole run, at the top level or in sections.
+# Keys with one value for the whole run, at the top level or in sections.
 RUN_WIDE: dict[str, Rule] = {"model": _TEXT, "backend": _TEXT}
 
 # TensorRT-LLM's options for the leader: the named parameters of extract_disagg_cfg in
@@ -107,7 +107,7 @@ SERVER: dict[str, Rule] = {
     "urls": _URLS,
 }
 
-# LLM arguments that are also read here. They stay in `extra` with the others.
+# LLM arguments that mpillm also reads. They stay in `extra` with the other LLM arguments.
 READ: dict[str, Rule] = {
     "scheduler_config": MAPPING,
     "enable_chunked_prefill": _BOOLEAN,
@@ -129,7 +129,7 @@ INNER: dict[str, dict[str, Rule]] = {
         "context_chunking_policy": _one_of("FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS", "FORCE_CHUNK"),
     },
     "cache_transceiver_config": {
-        # in lower case before release 1.0
+        # Before release 1.0, these were in lower case.
         "backend": _in_any_case("DEFAULT", "UCX", "NIXL", "MOONCAKE", "MPI"),
         "transceiver_runtime": _in_any_case("CPP", "PYTHON", "auto"),
         "max_tokens_in_buffer": _NATURAL,  # 0: no limit
@@ -143,7 +143,7 @@ INNER: dict[str, dict[str, Rule]] = {
     },
 }
 
-# Keys whose null means TensorRT-LLM's default.
+# Keys for which null means TensorRT-LLM's default.
 NULLABLE = ("moe_expert_parallel_size", "kv_cache_config", "cache_transceiver_config", "router", "urls")
 
 # LLM arguments that determine the expert-parallel size.

@@ -7,7 +7,7 @@ import stat
 
 from .errors import ConfigError
 
-_MAX_BYTES = 1 << 20  # Files of large clusters have a tenth of it. PyYAML needs 20 s for this size
+_MAX_BYTES = 1 << 20  # ten times the file of a large cluster; PyYAML needs 20 s for this size
 
 
 def check_file(path: str | os.PathLike[str], where: str = "") -> None:
@@ -24,7 +24,7 @@ def check_file(path: str | os.PathLike[str], where: str = "") -> None:
 
 
 def read_text(path: str, option: str = "") -> str:
-    """Return the text of a file, without a byte order mark. `option`: precedes its name in errors.
+    """Return the text of a file, without a byte order mark. `option`: precedes the file's name in errors.
 
     Raises ConfigError if the file cannot be read, is not UTF-8, or has more than 1 MiB.
     """

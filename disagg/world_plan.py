@@ -5,8 +5,8 @@ workers + 2 ranks, rank 0 is the harness and rank 1 the leader. In two cases, on
 world of one rank (one executor, for debugging), and on the root rank of an instance that is a separate run
 (`DisaggConfig.is_single_phase`).
 
-Instances are numbered in the file's order (context, generation, executors). They use the worker ranks in
-that order, contiguously, as in TensorRT-LLM. If this would split TP groups over more nodes than necessary,
+Instances are numbered in the order context, generation, executors. They use the worker ranks in this order,
+contiguously, as in TensorRT-LLM. If this would split TP groups over more nodes than necessary,
 `placement` chooses the ranks. Inside an instance, the order follows TensorRT-LLM's Mapping: tp_rank varies
 fastest, then the context-parallel rank, then pp_rank. The first rank is the root rank.
 ep_rank = tp_rank % ep_size.
@@ -36,21 +36,22 @@ _CONTEXT_OWNER = ("server", "ctx")  # the roles of a rank that owns a context se
 class RankPlan:
     """One rank.
 
-    The fields of instance and device are None for a control rank, and for a rank that only owns a server.
+    The fields for instance and device are None for a control rank, and for a rank that only owns a server.
     """
 
     rank: int
     roles: tuple[str, ...]  # of harness, leader, server, ctx, gen, executor
     instance: int | None
-    instance_rank: int | None  # its index in the instance
+    instance_rank: int | None  # the rank's index in the instance
     tp_rank: int | None
     pp_rank: int | None
     ep_rank: int | None
     node: str
-    device: int | None  # index among the workers of its node; in a run, of its GPU
-    # A client's server, by index. Its first client owns it. The owner of a context server is not a client.
+    device: int | None  # index among the workers of its node; in a run, index of its GPU
+    # Index of the server that this rank owns or uses. A server's first client owns the server, but the owner
+    # of a context server is not a client.
     server: int | None = None
-    server_devices: tuple[int, ...] = ()  # in a run, the GPUs of the server that it owns
+    server_devices: tuple[int, ...] = ()  # in a run, the GPUs of the server that this rank owns
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +92,9 @@ class OwnServer:
 
     index: int
     owner: int  # a rank
-    clients: tuple[int, ...]  # ranks; the owner is the first, except of a context server
-    parts: tuple[int, ...]  # ranks, one per node, that own the server's part on that node; the owner is first
-    place: int  # among the servers of its node
+    clients: tuple[int, ...]  # ranks; the owner is the first one, but not a context server's
+    parts: tuple[int, ...]  # ranks, one per node, that own the server's part on a node; the owner is first
+    place: int  # number among the servers of the owner's node
     role: str = ""  # context or generation; "": both
 
 
@@ -104,18 +105,18 @@ class WorldPlan:
     ranks: tuple[RankPlan, ...]
     instances: tuple[InstancePlan, ...]
     config: DisaggConfig
-    clients_per_server: int = 0  # of servers that ranks own; 0: no rank owns a server
-    n_context_servers: int = 0  # servers that compute contexts for the other, generating servers
+    clients_per_server: int = 0  # for servers that ranks own; 0: no rank owns a server
+    n_context_servers: int = 0  # servers that compute contexts for the generation servers
     nodes_per_server: int = 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the arguments of `plan`. For thousands of ranks, they have a thirtieth of the size."""
+        """Pickle the arguments of `plan`. For thousands of ranks, these take a thirtieth of the space."""
         nodes = [(node, sum(1 for _ in ranks)) for node, ranks in groupby(rank.node for rank in self.ranks)]
         servers = (self.clients_per_server, self.n_context_servers, self.nodes_per_server)
         return _restore_plan, (self.config, nodes, *servers)
 
     def on_devices(self, own: Mapping[int, int], of_servers: Mapping[int, tuple[int, ...]]) -> WorldPlan:
-        """Return a copy with the actual GPUs of ranks, and of servers by owner. Other ranks have no GPU."""
+        """Return a copy with the actual GPUs: `own` by rank, `of_servers` by owner. Other ranks have none."""
         ranks = (
             replace(one, device=own.get(one.rank), server_devices=of_servers.get(one.rank, ()))
             for one in self.ranks
@@ -124,7 +125,7 @@ class WorldPlan:
 
     @property
     def mode(self) -> str:
-        """ "disaggregated" or "aggregated": by the servers, if ranks own some."""
+        """ "disaggregated" or "aggregated". If ranks own servers, the servers determine the mode."""
         return "disaggregated" if self.n_context_servers else self.config.mode
 
     @property
@@ -161,7 +162,7 @@ class WorldPlan:
 
     @property
     def tp_splits(self) -> int:
-        """Return each TP group's nodes beyond its first, summed; the fewest possible (see `placement`)."""
+        """Number of TP groups' nodes beyond each group's first; the fewest possible (see `placement`)."""
         return _splits(self.instances, [rank.node for rank in self.ranks])
 
     def to_json(self) -> dict[str, Any]:
@@ -183,9 +184,9 @@ def plan(
 ) -> WorldPlan:
     """Plan `world_size` ranks, with rank i on host ``nodes[i]`` (None: all on "localhost").
 
-    `clients_per_server`: number of consecutive executors that are clients of one server. The first owns it.
-    `n_context_servers`: number of ranks before the executors that own a context server.
-    `nodes_per_server`: nodes of one server. The first client on each node owns the part there.
+    `clients_per_server`: number of consecutive executors that are clients of one server. The first executor
+    owns the server. `n_context_servers`: number of ranks, before the executors, that own a context server.
+    `nodes_per_server`: nodes of one server. The first client on each node owns the server's part there.
     Raises ConfigError if the configuration's workers do not fit `world_size`. The error names fitting sizes.
     """
     check_pairs(config)
@@ -242,7 +243,7 @@ def plan(
 
 
 def check_pairs(config: DisaggConfig) -> None:
-    """Raise ConfigError if context or generation instances are missing. Only TensorRT-LLM supports this."""
+    """Raise ConfigError if context or generation instances are missing, which only TensorRT-LLM supports."""
     if config.mode != "disaggregated" or config.is_single_phase:
         return
     present = {section_kind(name) for name, server in config.sections if server.num_instances}
@@ -271,7 +272,7 @@ def _restore_plan(config: DisaggConfig, nodes: Sequence[tuple[str, int]], *serve
 
 
 def parse_nodes(text: str) -> list[str]:
-    """Return each rank's host from `a:4,b:8`: four ranks on a, then eight on b. `a` means one rank."""
+    """Return each rank's host. `a:4,b:8` means four ranks on a, then eight on b. `a` means one rank."""
     hosts: list[str] = []
     for item in text.split(","):
         host, colon, slots = item.strip().partition(":")
@@ -310,14 +311,14 @@ def _assign(config: DisaggConfig, workers: range, nodes: Sequence[str]) -> tuple
         start += server.ranks_per_instance
     in_order = numbered(contiguous)
     n_splits = _splits(in_order, nodes)
-    if n_splits == 0 or len(config.sections) > 2:  # `place` supports two sizes
+    if n_splits == 0 or len(config.sections) > 2:  # `place` supports only two sizes
         return in_order
 
     on_node: dict[str, list[int]] = {}
     for rank in workers:
         on_node.setdefault(nodes[rank], []).append(rank)
     sections = [server for _, server in config.sections]
-    # If there is only one section, all groups belong to the first.
+    # If there is only one section, it is first and last.
     first, last = sections[0], sections[-1]
     n_groups = [s.num_instances * s.ranks_per_instance // s.tensor_parallel_size for s in sections]
     chosen = place(

@@ -1,4 +1,4 @@
-"""Conversion of YAML text to plain data and back. Stricter than PyYAML. Every failure is a ConfigError."""
+"""Conversion of YAML text to plain data and back, stricter than PyYAML's. Each failure is a ConfigError."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def cut(error: object) -> str:
 
 
 def strict_loader() -> Any:
-    """Return PyYAML's safe loader, with a duplicate key as a `ConstructorError`."""
+    """Return PyYAML's safe loader, changed to raise a `ConstructorError` for a duplicate key."""
     import yaml
 
     class Loader(yaml.SafeLoader):
         def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
-            if self.flow_level >= _MAX_DEPTH:  # PyYAML checks every open bracket for each token
+            if self.flow_level >= _MAX_DEPTH:  # for each token, PyYAML visits every open bracket
                 raise RecursionError
             super().fetch_flow_collection_start(token)
 
@@ -93,7 +93,7 @@ def write(data: Mapping[str, Any]) -> str:
             return True
 
     def represent_text(dumper: Dumper, text: str) -> yaml.ScalarNode:
-        # In the plain and single-quoted styles PyYAML changes these Unicode line breaks.
+        # In its plain and single-quoted styles, PyYAML changes these Unicode line breaks.
         style = '"' if any(character in text for character in "\x85\u2028\u2029") else None
         return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
 
@@ -112,7 +112,7 @@ def is_text(value: str) -> bool:
 def plain(data: Mapping[Any, Any], source: str) -> dict[str, Any]:
     """Return a deep copy of `data` as plain JSON-like data: mappings have string keys, numbers are finite.
 
-    So a configuration can be hashed, compared, sent and written as JSON, whatever an LLM argument contains.
+    A configuration can then be hashed, compared, sent and written as JSON, whatever an LLM argument contains.
     Raises ConfigError, which begins with `source`, for any other value.
     """
     left = itertools.count(_MAX_VALUES, -1)
@@ -123,8 +123,8 @@ def plain(data: Mapping[Any, Any], source: str) -> dict[str, Any]:
 
 
 def _plain(value: Any, where: str, left: Iterator[int]) -> Any:
-    """Convert one value. `left`: counts down the number of values that are still allowed."""
-    if next(left) <= 0:  # a few aliases of aliases can expand to any number
+    """Convert one value. `left` counts down the number of values that are still allowed."""
+    if next(left) <= 0:  # a few aliases of aliases can expand to any number of values
         raise ConfigError(f"{where}: more than {_MAX_VALUES} values; do its aliases repeat each other?")
     if (
         value is None
@@ -160,7 +160,7 @@ def value_text(value: object) -> str:
     }
     try:
         text = repr(value)
-    except ValueError:  # an integer with more digits than Python prints
+    except ValueError:  # an integer with more digits than Python can print
         text = "a huge number"
     except RecursionError:
         text = "nested too deeply"

@@ -1,1 +1,1 @@
-"""Launchers: mpirun command lines, environments of ranks, child processes, servers. Imports only `disagg`."""
+"""Launchers: mpirun command lines, ranks' environments, child processes, servers. Imports only `disagg`."""

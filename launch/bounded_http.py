@@ -1,7 +1,7 @@
 """Blocking HTTP requests to external servers, with limits of bytes and time on their responses.
 
-`http.client` has no such limits: its timeout restarts with each byte, and it reads any number of responses
-such as 100 (Continue) and of trailers.
+`http.client` has no such limits. Its timeout restarts with each byte. It reads any number of 100 (Continue)
+responses, and of trailers.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from urllib.parse import urlsplit
 from launch.safe_text import one_line
 
 MAX_PAGE_BYTES = 1 << 24
-"""Bytes of a small response: health, models, counts, an error."""
+"""Limit of a small response: health, models, counts, an error."""
 MAX_ANSWER_BYTES = 1 << 28
-"""Bytes of a response, or of a chunk of it."""
+"""Limit of a response, or of one chunk of a response."""
 MAX_EVENT_BYTES = 1 << 24
-"""Bytes of an event in a stream."""
+"""Limit of one event in a stream."""
 GRPC_OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", MAX_ANSWER_BYTES)]
 """Options of a gRPC channel: the size of responses is limited, not the size of requests."""
 
@@ -36,7 +36,7 @@ class ReplyError(Exception):
 
 
 class BoundedClient:
-    """Context with an open connection to ``host:port``, for one request at a time."""
+    """Context manager with an open connection to ``host:port``, for one request at a time."""
 
     def __init__(self, address: str) -> None:
         """Raises ReplyError if the address is invalid. The first request connects."""
@@ -58,10 +58,10 @@ class BoundedClient:
     def request(
         self, path: str, timeout_s: float, body: bytes | None = None, max_bytes: int = MAX_PAGE_BYTES
     ) -> Iterator[http.client.HTTPResponse]:
-        """POST a JSON `body`, or GET without one, and yield the response. Read its body in the context.
+        """POST a JSON `body`, or GET without one, and yield the response. Read it inside the `with` block.
 
-        The request may take `timeout_s`, and the response `max_bytes`. Otherwise this raises ReplyError and
-        closes the connection; the next request opens another one.
+        The request may take `timeout_s`, and the response may have `max_bytes`. Beyond that, this raises
+        ReplyError and closes the connection. The next request opens another one.
         """
         end = time.monotonic() + timeout_s
         self._http.timeout = timeout_s

@@ -1,6 +1,6 @@
 """Check that the ranks which a launcher started are one MPI world.
 
-Everything that starts MPI, or a program that will start MPI, calls `check_world` first. Under the launcher of
+Code that starts MPI, or a program that will start MPI, calls `check_world` first. Under the launcher of
 another MPI, each of the N processes is rank 0 of a world of one rank. N runs of one rank would then look like
 one run of N ranks.
 """
@@ -34,13 +34,13 @@ def library_title(library: str) -> str:
 def understands(library: str, launcher: Launcher) -> bool:
     """Return False if an MPI library cannot connect to the other ranks of this launcher.
 
-    Needs no running MPI.
+    MPI need not have been started.
     """
     if match := re.match(r"Open MPI v(\d+)", library):
         return launcher.protocol == "PMIx" or int(match[1]) < 5
     if (
         library.startswith("MPICH") and "pmix" not in library.lower()
-    ):  # its version text lists its build options
+    ):  # MPICH's version text lists its build options
         return launcher.protocol != "PMIx"
     return True
 
@@ -56,7 +56,7 @@ def check_world(
 
     `library`: the text of `MPI_Get_library_version`. `world`: the size of MPI's world and this process's rank
     in it; None before MPI is started. `command`, `variables`: the mpillm command with its options, and
-    environment variables to set, for the line that works.
+    environment variables. The error contains a correct command line made of them.
     """
     launcher = one_of_several(env)
     if launcher is None:
@@ -85,7 +85,7 @@ def check_world(
 
 
 def _advice(launcher: Launcher, library: str, command: Sequence[str], variables: Mapping[str, str]) -> str:
-    """Return what to do, with the command line that works."""
+    """Return what the user must do, with a correct command line."""
     from launch.find_mpirun import detect
 
     ranks = str(launcher.size or "N")

@@ -39,11 +39,11 @@ class Child:
     log: Path | None  # None: this process's own output
 
     def tail(self, lines: int = 15) -> str:
-        """Return the last lines of its log, indented, for an error message; "" without a log."""
+        """Return the last lines of the child's log, indented, for an error message; "" without a log."""
         return tail(self.log, lines) if self.log else ""
 
     def lines(self, pattern: str, max_lines: int = 5) -> list[str]:
-        """Return the first lines of its log that match; none without a pattern or a log."""
+        """Return the first lines of the child's log that match; none without a pattern or a log."""
         if not pattern or self.log is None or not self.log.is_file():
             return []
         with self.log.open(encoding="utf-8", errors="replace") as file:
@@ -53,13 +53,13 @@ class Child:
 
 
 class Children:
-    """Context that ends its child processes when it exits, whatever the reason.
+    """Context manager that ends its child processes at its exit, whatever the reason.
 
     If the main thread enters the context, the first of `stop_signals` raises `StopSignal` there. Other
-    threads cannot set handlers. When the context exits, running children get SIGTERM, or the received signal
-    with `pass_on`. They have `stop_grace_s` to exit. A second signal ends this wait. Then they are killed,
-    with all their descendants and all other processes that have become children of this one. With `adopts`
-    False, only processes of `start` are killed. Use this in a program that starts other processes.
+    threads cannot set handlers. When the context exits, running children get SIGTERM or, with `pass_on`, the
+    received signal. They have `stop_grace_s` to exit. A second signal ends this wait. Then they are killed,
+    with all their descendants and all other processes that have become children of this process. If `adopts`
+    is False, only processes of `start` are killed: for a program that also starts other processes.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Children:
         self._signals = 0
         self._stopped: StopSignal | None = None
         self._echoes = Echoes()
-        self._orphans: dict[psutil.Process, float] = {}  # when each was first seen
+        self._orphans: dict[psutil.Process, float] = {}  # when each was first noticed
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -108,7 +108,7 @@ class Children:
             raise self._stopped
 
     def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path | None = None) -> Child:
-        """Start `argv` with the environment `env`. Append its output to `log`; None: to our own."""
+        """Start `argv` with the environment `env`. Append its output to `log`; None: this process's own."""
         try:
             with open(log, "ab") if log else contextlib.nullcontext() as output:  # noqa: PTH123 (one expression for both cases)
                 process = subprocess.Popen(
@@ -148,10 +148,10 @@ class Children:
         for process in late:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(late, timeout=0)  # reaps them
+        psutil.wait_procs(late, timeout=0)  # reaps the killed orphans
 
     def wait(self, child: Child, deadline_s: float | None) -> int | None:
-        """Return its exit code (negative: a signal), or None if it has not ended within `deadline_s` s."""
+        """Return a child's exit code (negative: a signal); None if it runs longer than `deadline_s`."""
         end = None if deadline_s is None else time.monotonic() + deadline_s
         while child.process.poll() is None:
             self._stop_late()

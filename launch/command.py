@@ -27,10 +27,10 @@ class Command:
     """A command line in the form that a user types."""
 
     argv: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)  # added to the environment
+    env: Mapping[str, str] = field(default_factory=dict)  # variables added to the environment
 
     def __str__(self) -> str:
-        """Return it in shell syntax, to copy and paste."""
+        """Return the command line in shell syntax, to copy and paste."""
         return " ".join(self.shell_args())
 
     def shell_args(self) -> list[str]:
@@ -39,12 +39,12 @@ class Command:
         return [*overlay, *map(shlex.quote, masked_args(self.argv))]
 
     def environment(self, keep_job: bool = False) -> dict[str, str]:
-        """Return its environment: this process's, without the variables of a rank unless `keep_job`."""
+        """Return the command's environment: this process's, and a rank's variables only with `keep_job`."""
         return {**(os.environ if keep_job else clean_environment(os.environ)), **self.env}
 
 
 def wrapped(args: Iterable[str], width: int = 80, indent: str = "") -> str:
-    """Wrap a command line at `width` columns. `args`: in shell syntax."""
+    """Wrap a command line at `width` columns. `args`: arguments in shell syntax."""
     lines = [indent]
     for arg in args:
         if lines[-1].strip() and len(lines[-1]) + 1 + len(arg) > width - 2:
@@ -57,8 +57,8 @@ def wrapped(args: Iterable[str], width: int = 80, indent: str = "") -> str:
 def find_program(name: str, hint: str, typed: bool = False, python: str = sys.executable) -> str:
     """Return the path of a program beside this Python or in PATH.
 
-    `typed`: the user has typed the name, so PATH takes precedence, as in a shell. Raises NotHere if there is
-    none. `hint`: how to install it.
+    `typed`: the user has typed the name, so PATH takes precedence, as in a shell. `hint`: how to install the
+    program. Raises NotHere if it is missing.
     """
     places = [os.path.dirname(python), os.environ.get("PATH", os.defpath)]  # noqa: PTH120
     if (path := shutil.which(name, path=os.pathsep.join(reversed(places) if typed else places))) is None:
@@ -70,7 +70,7 @@ def find_program(name: str, hint: str, typed: bool = False, python: str = sys.ex
 class KnownFailure:
     """Meaning of a known line in a program's log."""
 
-    pattern: str  # of the line
+    pattern: str  # regular expression for the line
     cause: str
     remedy: str
 
@@ -80,6 +80,6 @@ class KnownFailure:
 
 
 def explained(log: str, failures: Iterable[KnownFailure]) -> str:
-    """Return the cause and the remedy of the first of these failures in a log; "" if there is none."""
+    """Return the cause and the remedy of the first of `failures` that is in a log; "" if none is."""
     known = next((known for known in failures if known.is_in(log)), None)
     return f"{known.cause}: {known.remedy}" if known else ""

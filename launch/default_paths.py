@@ -8,4 +8,4 @@ RUNS = Path("mpillm-runs")
 """Folder of run directories and of server logs, in the current folder."""
 
 SERVERS = RUNS / "servers"
-"""Folder with a folder for each start of servers without a run."""
+"""Folder with a folder for each start of servers outside a run."""

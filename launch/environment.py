@@ -36,7 +36,7 @@ SECRETS = {"api_key": "MPILLM_API_KEY", "kv_secret": "MPILLM_KV_SECRET"}
 LAUNCH_TYPE = "MLPERF_DISAGG_LAUNCH_TYPE"
 """Program that `run-llm-server` starts: worker or leader. Other commands ignore this variable."""
 
-# Variables that a launcher sets for one rank of one job. A process that inherits them acts as that rank.
+# Variables that a launcher sets for one rank of one job. A process that inherits them would act as that rank.
 _JOB = re.compile(
     r"""
       OMPI_(?!MCA_|ALLOW_RUN_AS_ROOT).*
@@ -48,7 +48,7 @@ _JOB = re.compile(
     re.VERBOSE,
 )
 
-# Open MPI's parameters have one prefix, whether the user or mpirun has set them. mpirun sets these.
+# Open MPI's parameters have the same prefix, whether the user or mpirun has set them. mpirun sets these.
 _MPIRUN_MCA = re.compile(
     r"""
       OMPI_MCA_(PREFIXES|cpu_type|initial_wdir|num_procs|mpi_ft_enable|mpi_oversubscribe|rmaps_base_oversubscribe|shmem_RUNTIME_QUERY_hint|pmix)
@@ -68,7 +68,7 @@ _OPEN_MPI_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 def without_secrets(args: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Return a command line without its secret options, and the variables that replace them.
 
-    All users of a machine can read the command lines of its processes. Logs contain them also.
+    All users of a machine can read the command lines of its processes. Logs also contain command lines.
     """
     others, variables = list[str](), dict[str, str]()
     remaining = iter(args)
@@ -86,7 +86,7 @@ def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
     clean = {name: value for name, value in env.items() if not _JOB.fullmatch(name)}
     if (
         "SLURM_STEP_ID" in env
-    ):  # without it, a step that the process starts, such as mpirun's, waits for the end of this step
+    ):  # without SLURM_OVERLAP, a step that the process starts, such as mpirun's, waits for this step's end
         clean.setdefault("SLURM_OVERLAP", "1")
         clean |= _job_allocation(env)
     if not any(name in env for name in _OPEN_MPI_RANK):
@@ -113,7 +113,8 @@ def environment_of_this_node(env: Mapping[str, str]) -> dict[str, str]:
 def _job_allocation(env: Mapping[str, str]) -> dict[str, str]:
     """Return variables that let an mpirun use all nodes of the job from a step with fewer nodes.
 
-    In a step, the variables name the job's nodes, but the step's tasks. Open MPI ignores nodes without tasks.
+    In a step, the variables have the job's nodes, but only the step's tasks. Open MPI ignores nodes without
+    tasks.
     """
     job, step = (whole_number(env.get(f"SLURM_{scope}_NUM_NODES", "")) for scope in ("JOB", "STEP"))
     cpus, each = env.get("SLURM_JOB_CPUS_PER_NODE", ""), whole_number(env.get("SLURM_CPUS_PER_TASK", "1"))
@@ -196,9 +197,9 @@ def read_exit_code(exit_file: Path) -> int | None:
 
 
 def write_directory(path: Path, env: Mapping[str, str] = os.environ) -> None:
-    """Write the run directory's absolute path for the launcher, if there is one. Rank 0 only."""
+    """Write the run directory's absolute path for the launcher, if there is a launcher. Rank 0 only."""
     if EXIT_FILE in env:
-        with contextlib.suppress(OSError):  # the launcher then does not change the directory
+        with contextlib.suppress(OSError):  # the launcher then cannot complete the run directory
             Path(env[EXIT_FILE]).with_name(_DIRECTORY).write_bytes(os.fsencode(path))
 
 
@@ -238,7 +239,7 @@ def _read_file(env: Mapping[str, str], name: str) -> str:
 
 
 def write_signal(number: int, exit_file: Path) -> None:
-    """Write the launcher's signal for the ranks: mpirun sends them another signal."""
+    """Write for the ranks which signal the launcher got: mpirun sends them another signal."""
     _write_file(exit_file, _SIGNAL, str(int(number)))
 
 
@@ -264,7 +265,7 @@ def write_ports(ports: Sequence[tuple[int, str, str, int, str]], unreachable: st
 
 
 def read_ports(env: Mapping[str, str] = os.environ) -> tuple[list[tuple[int, str, str, int, str]], str]:
-    """Return the values of `write_ports`; empty without a launcher."""
+    """Return the values that `write_ports` has written; empty without a launcher."""
     ports, unreachable = json.loads(_read_file(env, _PORTS) or '[[], ""]')
     return [(rank, host, address, port, own) for rank, host, address, port, own in ports], unreachable
 
@@ -282,7 +283,7 @@ def read_lost(env: Mapping[str, str] = os.environ) -> list[int]:
 def mpirun_ends_ranks(env: Mapping[str, str] = os.environ) -> bool:
     """Return whether this is a rank of Open MPI's mpirun, started without `mpillm mpirun`.
 
-    On Ctrl-C that mpirun sends its ranks SIGTERM, drops their output from then on, and kills them half a
+    On Ctrl-C, such an mpirun sends its ranks SIGTERM, drops their output from then on, and kills them half a
     second later.
     """
     launcher = find_launcher(env)
@@ -305,7 +306,7 @@ def launch_type() -> str | None:
 
 
 def drop_launch_type(command: str) -> None:
-    """Unset `LAUNCH_TYPE`, so that no child reports it again. Rank 0 notes that `command` ignores it."""
+    """Unset `LAUNCH_TYPE`, so that no child reports it again. Rank 0 prints that `command` ignores it."""
     kind = os.environ.pop(LAUNCH_TYPE, None)
     launcher = find_launcher()
     if kind and (launcher is None or launcher.first):

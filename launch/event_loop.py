@@ -7,21 +7,21 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
-_CANCEL_S = 2.0  # for the tasks that are left, to end
+_CANCEL_S = 2.0  # time for the remaining tasks to end
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
-    """Return an event loop: uvloop's if it is installed, which does the same in less time."""
+    """Return an event loop: uvloop's if installed, because it is faster than asyncio's."""
     try:
         import uvloop
-    except ModuleNotFoundError:  # there is no wheel for every machine
+    except ModuleNotFoundError:  # some machines have no wheel of uvloop
         return asyncio.new_event_loop()
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
 
 
 def close_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel the tasks of a loop that has stopped, wait for their ends, and close the loop."""
+    """Cancel the tasks of a loop that has stopped, wait until they end, and close the loop."""
     if left := asyncio.all_tasks(loop):
         for task in left:
             task.cancel()

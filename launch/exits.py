@@ -44,11 +44,11 @@ def how_ended(status: int) -> str:
 
 
 class Exits(Generic[_Key]):
-    """Watches processes of this host by pidfds (Linux 5.3): readable, for `select`, once one has exited."""
+    """Watches processes of this host by pidfds (Linux 5.3). For `select`, it is readable after an exit."""
 
     def __init__(self) -> None:
         self._keys: dict[int, _Key] = {}  # by pidfd
-        self._events = select.epoll()  # `select` takes no pidfd above 1,023
+        self._events = select.epoll()  # `select` does not support descriptors above 1,023
         self._lock = threading.Lock()
 
     def fileno(self) -> int:
@@ -62,14 +62,14 @@ class Exits(Generic[_Key]):
             return False
         try:
             self._events.register(pidfd, select.EPOLLIN)
-        except OSError:  # the limit of a user
+        except OSError:  # the user's limit of watched descriptors
             os.close(pidfd)
             return False
         self._keys[pidfd] = key
         return True
 
     def look(self) -> list[_Key]:
-        """Return the keys of the processes that have exited since the last look. Any thread may call."""
+        """Return the keys of the processes that exited since the last call. Any thread may call this."""
         with self._lock:
             return [self._release(pidfd) for pidfd, _ in self._events.poll(0)]
 

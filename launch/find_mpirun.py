@@ -42,7 +42,7 @@ class Mpi:
 
 
 def parse_mpirun_version(text: str) -> tuple[Kind, tuple[int, ...]] | None:
-    """Return family and version from what ``mpirun --version`` prints; None for an unknown launcher."""
+    """Return family and version from the output of ``mpirun --version``; None for an unknown launcher."""
     if match := re.search(r"\(Open ?MPI\)\s+v?(\d+(?:\.\d+)*)", text):
         return "openmpi", _version(match[1])
     if match := re.search(r"Version:\s*(\d+(?:\.\d+)*)", text.partition("HYDRA build details:")[2]):
@@ -96,8 +96,8 @@ def find_launchers(python: str, path: str) -> list[str]:
 def detect(python: str = sys.executable, max_s: float = 60.0) -> Mpi:
     """Find the `mpirun` that fits the MPI library of this Python's mpi4py. Raises ConfigError without one.
 
-    A separate process reads the version from mpi4py without `MPI_Init`: the launcher is not an MPI process.
-    `max_s`, for all answers, is enough for a slow network file system.
+    A separate process reads the version from mpi4py without `MPI_Init`, because the launcher must not become
+    an MPI process. `max_s`: time for all answers, enough for a slow network file system.
     """
     clean = clean_environment(os.environ)
     paths = find_launchers(python, clean.get("PATH", os.defpath))
@@ -118,7 +118,7 @@ def _output(process: subprocess.Popen[str], began: float, max_s: float) -> tuple
         return process.communicate(timeout=max(0.1, began + max_s - time.monotonic()))
     except subprocess.TimeoutExpired:
         process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a file system hangs
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the process hangs in a file system
             process.wait(timeout=1.0)
         return "", f"no answer within {max_s:g} s"
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from launch.safe_text import one_line
 
-_MAX_BYTES = 16 << 20  # of a log
+_MAX_BYTES = 16 << 20  # of a log that are searched
 _MAX_SEARCHED = 4096  # characters of a line
 _MAX_PRINTED = 400
 _MAX_LINES = 3
-# Levels of Python's logging and of glog, which tritonserver writes, and exceptions without a level.
+# Levels of Python's logging and of glog, in which tritonserver logs, and exceptions without a level.
 _QUIET = re.compile(r"\b(?:DEBUG|INFO|WARNING)\b|^[IW]\d{4} |^\$ ")
 _EXCEPTION = re.compile(r"\b\w{0,60}(?:Error|Exception): ")
 _FAILS = re.compile(r"\b(?:ERROR|FATAL|CRITICAL)\b|^[EF]\d{4} |\b(?:error|fatal): ")
-_FRAMES = re.compile(r"\] {2,}\S|Traceback \(most recent|\^\^\^")  # of a traceback, each line with a level
+_FRAMES = re.compile(r"\] {2,}\S|Traceback \(most recent|\^\^\^")  # lines of a traceback, each with a level
 
 
 def failing_lines(log: Path, begin: int = 0) -> list[str]:

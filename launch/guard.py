@@ -4,7 +4,7 @@ Hydra kills every rank of a node when a signal kills one of its children, even w
 ``-disable-auto-cleanup`` (``WIFSIGNALED`` in its proxy). Hydra would then also kill rank 0 before it reports
 the lost rank. With this process in between, hydra receives a plain exit code of 128 + signal.
 
-It is run by path with ``python -I -S``. It imports no module of mpillm, and its start takes about 10 ms.
+This file is run by path with ``python -I -S``. It imports no module of mpillm, and starts in about 10 ms.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ FORWARDED_BY_HYDRA = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUS
 
 def main(command: list[str]) -> int:
     """Run `command`, wait for it, and return its exit code: 128 + signal if a signal ended it."""
-    # Hydra signals the whole process group: the rank gets its own copy, and this process has only to survive
-    # it.
+    # Hydra signals the process group. The rank also gets the signal, so this process only has to survive it.
     for number in FORWARDED_BY_HYDRA:
         signal.signal(number, lambda _number, _frame: None)
     # After the loss of a rank, Hydra sends the others SIGUSR1, whose default action would end a rank that is
@@ -32,7 +31,7 @@ def main(command: list[str]) -> int:
     parent = os.getpid()
     child = os.fork()
     if child == 0:
-        # Hydra gives every rank a pipe as its standard input, and ends only rank 0's.
+        # Hydra gives every rank a pipe as its standard input, and closes only rank 0's.
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number in FORWARDED_BY_HYDRA:
             signal.signal(number, signal.SIG_DFL)

@@ -1,7 +1,7 @@
 """Listener that limits unauthenticated connections, which have not yet sent their greeting.
 
-Their number and their waiting time are limited. At the limit, the listener closes the oldest connection of
-the address with the most connections, because an authorized client sends its greeting immediately.
+The number and the waiting time of these connections are limited. At the limit, the listener closes the oldest
+connection of the address with the most connections. An authorized client sends its greeting immediately.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 
 _MAX_UNAUTHENTICATED = 32
-_CROWDED_S = 0.001  # between two connections at the limit, so each has 32 ms at least
-_PAUSE_S = 0.1  # no file descriptor is left, and no unauthenticated connection can be closed
+_CROWDED_S = 0.001  # wait after closing a connection at the limit, so each has at least 32 ms
+_PAUSE_S = 0.1  # wait if no file descriptor is free and no unauthenticated connection can be closed
 _READ = 1  # selectors.EVENT_READ
 
 
@@ -27,11 +27,12 @@ class HandshakeListener:
         listener: socket.socket,
         n_bytes: int,
         admit: Callable[[socket.socket, bytes], None],
-        greeting_s: float = 10.0,  # for the complete greeting
+        greeting_s: float = 10.0,  # time for the complete greeting
     ) -> None:
-        """`name`: the thread's.
+        """`name`: the thread's name.
 
-        `admit` receives and owns a non-blocking connection, with its greeting of `n_bytes`. It must not wait.
+        `admit` receives a non-blocking connection, which it then owns, and the connection's greeting of
+        `n_bytes`. It must not wait.
         """
         import selectors  # not needed by processes that only connect: the import delays their start
 
@@ -40,14 +41,14 @@ class HandshakeListener:
         self._n_bytes, self._greeting_s = n_bytes, greeting_s
         self._admit = admit
         self._closed = False
-        # Deadline, bytes received so far, and address; oldest first.
+        # Deadline, bytes received so far, and address by connection; oldest first.
         self._unauthenticated: dict[socket.socket, tuple[float, bytearray, str]] = {}
         self._events = selectors.DefaultSelector()
         self._events.register(listener, _READ, self._accept)
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def watch(self, connection: socket.socket, on_readable: Callable[[], bool]) -> None:
-        """Call `on_readable` when data arrive, until it returns False; then close the connection.
+        """Call `on_readable` whenever data arrive. When it returns False, close the connection.
 
         `admit` may call this.
         """
@@ -61,7 +62,7 @@ class HandshakeListener:
     def close(self) -> None:
         """Accept no more connections."""
         self._closed = True
-        with contextlib.suppress(OSError):  # it is closed
+        with contextlib.suppress(OSError):  # the listener is already closed
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
 
     # --- in the thread ---
@@ -85,9 +86,9 @@ class HandshakeListener:
             self._drop_oldest()
         try:
             connection, address = self._listener.accept()
-        except BlockingIOError:  # the client has closed it
+        except BlockingIOError:  # the client has closed the connection
             return
-        except OSError:  # no file descriptor is left, or the listener is closed
+        except OSError:  # no file descriptor is free, or the listener is closed
             if not self._closed:
                 self._drop_oldest()
             return
@@ -106,7 +107,7 @@ class HandshakeListener:
             time.sleep(_PAUSE_S)
 
     def _read(self, connection: socket.socket) -> None:
-        if connection not in self._unauthenticated:  # dropped in this turn
+        if connection not in self._unauthenticated:  # dropped earlier in this turn of `_run`
             return
         _, greeting, _ = self._unauthenticated[connection]
         try:

@@ -15,8 +15,8 @@ class HealthCheck:
 
     def __init__(self, url: str, before: HealthCheck | None = None) -> None:
         """`before`: the previous health check of this URL."""
-        self.answered: bool | None = None  # None: it is under way
-        self.problem: str = before.problem if before else ""  # why there is no answer, or was none before
+        self.answered: bool | None = None  # None: the check is under way
+        self.problem: str = before.problem if before else ""  # of this check; until its end, of `before`
         self.ended = self._began = time.monotonic()
         self._thread = threading.Thread(target=self._run, args=(url,), daemon=True)
         self._thread.start()
@@ -26,15 +26,15 @@ class HealthCheck:
         self.ended, self.answered = time.monotonic(), not self.problem
 
     def wait(self, until: float) -> None:
-        """Wait for its end, at most until this time of the monotonic clock."""
+        """Wait for the check's end, at most until `until` (time.monotonic())."""
         self._thread.join(max(0.0, until - time.monotonic()))
 
     def is_old(self, age_s: float) -> bool:
-        """Return whether it began so many seconds ago."""
+        """Return whether the check began more than `age_s` ago."""
         return time.monotonic() - self._began > age_s
 
     def is_late(self, now: float) -> bool:
-        """Return whether a health check got no answer, or has none after the time that an answer may take."""
+        """Return whether the check has failed, or has no answer after the time that an answer may take."""
         return self.answered is False or (self.answered is None and now - self._began > _ANSWER_S)
 
 

@@ -1,4 +1,4 @@
-"""Layout of --help: prose is wrapped, and commands of examples are wrapped in shell syntax."""
+"""Layout of --help: prose is wrapped, and example commands are wrapped in shell syntax."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WORD = re.compile(r"""(?:"[^"]*"|'[^']*'|\S)+""")  # of a command line, with it
 
 
 def terminal_columns() -> int:
-    """Return the columns of the terminal that one sees, also behind a pipe to a pager; 80 without one."""
+    """Return the columns of the user's terminal, even if a pager gets the output; 80 without a terminal."""
     if os.environ.get("COLUMNS", "").isdecimal():
         return shutil.get_terminal_size().columns
     for number in (1, 2, 0):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _SYSFS = Path("/sys/class/net")
-_LINK_LOCAL = "169.254."  # not routed; on many servers the address of the interface to the BMC
+_LINK_LOCAL = "169.254."  # not routed; on many servers, the interface to the BMC has such an address
 
 
 class Interface(NamedTuple):
@@ -52,7 +52,7 @@ def _is_inner(port: Path) -> bool:
     if (port / "tun_flags").exists():
         return True
     lower = [*port.glob("lower_*"), *port.glob("device")]
-    # A veth's other end has another index; a VLAN, a bond or a tunnel has a lower device, or none at all.
+    # Only a veth has no lower device and another index at its other end, unlike a VLAN, a bond or a tunnel.
     return not lower and _number(port / "iflink") != _number(port / "ifindex")
 
 
@@ -61,7 +61,7 @@ def _number(path: Path) -> int:
 
 
 def own_addresses(own: Sequence[Interface] | None = None) -> tuple[str, ...]:
-    """Return this host's addresses that others may reach, the one behind its name first."""
+    """Return this host's addresses that other hosts may reach. The address of its name is the first."""
     named = ""
     with contextlib.suppress(OSError):
         named = socket.gethostbyname(socket.gethostname())

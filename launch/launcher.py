@@ -16,7 +16,7 @@ RANK_COMMANDS = ("run", "serve", "doctor", "generate-disagg-config", "run-llm-se
 OPEN_MPI = "Open MPI's mpirun"
 HYDRA = "MPICH's mpirun (Hydra)"
 PMI = "A PMI launcher"
-"""Another launcher that sets PMI_RANK, or none: the variable may be left over."""
+"""Another launcher that sets PMI_RANK, or no launcher: the variable may be left over."""
 
 Protocol = Literal["PMIx", "PMI", ""]
 
@@ -30,9 +30,9 @@ class Launcher:
     """The program that started this process as one of its ranks."""
 
     name: str
-    size: int | None  # ranks that it started; None: unknown
+    size: int | None  # number of ranks that it started; None: unknown
     rank: int | None
-    protocol: Protocol = ""  # how its ranks find each other; "": not at all
+    protocol: Protocol = ""  # how its ranks find each other; "": they cannot
     is_srun: bool = False
 
     @property
@@ -44,8 +44,8 @@ class Launcher:
 def find_launcher(env: Mapping[str, str] = os.environ) -> Launcher | None:
     """Find the launcher in an environment; None for a process that was started alone.
 
-    If one launcher started another, as in a Slurm job that calls mpirun, both have set variables. The inner
-    one counts.
+    If one launcher started another, as in a Slurm job that calls mpirun, both have set variables. Then the
+    inner launcher is returned.
     """
 
     def number(name: str) -> int | None:
@@ -55,19 +55,19 @@ def find_launcher(env: Mapping[str, str] = os.environ) -> Launcher | None:
         return [Launcher(name, number(size), number(rank), protocol, is_srun)] if rank in env else []
 
     namespace = env.get("PMIX_NAMESPACE", "")
-    # The protocol of srun or Flux, which support both.
+    # The protocol that srun or Flux uses; both support PMIx and PMI.
     protocol: Protocol = "PMIx" if namespace else "PMI" if "PMI_SIZE" in env else ""
     launchers = started(OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMIx")
     if "HYDI_CONTROL_FD" in env or "MPI_LOCALNRANKS" in env:
         launchers += started(HYDRA, "PMI_SIZE", "PMI_RANK" if "PMI_RANK" in env else "PMI_ID", "PMI")
-    if launchers:  # of two nested mpiruns, the outer one has one rank: the inner mpirun
+    if launchers:  # if mpiruns are nested, the outer one has one rank, which is the inner mpirun
         return max(launchers, key=lambda launcher: launcher.size or 0)
     launchers += started("Flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK", protocol)
     if not namespace.startswith("slurm."):
         launchers += started(
             "PRRTE's prun" if namespace.startswith("pr") else "A PMIx launcher", "", "PMIX_RANK", "PMIx"
         )
-    if "SLURM_STEP_NUM_TASKS" in env:  # a batch script also has a SLURM_PROCID, before any srun
+    if "SLURM_STEP_NUM_TASKS" in env:  # SLURM_PROCID alone is not enough: a batch script has it without srun
         launchers += started("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", protocol, is_srun=True)
     launchers += started(PMI, "PMI_SIZE", "PMI_RANK", "PMI")
     return launchers[0] if launchers else None
@@ -80,9 +80,9 @@ def one_of_several(env: Mapping[str, str] = os.environ) -> Launcher | None:
 
 
 def refuse_copies(command: str, env: Mapping[str, str] = os.environ) -> None:
-    """Raise EveryRankError if a launcher started several processes of a command that runs as one.
+    """Raise EveryRankError if a launcher started several processes of a command that runs as one process.
 
-    In an interactive shell (``srun --pty``) there is one process, whatever the number of tasks.
+    An interactive shell (``srun --pty``) is one process, whatever the number of tasks.
     """
     launcher = find_launcher(env)
     if launcher is None or (launcher.is_srun and "SLURM_PTY_PORT" in env):

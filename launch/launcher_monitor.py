@@ -1,8 +1,8 @@
 """Launcher monitor: `mpillm mpirun` detects causes of a run's end that rank 0 cannot report.
 
-These are the exit of rank 0 and of mpirun. An mpirun that loses a daemon, or is killed, ends all ranks. Open
-MPI sends SIGTERM and drops later output of the ranks, so rank 0 cannot know the cause. MPICH leaves rank 0 no
-time to report.
+These causes are the exits of rank 0, of mpirun, and of mpirun's daemons. An mpirun that loses a daemon, or is
+killed, ends all ranks. Open MPI's mpirun sends SIGTERM and drops later output of the ranks, so rank 0 cannot
+report the cause. MPICH's mpirun leaves rank 0 no time to report.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LOST_DAEMON = re.compile(r"has lost communication with a remote daemon|A daemon
 _DAEMON_HOST = re.compile(r"Remote (?:daemon\s*:(?:(?!Remote ).)* on node|host:)\s+(\S+)")
 _PROXY = re.compile(r"--proxy-id (\d+)")
 _STATUS = re.compile(r"Daemon exit status:\s+([0-9]{1,9})")
-_HYDRA_LOST_DAEMON = "control_cb "  # Hydra's function in which a connection to a daemon must not end
+_HYDRA_LOST_DAEMON = "control_cb "  # Hydra prints this function's name if a daemon's connection ends
 _HYDRA_LOOK_S = 0.5
 _AFTER_EXIT_CODE_S = 1.0  # an exit code that rank 0 wrote this shortly before may follow from a lost daemon
 
@@ -34,31 +34,31 @@ class Cause(NamedTuple):
     """Cause of a run's end, as far as this process can determine it."""
 
     text: str
-    rank: int | None = None  # whose log may have details
+    rank: int | None = None  # a rank whose log may have details
 
 
 class LauncherMonitor:
     """Watches mpirun's output and the registered ranks."""
 
     hydra_ends_s = 2.0  # time for the ranks on all hosts to exit after Hydra's mpirun
-    goes_on_s = 2.0  # with a daemon less; when a run ends, all daemons end sooner
+    goes_on_s = 2.0  # a run that goes on so long after a daemon's exit has lost the daemon
 
     def __init__(self, registry: RankRegistry | None = None) -> None:
         """`registry`: None if all ranks are on this host."""
         self._registry = registry
         self._describes_loss = False  # the next lines describe the lost daemon
-        self.host = ""  # of the daemon that Open MPI's mpirun has lost, or could not start
+        self.host = ""  # host of the daemon that Open MPI's mpirun has lost, or could not start
         self._lost_at = math.inf  # time of Open MPI's message
-        self._status = 0  # of the lost daemon, as a shell reports it
-        self._proxy: int | None = None  # Hydra's lost daemon
+        self._status = 0  # exit status of the lost daemon, as a shell reports it
+        self._proxy: int | None = None  # number of Hydra's lost daemon
         self._hydra_lost_daemon = False
         self._exits = Exits[int]()  # of the (remote) shells of Hydra's daemons, by the daemon's number
-        self._proxies: set[int] = set()  # that are or were watched
-        self._exited_at: dict[int, float] = {}  # when a shell's exit was noticed; inf: it is reported
+        self._proxies: set[int] = set()  # daemons whose shells are or were watched
+        self._exited_at: dict[int, float] = {}  # when a shell's exit was noticed; inf: already reported
         self.failure_is_printed = False  # rank 0's message has arrived
 
     def note_proxies(self, mpirun: int) -> None:
-        """Note the processes through which Hydra's mpirun has started its daemons so far."""
+        """Watch the processes through which Hydra's mpirun has started its daemons so far."""
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(mpirun).children():
                 if match := _PROXY.search(" ".join(child.cmdline())):
@@ -69,15 +69,15 @@ class LauncherMonitor:
             self._proxies.add(number)
 
     def _look(self, wait_s: float = 0.0) -> None:
-        """Note which of these processes have exited; wait for the first one."""
+        """Record which watched processes have exited; wait up to `wait_s` for the first exit."""
         if not self._exited_at:
             select.select([self._exits], [], [], wait_s)
         self._exited_at |= dict.fromkeys(self._exits.look(), time.monotonic())
 
     def lost_hydra_daemon(self) -> str:
-        """Describe a lost daemon without which Hydra's mpirun continues, once for each daemon; "" if none.
+        """Describe a lost daemon that Hydra's mpirun has not noticed, once for each daemon; "" if none.
 
-        Ranks hold the daemon's connection to mpirun, so mpirun does not detect its exit.
+        Ranks hold the daemon's connection to mpirun, so mpirun does not detect the daemon's exit.
         """
         self._look()
         now, hosts = time.monotonic(), self.hosts()
@@ -114,7 +114,7 @@ class LauncherMonitor:
     def lost_openmpi_daemon(self, finished_at: float) -> str:
         """Describe the daemon that Open MPI's mpirun has lost.
 
-        "" if there is none, or if it was lost after the run had finished (`finished_at`).
+        "" if no daemon was lost, or if it was lost after the run had finished (`finished_at`).
         """
         if not self.host or self._lost_at > finished_at + _AFTER_EXIT_CODE_S:
             return ""
@@ -128,11 +128,11 @@ class LauncherMonitor:
     def exits_before_rank_0(self, status: int) -> str:
         """Name the ranks that exited before rank 0, which had no time to name them; "" if none is known.
 
-        `status`: mpirun's.
+        `status`: mpirun's exit status.
         """
         if self._registry is None:
             return ""
-        names = [*dict.fromkeys(self.hosts().values())]  # as mpirun numbers them
+        names = [*dict.fromkeys(self.hosts().values())]  # hosts, in the order of mpirun's daemons
         if self._hydra_lost_daemon and (silent := self._only_silent_host()):
             return self._describe(silent, "")
         if self._proxy is not None and self._proxy < len(names):
@@ -143,8 +143,8 @@ class LauncherMonitor:
     def _only_silent_host(self) -> str:
         """Return the only host without a reported exit, if the ranks of all other hosts have exited; else "".
 
-        A host without power closes no connection. This outweighs the exits of shells: mpirun's own end may
-        end shells of other hosts before the shell of the lost one.
+        A host without power closes no connection. This outweighs the exits of shells, because mpirun's own
+        end may end shells of other hosts before the shell of the lost host.
         """
         assert self._registry is not None
         end = time.monotonic() + self.hydra_ends_s

@@ -14,15 +14,15 @@ from typing import IO, TextIO
 
 from launch.safe_text import SafeStream, one_line, printable
 
-_BEGIN, _BETWEEN, _END = "\x1b_mpillm:", "\x1f", "\x1b\\"  # a terminal ignores a line with these
-_ALARM = "\x1b_mpillm-alarm:"  # begins a line, up to _END, that is red
+_BEGIN, _BETWEEN, _END = "\x1b_mpillm:", "\x1f", "\x1b\\"  # a terminal ignores text between _BEGIN and _END
+_ALARM = "\x1b_mpillm-alarm:"  # text between _ALARM and _END becomes a red line
 _RED, _PLAIN = "\x1b[1;31m", "\x1b[0m"
 _MAX_COLUMNS = 500  # characters of a line
-_CUT, _WRAP = "\x1b[?7l", "\x1b[?7h"  # cut long lines, or continue them in the next (DEC's auto-wrap mode)
+_CUT, _WRAP = "\x1b[?7l", "\x1b[?7h"  # the terminal cuts long lines, or wraps them (DEC's auto-wrap mode)
 
 
 def frame(lines: Sequence[str]) -> str:
-    """Return `lines` as one line for the launcher, which draws them: Open MPI forwards whole lines."""
+    """Return `lines` as one line, which the launcher draws, because Open MPI forwards whole lines."""
     lines = [one_line(line, _MAX_COLUMNS) for line in lines]
     return f"{_BEGIN}{_BETWEEN.join(lines)}{_END}\n"
 
@@ -37,9 +37,9 @@ class LiveLines:
         self._in_line = False  # the last written line is incomplete
 
     def draw(self, lines: Sequence[str]) -> None:
-        """Draw `lines` in place of the lines drawn before. Each is cut at the terminal's current edge.
+        """Draw `lines` in place of the lines drawn before. Each line is cut at the terminal's current edge.
 
-        A terminal that cuts a line writes all further characters over its last column.
+        Without this cut, a terminal in mode `_CUT` writes all further characters over its last column.
         """
         with self._lock:
             begin = "\n" if self._in_line else self._clearing()
@@ -65,7 +65,7 @@ class LiveLines:
             self._put(frame(lines), self.out)
 
     def alarm(self, text: str, sends: bool = False) -> None:
-        """Write lines, in red on a terminal. `sends`: send them to the launcher, which writes them."""
+        """Write the lines of `text`, in red on a terminal. `sends`: the launcher writes them instead."""
         for line in text.split("\n"):
             line = printable(line)
             if sends:
@@ -79,9 +79,9 @@ class LiveLines:
                 self.write(f"{line}\n")
 
     def pump(self, source: IO[bytes], to: TextIO, omit: Callable[[str], bool] = lambda line: False) -> None:
-        """Write the lines of `source` to `to`, and draw the frames among them, until it ends.
+        """Write the lines of `source` to `to`, and draw the frames among them, until `source` ends.
 
-        `omit` receives each line before it is written, and returns whether to omit it.
+        `omit` receives each line before it is written, and returns whether to omit the line.
         """
         with source:
             for line in io.TextIOWrapper(source, "utf-8", "replace", newline="\n"):
@@ -101,7 +101,7 @@ class LiveLines:
         return f"\r\x1b[{n}A\x1b[J" if n else ""
 
     def _columns(self) -> int:
-        """Return the columns of the terminal. A wide character takes two; the terminal cuts it."""
+        """Return the columns of the terminal. If wide characters need more, the terminal cuts the line."""
         try:
             columns = os.get_terminal_size(self.out.fileno()).columns
         except OSError:  # not a terminal

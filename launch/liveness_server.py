@@ -38,15 +38,15 @@ class LivenessServer:
         """Open a port. Raises OSError if that fails.
 
         Args:
-            name: of the thread.
+            name: the thread's name.
             greeting: layout of a client's greeting. Its first field is the key.
             on_exit: receives the other fields of a client whose process exits unannounced.
             on_connect: receives the other fields of a client, and its address.
             on_byte: receives the fields and a byte from the client; returns whether to keep the connection.
-            keeps_sockets: keep the sockets of exited clients open. Processes that a client leaves on its host
-                then detect the exit of this process.
+            keeps_sockets: keep the sockets of exited clients open. Processes that a client has left on its
+                host then detect the exit of this process.
         """
-        import secrets  # like hmac, not needed by clients: the import delays their start
+        import secrets  # clients need neither this nor hmac, and the import would delay their start
 
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
         listener = socket.create_server(
@@ -66,7 +66,7 @@ class LivenessServer:
         if not hmac.compare_digest(key, self.key):
             connection.close()
             return
-        with contextlib.suppress(OSError):  # the client has closed the connection: `_read` notices
+        with contextlib.suppress(OSError):  # the client has closed the connection, which `_read` detects
             self._on_connect(tuple(fields), connection.getpeername()[0].removeprefix("::ffff:"))
         self._listener.watch(connection, lambda: self._read(connection, tuple(fields)))
 
@@ -80,14 +80,14 @@ class LivenessServer:
             return False
         if byte == b"":
             if self._exited is not None:
-                with contextlib.suppress(OSError):  # no file descriptor is left
+                with contextlib.suppress(OSError):  # no file descriptor is free
                     self._exited.append(connection.dup())
             self._on_exit(client)
         return byte != b"" and self._on_byte(client, byte)
 
 
 def connect(hosts: Sequence[str], port: int, greeting: bytes) -> socket.socket | None:
-    """Connect to the first name or address of a process that answers, and send the greeting."""
+    """Connect to the first of a server's names and addresses that answers, and send the greeting."""
     for host in hosts:
         with contextlib.suppress(OSError):
             connection = socket.create_connection((host, port), _CONNECT_S)
@@ -97,7 +97,7 @@ def connect(hosts: Sequence[str], port: int, greeting: bytes) -> socket.socket |
 
 
 def unreachable(targets: Mapping[int, tuple[str, int]], seconds: float = _CONNECT_S) -> dict[int, str]:
-    """Connect to addresses and ports, all at the same time; return the failures by key."""
+    """Connect to all addresses and ports simultaneously; return the failures by key."""
     problems: dict[int, str] = {}
     waiting: dict[socket.socket, int] = {}
     for key, (address, port) in targets.items():

@@ -14,11 +14,11 @@ from launch.safe_text import printable
 _MAX_CHARACTERS = 1 << 14  # of a record
 EVERY = "every"
 """Attribute of records that are never omitted, because the code that makes them limits their number."""
-_MAX_RECORDS, _PER_S = 50, 10.0  # from one place in the code, per period of seconds
+_MAX_RECORDS, _PER_S = 50, 10.0  # from one place in the code, within so many seconds
 
 
 class _RecordFormatter(logging.Formatter):
-    """Formatter that indents all lines of a record but the first, so that none imitates a record."""
+    """Formatter that indents all lines of a record except the first, so that no line imitates a record."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = printable(record.message).replace("\n", "\n    ")
@@ -40,7 +40,7 @@ class _RecordFormatter(logging.Formatter):
 
 
 class _RateLimit(logging.Filter):
-    """Filter that limits the records from each place in the code."""
+    """Filter that limits the number of records from each place in the code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,8 +65,8 @@ class _RateLimit(logging.Filter):
 class _CallSite:
     def __init__(self, since: float) -> None:
         self.since = since  # time.time()
-        self.n = 0  # records since then
-        self.left_out = 0  # not yet reported
+        self.n = 0  # records since `since`
+        self.left_out = 0  # omitted records that are not yet reported
 
 
 class _LogStream(logging.StreamHandler[TextIO]):

@@ -17,7 +17,7 @@ _SECRETS = {
     *("credential", "credentials", "authorization"),
 }
 _KINDS_OF_KEYS = {"access", "admin", "api", "auth", "private", "secret"}
-# Before `token` in options that name a part of a text.
+# Words before `token` in options about tokens of a text.
 _KINDS_OF_TOKENS = {
     *("a", "audio", "bos", "by", "cls", "draft", "each", "end", "eos", "first", "image", "input", "last"),
     *("mask", "max", "min", "ms", "new", "next", "num", "output", "pad", "per", "prompt", "sep", "special"),
@@ -72,7 +72,7 @@ def masked(text: str) -> str:
         if name.start() < end or not holds_secret(name[0]):
             continue
         after, at = (_AFTER_OPTION if name[0].startswith("-") else _AFTER_NAME), name.end()
-        while (value := after.match(text, at)) and (n := value.lastindex):  # vLLM takes several keys
+        while (value := after.match(text, at)) and (n := value.lastindex):  # vLLM's option may have several
             pieces += [text[end : value.start(n)], _hide(value[n])]
             end, at = value.end(n), value.end()
     text = "".join([*pieces, text[end:]])

@@ -23,13 +23,13 @@ _MAX_TRIES = 256  # ports
 
 
 class Port(NamedTuple):
-    """Port at which a rank listens while MPI starts. If it cannot be reached, nor can MPI's ports."""
+    """Port at which a rank listens while MPI starts. If it cannot be reached, MPI's ports cannot either."""
 
     rank: int
     host: str
     address: str
     port: int
-    interfaces: str = ""  # of its host, such as docker0=172.17.0.1,eth0=10.0.0.1
+    interfaces: str = ""  # of the rank's host, such as docker0=172.17.0.1,eth0=10.0.0.1
 
 
 FIREWALL = "is there a firewall between the nodes?"
@@ -42,7 +42,7 @@ _MAY_BE_STOPPED = (
 def unreachable_ranks(ports: Sequence[Port], host: str) -> str:
     """Try to reach the first rank of each other host; return the hosts that this `host` cannot reach, or "".
 
-    If there are any, it takes some seconds.
+    If a host does not answer, this takes some seconds.
     """
     firsts = {one.host: one for one in reversed(ports) if one.host != host and one.port}
     problems = unreachable({one.rank: (one.address, one.port) for one in firsts.values()})
@@ -61,7 +61,7 @@ def explain_separation(
 ) -> str:
     """Return why started ranks are not connected.
 
-    `unreachable_hosts`: the hosts that the launcher cannot reach, as `unreachable_ranks` describes them.
+    `unreachable_hosts`: result of `unreachable_ranks` in the launcher.
     """
     problems = [*filter(None, [unreachable_hosts, unreachable_ranks(ports, socket.gethostname())])]
     if problems:
@@ -72,7 +72,7 @@ def explain_separation(
 
 
 def _parse_interfaces(text: str) -> list[Interface]:
-    """Read `Port.interfaces`, whose end may be cut off."""
+    """Parse `Port.interfaces`, whose end may be cut off."""
     pairs = (entry.partition("=") for entry in text.split(","))
     return [Interface(name, address) for name, _, address in pairs if _is_address(address)]
 
@@ -139,7 +139,7 @@ def _openmpi_ports(env: Mapping[str, str]) -> tuple[int, int]:
 def listen_as_mpi(env: Mapping[str, str]) -> socket.socket | None:
     """Listen as MPI does; return None if that is not possible.
 
-    The kernel accepts connections, also while the process is in MPI_Init.
+    The kernel accepts connections even while the process is in MPI_Init.
     """
     first, last = _openmpi_ports(env) if _openmpi(env) else (0, 0)
     for port in range(first, min(last, first + _MAX_TRIES) + 1):

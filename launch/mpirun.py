@@ -2,12 +2,12 @@
 
 Additions to a plain `mpirun`:
 
-- It sets options for root, more ranks than CPU cores, and binding (see `command_line`).
-- A lost rank does not end the others before rank 0 has named it.
-- If mpirun does not start rank 0 within a deadline, it is ended.
+- It sets options for root, for more ranks than CPU cores, and for binding (see `command_line`).
+- A lost rank does not end the other ranks before rank 0 has named it.
+- If mpirun does not start rank 0 within a deadline, mpirun is ended.
 - The exit code is the code that rank 0 wrote (`launch.environment.write_exit_code`), even if `mpirun`
   reports another code for a killed rank.
-- If rank 0 cannot report why a run ended, this process does (`launch.launcher_monitor`).
+- If rank 0 cannot report why a run ended, this process reports it (`launch.launcher_monitor`).
 - The first Ctrl-C makes the ranks stop. Processes that still run after a grace time are killed. No process is
   left on this node.
 """
@@ -59,12 +59,13 @@ from launch.safe_text import whole_number
 from launch.signals import title
 from launch.supervisor import START_DEADLINE_S, STOP_GRACE_S, Supervisor, print_message
 
-# Commands that write no exit code: mpirun ends all ranks when one fails.
+# Commands that write no exit code. For them, mpirun ends all ranks when one rank fails.
 _END_WITH_MPIRUN = ("generate-disagg-config", "run-llm-server")
 
-_FILES, _FILES_OF_A_RANK = 32, 8  # open in an mpirun: Open MPI's can start 8 ranks with 64 files, not with 52
+# Open files that an mpirun needs: with 64, Open MPI's mpirun can start 8 ranks, but not with 52.
+_FILES, _FILES_OF_A_RANK = 32, 8
 
-_MPI_STARTS_S = 5.0  # after all ranks have registered; usually less
+_MPI_STARTS_S = 5.0  # after all ranks have registered, MPI usually starts sooner
 
 NOT_READY = 3
 """Exit code for a run whose rank 0 was never started."""
@@ -119,7 +120,8 @@ def command_line(
 def on_this_host(mpi: Mpi, env: Mapping[str, str] = os.environ) -> list[str]:
     """Return the options that keep all ranks on this host in a Slurm job.
 
-    Without them, `mpirun` starts ranks through srun on all nodes of the allocation, at most one per task.
+    Without these options, `mpirun` starts ranks through srun on all nodes of the allocation, at most one per
+    task.
     """
     if "SLURM_JOB_ID" not in env:
         return []
@@ -130,7 +132,7 @@ def on_this_host(mpi: Mpi, env: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def usable_cores() -> int:
-    """Return the number of physical CPU cores that this process may use: Open MPI's slots."""
+    """Return the number of physical CPU cores that this process may use. Open MPI calls them slots."""
     physical = psutil.cpu_count(logical=False) or 1
     if sys.platform == "linux":
         return min(physical, len(os.sched_getaffinity(0)))
@@ -140,7 +142,7 @@ def usable_cores() -> int:
 def slots(env: Mapping[str, str] = os.environ) -> int:
     """Return the number of ranks that Open MPI starts without --oversubscribe.
 
-    In a Slurm job, it also limits them to the number of tasks.
+    In a Slurm job, Open MPI also limits this number to the number of tasks.
     """
     tasks = whole_number(env.get("SLURM_NTASKS", ""))
     return usable_cores() if tasks is None else min(usable_cores(), tasks)
@@ -151,8 +153,8 @@ def exit_code(
 ) -> int:
     """Return the launcher's exit code.
 
-    With the options that let ranks survive, `mpirun` exits with 0 after any loss. Then 0 without a code of
-    rank 0 is not a success.
+    If `mpirun` has the options that let ranks survive, it exits with 0 even after a loss. Then 0 is not a
+    success unless rank 0 wrote an exit code.
 
     Args:
         rank0_code: the exit code that rank 0 wrote.
@@ -169,7 +171,7 @@ def exit_code(
     killed = 128 + signal.SIGKILL
     if (
         status <= 0 or status & killed == killed or status == 128 + signal.SIGTERM
-    ):  # hydra combines the statuses of all ranks by OR
+    ):  # Hydra's status is the bitwise OR of all ranks' statuses
         return INSTANCE_LOST
     return status
 
@@ -202,10 +204,10 @@ class _RegistryFiles:
     def __init__(self, registry: RankRegistry, exit_file: Path) -> None:
         self._registry, self._exit_file = registry, exit_file
         self._written: tuple[str, list[int]] = ("", [])
-        self._probe_at: float | None = None  # None until all ranks have registered; inf: it is done
+        self._probe_at: float | None = None  # None until all ranks have registered; inf: the probe is done
 
     def update(self) -> str:
-        """Write the files; return the lost ranks without which MPI can't start. Call this often."""
+        """Write the files; return the lost ranks whose loss keeps MPI from starting. Call this often."""
         registry, exit_file = self._registry, self._exit_file
         absent, lost = registry.absent(), sorted(one.rank for one in registry.first_exits())
         if absent != self._written[0]:
@@ -273,7 +275,7 @@ def main(
     )
     safe_line = masked_args(line)
     if arguments.dry_run:
-        # One line for a shell: eval "$(…)".
+        # A shell needs one line: eval "$(…)".
         print(wrapped(map(shlex.quote, safe_line)) if sys.stdout.isatty() else shlex.join(safe_line))
         for name in secrets:
             print_message(f"the line has no secret: set {name} in its environment")
@@ -281,7 +283,7 @@ def main(
             print_message(f"the line has {MASK} in place of each secret: fill it in")
         return 0
     print(wrapped(map(shlex.quote, safe_line)), file=sys.stderr, flush=True)
-    # Rank 0 may be on another host. The working directory is the folder that the hosts share.
+    # Rank 0 may be on another host, so its files are in the working directory, which the hosts share.
     with (
         run_folders.temporary() as session,
         run_folders.temporary(Path.cwd() if several_hosts else None) as folder,
@@ -329,7 +331,7 @@ def main(
         if survive and interrupted is None and (started or supervisor.killed):
             if cause := _why(monitor, supervisor, rank0_code, code, status):
                 code = INSTANCE_LOST
-            elif rank0_code == 0 and supervisor.killed:  # rank 0's output may be lost also
+            elif rank0_code == 0 and supervisor.killed:  # rank 0's output may also be lost
                 where = f": see {directory / 'result.json'}" if directory is not None else ""
                 print_message(f"{_killed(supervisor)}; the run had ended by then{where}")
         elif rank0_code is None and interrupted is not None:
@@ -360,14 +362,14 @@ def _without_ranks(n_ranks: int, limit: int) -> str:
 def _why(
     monitor: LauncherMonitor, supervisor: Supervisor, rank0_code: int | None, code: int, status: int
 ) -> Cause | None:
-    """Return why a run ended, as this process has detected; None if rank 0 has reported it.
+    """Return why a run ended, if this process has detected the cause; None if rank 0 has reported it.
 
-    `code`: the exit code if rank 0 has reported it.
+    `code`: the exit code of the launcher if rank 0 has reported the cause.
     """
     if rank0_code != 0:
         if text := monitor.lost_openmpi_daemon(supervisor.finished_at):
             return Cause(text)
-        # An mpirun that writes to an exited daemon also gets SIGPIPE: rank 0 may know the first exit.
+        # An mpirun that writes to an exited daemon gets SIGPIPE. Rank 0 may have reported an earlier exit.
         after_others = rank0_code is not None and supervisor.killed == signal.SIGPIPE
         if supervisor.killed and supervisor.finished_at == math.inf and not after_others:
             return Cause(_killed(supervisor))

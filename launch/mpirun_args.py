@@ -60,7 +60,7 @@ class Arguments:
 
 
 def parse_arguments(argv: Sequence[str], commands: Sequence[str] = RANK_COMMANDS) -> Arguments:
-    """Split `argv` into our options, `mpirun`'s, and the mpillm command with its own.
+    """Split `argv` into options of `mpillm mpirun`, options of `mpirun`, and the command with its options.
 
     An option of `mpirun` takes the arguments up to the next option or command, so no list of its options is
     necessary. If a value is also the name of a command, write it with an equals sign (``--host=bench``).

@@ -1,7 +1,7 @@
 """The interfaces of Open MPI's TCP transport, and diagnosis of failed connections between hosts.
 
-All hosts with Docker have one address in common. Ranks then connect to processes of their own host, and
-MPI_Init does not return.
+All hosts with Docker have one address in common. If ranks use this address, they connect to processes of
+their own host, and MPI_Init does not return.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from launch.interfaces import Interface, is_local
 
 _INCLUDE, _EXCLUDE, _BTL = "btl_tcp_if_include", "btl_tcp_if_exclude", "btl"
-_DEFAULT_EXCLUDE = "127.0.0.1/8,sppp"  # Open MPI's; our value replaces it
+_DEFAULT_EXCLUDE = "127.0.0.1/8,sppp"  # Open MPI's default, which a set value replaces
 _LOOPBACK = Interface("lo", "127.0.0.1")
 _MAX_HOSTS = 4  # in a message
 _FILES = ("~/.openmpi/mca-params.conf", "/etc/openmpi/openmpi-mca-params.conf")
@@ -23,7 +23,7 @@ _FILES = ("~/.openmpi/mca-params.conf", "/etc/openmpi/openmpi-mca-params.conf")
 def parameter(name: str, env: Mapping[str, str] = os.environ) -> str:
     """Return the user's value of one of Open MPI's parameters, from the environment or a file; "" if unset.
 
-    mpirun's --mca arrives in the environment.
+    mpirun passes its option --mca in the environment.
     """
     if f"OMPI_MCA_{name}" in env:
         return env[f"OMPI_MCA_{name}"].strip()
@@ -32,7 +32,7 @@ def parameter(name: str, env: Mapping[str, str] = os.environ) -> str:
     for file in files:
         try:
             lines = Path(file).expanduser().read_text(encoding="utf-8", errors="replace").splitlines()
-        except (OSError, RuntimeError):  # no such file; no home
+        except (OSError, RuntimeError):  # no such file, or no home directory
             continue
         for line in lines:
             key, equals, value = line.partition("=")
@@ -44,7 +44,7 @@ def parameter(name: str, env: Mapping[str, str] = os.environ) -> str:
 def exclusion(own: Sequence[Interface], env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variable that excludes interfaces without a route to other hosts from Open MPI's TCP.
 
-    Empty if the user has chosen interfaces, and if there is nothing to exclude, or nothing else.
+    Empty if the user has chosen interfaces, and if no interface or every interface would be excluded.
     """
     local = list(dict.fromkeys(one.name for one in own if is_local(one)))
     others = [one for one in own if one.name not in local]
@@ -58,7 +58,7 @@ def explain_disconnection(
 ) -> str:
     """Return why Open MPI's TCP does not connect hosts that reach each other; "" if no reason is known.
 
-    `of_hosts`: the addresses of each host, as far as they are known. The settings of this host count for all.
+    `of_hosts`: the known addresses of each host. This host's settings are assumed for all hosts.
     """
     if problem := _wrong_setting(own, env):
         return problem
@@ -92,7 +92,7 @@ def _wrong_setting(own: Sequence[Interface], env: Mapping[str, str]) -> str:
 
 
 def _remedy(names: Sequence[str], own: Sequence[Interface], env: Mapping[str, str]) -> str:
-    """Return the setting that excludes some interfaces from Open MPI's TCP."""
+    """Return the setting that excludes the interfaces `names` from Open MPI's TCP."""
     if not parameter(_INCLUDE, env):
         return f"set OMPI_MCA_{_EXCLUDE}={','.join([parameter(_EXCLUDE, env) or _DEFAULT_EXCLUDE, *names])}"
     others = list(dict.fromkeys(one.name for one in own if one.name not in names and not is_local(one)))
@@ -121,7 +121,7 @@ def _matches(one: Interface, pattern: str) -> bool:
             return True
         try:
             network = ipaddress.ip_network(entry, strict=False)
-        except ValueError:  # a name
+        except ValueError:  # `entry` is a name
             continue
         if ipaddress.ip_address(one.address) in network:
             return True

@@ -6,18 +6,18 @@ import itertools
 import textwrap
 
 MESSAGE = "mpillm: "
-"""How each message begins."""
+"""Beginning of each message."""
 
 FAILED = f"{MESSAGE}failed "
-"""How the message of a failed run begins. The phase follows, and below it, indented, the cause."""
+"""Beginning of the message of a failed run. The phase follows, and the cause in indented lines below."""
 
 _NOTE = f"{MESSAGE}note: "
 
 
 def cause_in(output: str) -> str:
-    """Return the cause in the last message of ours in a program's output; "" without a message.
+    """Return the cause in mpillm's last message in a program's output; "" without a message.
 
-    MPI libraries print banners of their own before and after the message.
+    MPI libraries print their own banners before and after the message.
     """
     lines = output.splitlines()
     own = [i for i, line in enumerate(lines) if line.startswith(MESSAGE) and not line.startswith(_NOTE)]

@@ -1,13 +1,13 @@
-"""Server or other program that this process owns. It always ends with this process.
+"""Server or other program that this process owns. It always ends when this process ends.
 
     server = OwnedServer(command, log, wake)
     …
-    if why := server.ended():  # one of its processes has exited or was stopped
+    if why := server.ended():  # a process of the server has exited or was stopped
         …
     server.stop(grace_s)
 
-`server_guard` runs between the two processes. A thread watches every process of the server for its exit and
-the signal that caused it. Linux only.
+`server_guard` is the parent process of the server, and a child of this process. A thread watches every
+process of the server for its exit and the signal that caused it. Linux only.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from launch.shared_files import SHM
 _PIECE = 1 << 20  # bytes of a log in memory
 _LOOK_S = 0.2
 _STOPPED_S = 0.6  # a debugger or a snapshot tool may stop a process for a moment
-_KILL_S = 5.0  # for the guard to kill remaining processes
-# No process is ended by these on purpose. SIGTERM is not one: a server may end its compilers with it.
+_KILL_S = 5.0  # time for the guard to kill remaining processes
+# These signals always mean a failure. SIGTERM is not among them: a server may end its compilers with it.
 _FATAL = (
     *(signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT),
     *(signal.SIGILL, signal.SIGFPE, signal.SIGSYS),
 )
-_CAUSE_WINDOW_S = 5.0  # an earlier exit of a process did not cause the server's
+_CAUSE_WINDOW_S = 5.0  # an earlier exit of another process did not cause the server's exit
 SEARCHED = 4000  # last lines of a log that are searched for a known failure
 _LARGE = 256 << 20  # bytes in memory of a process without which a ready server cannot work
-_MAX_MESSAGE = 4096  # bytes, from the guard
+_MAX_MESSAGE = 4096  # bytes of a message from the guard
 _GUARD = Path(__file__).parent / "server_guard.py"
 
 
@@ -57,9 +57,9 @@ class _ServerProcess:
     pid: int
     fd: int  # a pidfd
     name: str
-    resident: int  # bytes, at the last look
-    was_large: bool = False  # at any time: a process releases its memory before it exits
-    stopped_at: float | None = None  # None: it is not stopped
+    resident: int  # bytes in memory at the last look
+    was_large: bool = False  # at any time, because a process releases its memory before it exits
+    stopped_at: float | None = None  # None: the process is not stopped
 
     def __str__(self) -> str:
         return f"process {self.pid} ({self.name})"
@@ -82,31 +82,31 @@ class OwnedServer:
         """Start the server. Raises OSError if the log cannot be written.
 
         Args:
-            command: its command line.
-            log: file to which its output is appended.
-            wake: called once, when `ended` returns a cause.
-            grace_s: seconds that it has to exit by itself if this process is killed.
-            max_bytes: memory that its processes may use together.
+            command: the server's command line.
+            log: file to which the server's output is appended.
+            wake: called once, as soon as `ended` returns a cause.
+            grace_s: seconds that the server has to exit by itself if this process is killed.
+            max_bytes: memory that the server's processes may use together.
             limited_by: the option that sets `max_bytes`.
-            outlives_s: seconds that it may run after one of its processes was killed. At its end, it may kill
-                its own processes.
+            outlives_s: seconds that the server may run after one of its processes was killed, because a
+                server that ends may kill its own processes.
             hidden_env: environment variables that are not written to the log.
         """
         self.log = log
-        self._begin = _size(log)  # offset in the log at its start, or when it became ready
+        self._begin = _size(log)  # end of the log when the server was started, later when it became ready
         self._wake = wake
         self._max_bytes, self._limited_by = max_bytes, limited_by
         self._outlives_s = outlives_s
-        self._lost: tuple[str, float] | None = None  # exit of a process, and its time
-        self.code: int | None = None  # exit code of its first process
-        self.cpu_s = 0.0  # of its running processes
+        self._lost: tuple[str, float] | None = None  # exit of a process, and the time of the exit
+        self.code: int | None = None  # exit code of the server's first process
+        self.cpu_s = 0.0  # CPU time of the server's running processes
         self._why = ""
         self._stopping = False
-        self._needed: frozenset[int] = frozenset()  # its processes when it became ready
-        self._first: int | None = None  # the server's first process
+        self._needed: frozenset[int] = frozenset()  # the server's processes when it became ready
+        self._first: int | None = None  # id of the server's first process
         self._processes: dict[int, _ServerProcess] = {}
-        self._first_exit: tuple[float, str] = 0.0, ""  # of other processes, within `_CAUSE_WINDOW_S`
-        self._shared: set[str] = set()  # files in /dev/shm that it has created
+        self._first_exit: tuple[float, str] = 0.0, ""  # of its other processes, within `_CAUSE_WINDOW_S`
+        self._shared: set[str] = set()  # files in /dev/shm that the server has created
         self._connection, guard_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with guard_end, log.open("ab") as output:
             output.write(f"$ {command}\n".encode())
@@ -117,7 +117,7 @@ class OwnedServer:
                 stdin=guard_end.fileno(),
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a launcher that ends this process's group leaves the guard alone
+                start_new_session=True,  # a launcher that ends this process's group does not end the guard
             )
         self._guard_state = _ServerProcess(self._guard.pid, -1, "its guard", 0)
         self._watcher = threading.Thread(target=self._watch, name=f"watch {log.stem}", daemon=True)
@@ -125,27 +125,27 @@ class OwnedServer:
 
     @property
     def pids(self) -> list[int]:
-        """Its processes at the last look."""
+        """Ids of the server's processes at the last look."""
         return list(self._processes)
 
     def ready(self) -> None:
-        """Note that the server is ready: from now on, the exit of a large process is a failure.
+        """Record that the server is ready: from now on, the exit of a large process is a failure.
 
-        Processes that it starts later, such as compilers, may exit.
+        Processes that the server starts later, such as compilers, may exit.
         """
         self._needed = frozenset(self._processes)
         self._begin = _size(self.log)
 
     def ended(self) -> str:
-        """Return why the server has ended: the process that has exited, and how; "" while it runs."""
+        """Return why the server has ended: which process has exited, and how; "" while the server runs."""
         return self._why
 
     def tail(self, lines: int = 15) -> str:
-        """Return the last lines of its log, indented."""
+        """Return the last lines of the server's log, indented."""
         return tail(self.log, lines)
 
     def silent_s(self) -> float:
-        """Return the seconds since its last output; 0 without a log."""
+        """Return the seconds since the server's last output; 0 without a log."""
         try:
             return max(0.0, time.time() - self.log.stat().st_mtime)
         except OSError:
@@ -163,7 +163,7 @@ class OwnedServer:
         return "\n".join([*lines, f"the end of {self.log}:", end])
 
     def stop(self, grace_s: float) -> None:
-        """End the server and its descendants: by SIGTERM, and after `grace_s` by SIGKILL. Wait for that."""
+        """End the server and its descendants by SIGTERM, after `grace_s` by SIGKILL; wait for their end."""
         if self._stopping:
             return
         self._stopping = True
@@ -180,7 +180,7 @@ class OwnedServer:
         run_folders.sweep()
         with contextlib.suppress(OSError):  # such as a full disk
             _mask_log(self.log)
-        if self._guard.poll() != 0:  # it was killed, and has not cleaned up
+        if self._guard.poll() != 0:  # the guard was killed, and has not cleaned up
             for name in self._shared:
                 with contextlib.suppress(OSError):
                     (SHM / name).unlink()
@@ -191,7 +191,7 @@ class OwnedServer:
         while not self._stopping and not self._why:
             try:
                 why = self._look()
-            except OSError:  # such as too many open files: the guard still reports
+            except OSError:  # such as too many open files; the guard still reports exits
                 why = ""
                 time.sleep(_LOOK_S)
             if why and not self._stopping:
@@ -204,7 +204,7 @@ class OwnedServer:
         by_fd = {process.fd: process for process in self._processes.values()}
         line = self._connection.fileno()
         ready = select.select([line, *by_fd], [], [], _LOOK_S)[0]
-        # Among simultaneous exits, descendants come first.
+        # If processes exit simultaneously, descendants come first.
         ended = [self._remove(by_fd[fd]) for fd in reversed(ready) if fd in by_fd]
         others = [text for process, text, _ in ended if process.pid != self._first]
         now = time.monotonic()
@@ -219,7 +219,7 @@ class OwnedServer:
         for process, text, bad in ended:
             is_needed = process.pid in self._needed and process.was_large
             if process.pid != self._first and (bad or is_needed):
-                # A small process that exited before it may be the cause.
+                # A small process that exited before this one may be the cause.
                 text = text if bad or self._first_exit[1] == text else f"{self._first_exit[1]}, then {text}"
                 if not self._outlives_s:
                     return text
@@ -228,10 +228,10 @@ class OwnedServer:
         return (self._lost_text() if late else "") or self._stopped() or self._too_large()
 
     def _after(self, why: str) -> str:
-        """Return how the server ended, with the exit of another process just before.
+        """Return how the server ended, with the exit of another process shortly before.
 
-        That process may be small, and its exit code unknown because its parent has read it. But after a fatal
-        signal, the server may itself start a process, for example to write a stack trace.
+        That process may be small, and its exit code unknown because its parent has read the code. But after a
+        fatal signal, the server may itself start a process, for example to write a stack trace.
         """
         at, text = self._first_exit
         if self.code is None or not text or time.monotonic() - at > _CAUSE_WINDOW_S:
@@ -242,7 +242,7 @@ class OwnedServer:
         return self._lost[0] if self._lost else ""
 
     def _read_message(self) -> str:
-        """Read a message of the guard; return how the server ended, if it has."""
+        """Read a message of the guard; return how the server ended, or "" if it has not ended."""
         parts = self._connection.recv(_MAX_MESSAGE).split(maxsplit=1)
         if not parts:
             self._kill_left()
@@ -267,7 +267,7 @@ class OwnedServer:
                     )
 
     def _remove(self, process: _ServerProcess) -> tuple[_ServerProcess, str, bool]:
-        """Remove an exited process; return it, how it exited, and whether that is fatal for any server."""
+        """Remove an exited process; return it, how it exited, and whether by a signal in `_FATAL`."""
         status = _exit_status(process.pid)
         del self._processes[process.pid]
         os.close(process.fd)
@@ -284,7 +284,7 @@ class OwnedServer:
                 process.was_large |= process.resident >= _LARGE
                 if process is not self._guard_state:
                     ticks += int(fields[11]) + int(fields[12])
-                    process.name = _name(process.pid) or process.name  # it may change its name
+                    process.name = _name(process.pid) or process.name  # a process may change its name
                 if fields[0] not in ("T", "t"):
                     process.stopped_at = None
                 elif process.stopped_at is None:
@@ -319,7 +319,7 @@ def _size(log: Path) -> int:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the third, its state, on."""
+    """Return the fields of /proc/PID/stat from the third on, which is the state."""
     return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
@@ -342,7 +342,7 @@ def _name(pid: int) -> str:
 
 
 def _below(pid: int) -> Iterator[int]:
-    """Yield the processes below `pid`."""
+    """Yield the descendants of `pid`."""
     for task in _tasks(pid):
         with contextlib.suppress(OSError):
             for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
@@ -358,7 +358,7 @@ def _tasks(pid: int) -> list[str]:
 
 
 def _mask_log(log: Path) -> None:
-    """Overwrite the secrets in a log: vLLM prints its options, for example. Raises OSError."""
+    """Overwrite the secrets in a log, because vLLM, for example, prints its options. Raises OSError."""
     with log.open("r+b") as file:
         while data := file.read(_PIECE):
             data += file.readline(_PIECE)

@@ -19,7 +19,7 @@ def trusted_owners(folder: Path) -> tuple[int, int]:
 def other_owner(path: Path, trusted: tuple[int, int]) -> int | None:
     """Return the owner of a file, a folder or a link, or of the link's target, unless trusted.
 
-    None also if there is no such path.
+    Also None if there is no such path.
     """
     for status in (path.lstat, path.stat):
         try:

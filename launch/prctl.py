@@ -19,7 +19,7 @@ def adopt_orphans() -> None:
 
 
 def die_with_parent(number: int) -> None:
-    """Receive this signal when the parent exits. Call it in a child before exec."""
+    """Let this process get signal `number` when its parent exits. Call this in a child before exec."""
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
@@ -29,6 +29,6 @@ def name_process(name: str) -> None:
 
 
 def _prctl(option: int, value: int | bytes) -> None:
-    """Call Linux's prctl; elsewhere do nothing, and a killed launcher leaves ending the ranks to `mpirun`."""
+    """Call prctl on Linux. On other systems, only `mpirun` ends the ranks of a killed launcher."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -1,8 +1,8 @@
 """Rank registry: ranks of several hosts keep a liveness connection to `mpillm mpirun`.
 
 MPI_Init waits for every rank, and does not name a missing rank. Rank 0 sees only the processes of its own
-host. So ranks connect to the launcher (`launch.liveness_server`). It names a rank that is lost before all
-ranks have joined. Later, it names the rank that exited first, if mpirun leaves rank 0 no time to report it.
+host. So ranks connect to the launcher (`launch.liveness_server`). The launcher names a rank that is lost
+before all ranks have joined. Later, it names the rank that exited first, if mpirun leaves rank 0 no time.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from launch.launcher import find_launcher
 from launch.liveness_server import KEY, LivenessServer, connect
 from launch.mpi_ports import FIREWALL, Port, listen_as_mpi
 
-REGISTRY_ADDRESS = "MPILLM_ROLL_CALL"
+REGISTRY_ADDRESS = "MPILLM_RANK_REGISTRY"
 """Address of the launcher: host names and addresses, best first, the port, and a key, between slashes."""
 
-_MAX_INTERFACES = 512  # bytes of their names and addresses
+_MAX_INTERFACES = 512  # bytes for names and addresses of interfaces
 # The key, then the fields of `_Registration`.
 _GREETING = struct.Struct(f"!{KEY}IIH64s{_MAX_INTERFACES}s")
 _JOINED, _DEREGISTERS = b"+", b"."
-_HERE = re.compile(r"\x1b_mpillm-here:([0-9]{1,9}) (\S+)\x1b")  # a terminal ignores it
+_HERE = re.compile(r"\x1b_mpillm-here:([0-9]{1,9}) (\S+)\x1b")  # a terminal ignores this text
 _USUAL_CONNECT_S = 0.5
 _CONNECT_TIMEOUT_S = 5.0  # a reachable launcher answers much sooner
 _MAX_NAMED = 8  # ranks
-_CAUSE_WINDOW_S = 3.0  # an earlier exit did not cause rank 0's
-_TOGETHER_S = 0.005  # killing several ranks takes less; Open MPI's abort of the other ranks takes more
+_CAUSE_WINDOW_S = 3.0  # an earlier exit did not cause rank 0's exit
+_TOGETHER_S = 0.005  # several ranks are killed within this time; Open MPI aborts other ranks later
 _REPORT_S = 5.0
 """Time for rank 0 to report the reason of a rank that has exited: see `let_rank_0_report`."""
 
@@ -44,13 +44,13 @@ _Registration = tuple[int, int, int, bytes, bytes]  # rank, process id, port, ho
 
 
 class RankRegistry:
-    """The launcher's side."""
+    """The launcher's side of the registry."""
 
     def __init__(self, size: int) -> None:
         """Open a port for `size` ranks. Raises OSError if that fails."""
         self._size = size
-        # Replaced, never changed: another thread reads them.
-        self._hosts: dict[int, str] = {}  # of the registered ranks
+        # Another thread reads these objects, so they are replaced, never changed.
+        self._hosts: dict[int, str] = {}  # hosts of the registered ranks
         self._ports: dict[int, Port] = {}
         self._cut_off: dict[int, str] = {}  # hosts of ranks that have started, but cannot reach the launcher
         self._joined: frozenset[int] = frozenset()
@@ -82,9 +82,9 @@ class RankRegistry:
         return dict(sorted(self._hosts.items()))
 
     def lost(self) -> list[RankExit]:
-        """Return `first_exits`, once rank 0 has had time to report these ranks, or cannot.
+        """Return `first_exits`, once rank 0 has had time to report these ranks, or if rank 0 has exited.
 
-        After all ranks have joined, rank 0 can.
+        After all ranks have joined, rank 0 reports lost ranks itself.
         """
         late = time.monotonic() - _REPORT_S
         return self.first_exits() if any(one.at < late or one.rank == 0 for one in self._early()) else []
@@ -94,7 +94,7 @@ class RankRegistry:
         return _simultaneous(self._early())
 
     def exits_before_rank_0(self) -> list[RankExit]:
-        """Return the ranks that exited first, within 3 s before rank 0; none if rank 0 is among them."""
+        """Return the ranks that exited first in the 3 s before rank 0; none if rank 0 is among the first."""
         exited = {one.rank: one for one in self._exited}
         if 0 not in exited:
             return []
@@ -102,7 +102,7 @@ class RankRegistry:
         return [] if exited[0] in first else first
 
     def silent_hosts(self) -> list[str]:
-        """Return the hosts without a noticed exit or deregistration of a rank."""
+        """Return the hosts from which no exit and no deregistration of a rank was reported."""
         ended = {self._hosts[rank] for rank in {*self._deregistered, *(one.rank for one in self._exited)}}
         return [host for host in dict.fromkeys(self.hosts().values()) if host not in ended]
 
@@ -111,16 +111,16 @@ class RankRegistry:
         return [one for one in self._exited if one.rank not in self._joined]
 
     def note_cut_off(self, line: str) -> bool:
-        """Note a rank that cannot connect. Return whether a printed line is such a rank's message."""
+        """Record a rank that cannot connect, if `line` is its printed message; return whether it is one."""
         match = _HERE.search(line)
         if match:
             self._cut_off = self._cut_off | {int(match[1]): match[2]}
         return match is not None
 
     def absent(self) -> str:
-        """Name the ranks that have not registered, once others have, and whether they have started.
+        """Once some ranks have registered, name the ranks that have not, and whether these have started.
 
-        "" if there are none.
+        "" if all have registered.
         """
         registered = self._hosts.keys()
         missing = sorted(set(range(self._size)) - registered) if registered or self._cut_off else []
@@ -156,12 +156,12 @@ def _simultaneous(exits: list[RankExit]) -> list[RankExit]:
 
 
 class _RegistryClient:
-    """A rank's side."""
+    """A rank's side of the registry."""
 
     def __init__(self, hosts: list[str], port: int, greeting: bytes, listener: socket.socket | None) -> None:
         self._lock = threading.Lock()
-        self._listener = listener  # until all ranks have joined
-        self._unsent = b""  # until there is a connection
+        self._listener = listener  # open until all ranks have joined
+        self._unsent = b""  # byte to send once there is a connection
         self._connection: socket.socket | None = None
         self._thread = threading.Thread(target=self._connect, args=(hosts, port, greeting), daemon=True)
         self._thread.start()
@@ -227,9 +227,9 @@ def register(env: Mapping[str, str] = os.environ) -> None:
     fields = (launcher.rank, os.getpid(), own_port, host.encode()[:64], own.encode()[:_MAX_INTERFACES])
     greeting = _GREETING.pack(bytes.fromhex(key), *fields)
     _client = _RegistryClient(hosts.split(","), int(port), greeting, listener)
-    # Usually this takes a millisecond. Then the launcher can name a rank that is lost immediately.
+    # Connecting usually takes a millisecond. After that, the launcher can name this rank if it is lost.
     if not _client.wait(_USUAL_CONNECT_S):
-        # Later, no thread of this process could print: MPI_Init holds the GIL.
+        # Printed now, because later no thread of this process can print: MPI_Init holds the GIL.
         with contextlib.suppress(OSError):
             os.write(2, f"\x1b_mpillm-here:{launcher.rank} {host}\x1b\\\n".encode())
     os.register_at_fork(after_in_child=_client.close_in_child)

@@ -8,13 +8,13 @@ import socket
 class ReservedPort:
     """A free port that is bound, without a listener.
 
-    The system does not assign it to a process that requests any free port. Another run that reserves ports in
-    this way gets another port. A server that sets SO_REUSEADDR, like nearly all servers, can listen on the
-    reserved port. For other servers, call `release` first.
+    The system does not assign the port to a process that requests any free port. Another run that reserves
+    ports in this way gets another port. A server that sets SO_REUSEADDR, like nearly all servers, can listen
+    on the reserved port. For other servers, call `release` first.
     """
 
     def __init__(self, host: str) -> None:
-        """`host`: the address that the server will listen at. Raises OSError if it is not this host's."""
+        """`host`: the address at which the server will listen. Raises OSError if it is not this host's."""
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -23,7 +23,7 @@ _NAME = re.compile(r"\.mpillm-([0-9a-f]{8})-([1-9][0-9]{0,9})-([0-9]{1,20})-\w+"
 
 @contextlib.contextmanager
 def temporary(parent: Path | None = None) -> Iterator[str]:
-    """Make a folder in `parent` (None: TMPDIR), and remove it after the block."""
+    """Make a folder in `parent` (None: TMPDIR), and remove it after the `with` block."""
     prefix = f".mpillm-{_place()}-{os.getpid()}-{start_ticks(os.getpid()) or 0}-"
     with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as folder:
         yield folder

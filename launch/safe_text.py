@@ -1,7 +1,7 @@
 """Text from external sources: servers, clients, files, models.
 
-It may contain escape sequences, right-to-left text, several lines, or unlimited data. `SafeStream` filters it
-for terminals, `launch.logs` for logs, and `one_line` for messages.
+Such text may contain escape sequences, right-to-left text, several lines, or unlimited data. `SafeStream`
+filters it for terminals, `launch.logs` for logs, and `one_line` for messages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LINE_CONTROLS = re.compile(rf"{_CONTROLS.pattern}|[\n\t]")
 
 
 def one_line(text: str | bytes, max_characters: int = _MAX_CHARACTERS) -> str:
-    """Return external text as a part of a line, shortened and with control characters escaped."""
+    """Return external text for use within a line: shortened, with control characters escaped."""
     if isinstance(text, bytes):
         text = text[: 4 * max_characters + 4].decode(errors="backslashreplace")
     safe = _LINE_CONTROLS.sub(_escape, text[: max_characters + 1])
@@ -76,8 +76,8 @@ class SafeStream(io.TextIOWrapper):
     """Standard output or error of a process that writes only `printable` text."""
 
     python_s: TextIO
-    """The original stream. A reference is kept because its deletion closes the file of both."""
-    fits = False  # whether text is `fitted` to a terminal
+    """Python's original stream. It is kept because its deletion would close the file of both streams."""
+    fits = False  # whether text is wrapped by `fitted`
     _in_line = False  # the last line is incomplete
 
     def write(self, text: str) -> int:
@@ -104,7 +104,7 @@ def safe_stream(stream: TextIO, messages: bool = False) -> TextIO:
     safe = SafeStream(
         stream.buffer,
         stream.encoding,
-        # For terminals that lack a character.
+        # Used if the terminal's encoding lacks a character.
         errors="backslashreplace" if stream.errors == "backslashreplace" else "replace",
         newline="\n",
         line_buffering=stream.line_buffering,

@@ -2,11 +2,11 @@
 
 The script starts the command with srun, on every task. For a command of mpillm on ranks, the script also
 
-- gives the run a log folder that no other job uses, nor a requeued start of this job, and
+- gives the run a log folder that no other job and no requeued start of this job uses, and
 - exits with the code that rank 0 wrote, like `mpillm mpirun`. srun's own code is the highest of all tasks.
 
-`run-harness` and other commands with several runs also get such a folder. They are started once, without
-srun, because they start an mpirun for each run.
+`run-harness` and other commands with several runs also get such a folder. The script starts them once,
+without srun, because they start an mpirun for each run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STARTS_RUNS = ("run-harness", "find-max-qps", "ab", "sweep", "advise")
 """The commands that run as one process, and start an mpirun for each of several runs."""
 
 _PIECE = 1 << 20  # bytes of output printed at a time
-_ANSWER_S = 60.0  # Slurm's commands give up on a silent controller after about as long
+_ANSWER_S = 60.0  # Slurm's commands wait about as long for a silent controller
 _SLOW_END_S = 60.0  # time for an epilog, and for Slurm to kill processes that ignore SIGTERM (KillWait)
 _MAX_END_S = 600.0
 _COMPLETING = "COMPLETING"
@@ -62,7 +62,7 @@ _ENDED = (
     "REVOKED",
 )
 
-# Options of sbatch, and of srun, by their names in `Job`.
+# Names of options of sbatch and srun, by their names in `Job`.
 _SHORT = {"output": "-o", "error": "-e", "job_name": "-J", "account": "-A", "partition": "-p"}
 _COUNTS = ("nodes", "ntasks", "ntasks_per_node", "cpus_per_task")
 _GPUS = ("gpus_per_node", "gpus_per_task")
@@ -112,12 +112,12 @@ class Job:
 
     @property
     def starts_runs(self) -> bool:
-        """Return whether the command is one of mpillm's that starts an mpirun for each of several runs."""
+        """Return whether the command is mpillm's, and starts an mpirun for each of several runs."""
         return self.name in STARTS_RUNS
 
     @property
     def is_run(self) -> bool:
-        """Return whether the command is one of mpillm's, which runs on the ranks."""
+        """Return whether the command is mpillm's, and runs on the ranks."""
         return self.name in RANK_COMMANDS
 
     @property
@@ -135,11 +135,11 @@ class Job:
         return "\n".join([*lines, *logs, *self._step(), *self._end()]) + "\n"
 
     def _set_options(self, options: Mapping[str, str]) -> list[tuple[str, Any]]:
-        """Return Slurm's names and the values of the options that have a value."""
+        """Return the options that have a value: Slurm's name, and the value."""
         return [(name, value) for own, name in options.items() if (value := getattr(self, own)) is not None]
 
     def _logs(self) -> list[str]:
-        """Return lines that make a folder for this start: a requeue increments SLURM_RESTART_COUNT."""
+        """Return lines that make a folder for this start of the job, by SLURM_RESTART_COUNT."""
         root = shlex.quote(self.log_root)
         return [
             f"mkdir -p {root}",
@@ -153,11 +153,11 @@ class Job:
         command = shlex.join(self.command)
         if self.is_run or self.starts_runs:
             command = f'{shlex.join([self.python, "-m", "mpillm"])} {command} --log_dir "$logs/run"'
-        if self.starts_runs:  # one process; its mpiruns use the whole allocation
+        if self.starts_runs:  # the command is one process, whose mpiruns use the whole allocation
             return [f"exec {command}"]
         parts = [
-            # After a loss, rank 0 has time to report it, whatever the site's default. Slurm may detect a lost
-            # node only after minutes, and srun would wait for its tasks.
+            # Whatever the site's defaults, rank 0 has time to report a lost rank. Slurm may detect a lost
+            # node only after minutes, so srun's wait for that node's tasks is limited.
             f"srun --mpi={self.mpi}{' --kill-on-bad-exit=0 --wait=60' if self.is_run else ''}",
             *(f"--{name} {value}" for name, value in self._set_options(_OF_SRUN)),
         ]
@@ -168,7 +168,7 @@ class Job:
             return []
         return [
             "code=$?",
-            # srun's code for a killed rank, if rank 0 has not written another one
+            # srun returns 137 for a killed rank. Rank 0's code, if written, overrides it below.
             f"[ $code -ne {128 + signal.SIGKILL} ] || code={INSTANCE_LOST}",
             f'exit "$(cat "${EXIT_FILE}" 2>/dev/null || echo $code)"',
         ]
@@ -177,7 +177,7 @@ class Job:
 def main(argv: Sequence[str], check: Check | None = None) -> int:
     """Write the script; show, submit or follow it. Returns the job's exit code with --wait, otherwise 0.
 
-    `check`: of the command behind --.
+    `check`: checks the command after --.
     """
     args = list(argv)
     cut = args.index("--") if "--" in args else len(args)
@@ -196,7 +196,7 @@ def main(argv: Sequence[str], check: Check | None = None) -> int:
 
 
 def _write(path: Path, script: str) -> None:
-    """Write a job script, through no link. Raises ConfigError if it fails or is replaceable by others."""
+    """Write a job script, but not through a link. Raises ConfigError if others could replace the script."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -309,10 +309,10 @@ def _submit(job: Job, path: Path, wait: bool) -> int:
     if shutil.which("sbatch") is None:
         raise ConfigError(f"sbatch: there is no sbatch in PATH; {path} is written: submit it where Slurm is")
     for pattern in filter(None, (job.output, job.error, job.task_output)):
-        # Slurm does not create folders, and reports no error if one is missing.
+        # Slurm does not create folders, and does not report a missing folder.
         if "%" not in str(Path(pattern).parent):
             Path(pattern).parent.mkdir(parents=True, exist_ok=True)
-    # Slurm reads this text, not the file, which another user may have replaced in a folder above it.
+    # Slurm gets the text, not the file: a user who owns a folder above it may have replaced the file.
     name = [] if job.job_name else [f"--job-name={path.name}"]
     number = _run("sbatch", "--parsable", *name, text=job.script()).partition(";")[0]
     print(f"submitted job {number}", file=sys.stderr, flush=True)
@@ -320,7 +320,7 @@ def _submit(job: Job, path: Path, wait: bool) -> int:
 
 
 def _run(*command: str, text: str = "", max_s: float = _ANSWER_S) -> str:
-    """Return the output of one of Slurm's commands, which reads `text`. Raises ConfigError if it fails."""
+    """Return the output of a Slurm command. `text`: its input. Raises ConfigError if the command fails."""
     env = clean_environment(os.environ)
     try:
         done = subprocess.run(command, env=env, input=text, capture_output=True, text=True, timeout=max_s)
@@ -363,7 +363,7 @@ class _SlowEnd:
         self._is_reported = False
 
     def is_overdue(self, number: str, job: Mapping[str, str]) -> bool:
-        """Report the nodes that Slurm waits for after a minute; return whether the wait is too long."""
+        """After a minute, report the nodes that Slurm waits for; return whether the wait is too long."""
         now = self._clock()
         if not job["JobState"].startswith(_COMPLETING):
             self._since, self._is_reported = math.inf, False
@@ -388,7 +388,7 @@ class _SlowEnd:
 
 
 def _read_job(output: str) -> dict[str, str]:
-    """Return scontrol's fields of a job by name. Raises ConfigError if its state is missing."""
+    """Return a job's fields in scontrol's output, by name. Raises ConfigError if the state is missing."""
     job = dict(field.split("=", 1) for field in output.split() if "=" in field)
     if not job.get("JobState"):
         raise ConfigError(f"scontrol show job: expected JobState=…, got: {output[:200]!r}")
@@ -408,7 +408,7 @@ def _exit_code(job: Mapping[str, str]) -> int:
 
 
 def _print_output(output: Path, n_printed: int) -> int:
-    """Print the new bytes of `output`; return the number of printed bytes. A requeued job truncates it."""
+    """Print the new bytes of `output`, which a requeued job truncates; return the number printed in all."""
     with contextlib.suppress(OSError), output.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(n_printed if size >= n_printed else 0)

@@ -1,10 +1,10 @@
 """MPI's shared memory that killed ranks leave in /dev/shm.
 
-`mpillm mpirun` removes it when its ranks have exited. So does the next start on the host.
+`mpillm mpirun` removes it when its ranks have exited. The next start on the host also removes it.
 
-Open MPI has a segment of 16 MiB for each rank, MPICH one of 2 MB or more for each node. The process that
-would remove them no longer exists. Only the ranks' own records identify mpillm's segments, because other
-programs of this user have such segments also.
+Open MPI has a segment of 16 MiB for each rank, MPICH one of 2 MB or more for each node. A killed rank cannot
+remove its segments. Only the ranks' own records identify mpillm's segments, because other programs of this
+user also have such segments.
 
 Each rank has a separate folder for Open MPI's segments. Open MPI names them after 16 bits of a hash of
 mpirun's process id, and opens existing files. Without the folders, two runs of a user on a host would write
@@ -46,7 +46,7 @@ def _own_folder(pid: int, started: str) -> Path:
 
 
 def apart() -> dict[str, str]:
-    """Make this rank's folder; return the variables with which Open MPI uses it."""
+    """Make this rank's folder for segments; return the variables that make Open MPI use the folder."""
     if not _record(set()):
         return {}
     folder = _own_folder(os.getpid(), start_ticks(os.getpid()))
@@ -70,7 +70,7 @@ def _record(own: set[Segment]) -> bool:
         return False
     folder = _folder()
     text = "\n".join([here, started, *(f"{one.number} {one.name}" for one in sorted(own))])
-    try:  # without free space, the segments of a killed rank remain
+    try:  # if the record cannot be written, the segments of a killed rank remain
         folder.mkdir(mode=0o700, exist_ok=True)
         if not _is_own_folder(folder):
             return False
@@ -82,7 +82,7 @@ def _record(own: set[Segment]) -> bool:
 
 
 def forget() -> None:
-    """Delete this rank's record: MPI has removed its segments. If it has not, the next start does."""
+    """Delete this rank's record if MPI has removed its segments. If not, the next start removes them."""
     with contextlib.suppress(OSError):
         with contextlib.suppress(FileNotFoundError):
             _own_folder(os.getpid(), start_ticks(os.getpid())).rmdir()
@@ -108,11 +108,11 @@ def sweep() -> None:
         own = _own_folder(int(path.name), started)
         with contextlib.suppress(
             OSError
-        ):  # a rank that was killed inside MPI_Init has not recorded its segments
+        ):  # a rank that was killed inside MPI_Init has not recorded the segments in its folder
             segments |= {Segment(_name(one), one.lstat().st_ino) for one in own.iterdir()}
         for segment in segments - living:
             _remove(segment)
-        with contextlib.suppress(OSError):  # a rank that it started may run, with its segment there
+        with contextlib.suppress(OSError):  # not empty if a rank that it started still runs
             own.rmdir()
         if not own.exists():
             path.unlink(missing_ok=True)
@@ -126,7 +126,7 @@ def left_over() -> dict[str, int]:
             with contextlib.suppress(OSError):
                 status = path.lstat()
                 if _is_own(path.name, status):
-                    sizes[Segment(_name(path), status.st_ino)] = 512 * status.st_blocks  # it is sparse
+                    sizes[Segment(_name(path), status.st_ino)] = 512 * status.st_blocks  # the file is sparse
     if not sizes:
         return {}
     for folder in Path("/proc").iterdir():
@@ -137,7 +137,7 @@ def left_over() -> dict[str, int]:
 
 
 def _mapped(pid: int | str) -> set[Segment]:
-    """Return the segments that a process has."""
+    """Return the segments that a process has mapped."""
     return {
         Segment(_name(path), number)
         for path, number in mapped(pid, _SHM).items()
@@ -164,7 +164,7 @@ def _is_own(name: str, status: os.stat_result) -> bool:
 
 
 def _is_own_folder(path: Path) -> bool:
-    """Return whether it is a folder that only this user can write to."""
+    """Return whether `path` is a folder that only this user can write to."""
     try:
         status = path.lstat()
     except OSError:

@@ -1,16 +1,16 @@
 """Parent process of a server: ``python server_guard.py GRACE COMMAND…`` ends the server and its descendants.
 
 Standard input is a socket to the owner. It closes when the owner ends the server or is killed. Then the
-server gets SIGTERM, and after GRACE seconds all its descendants are killed. A line with a number changes
-GRACE.
+server gets SIGTERM, and after GRACE seconds all its descendants are killed. If the owner sends a number, it
+replaces GRACE.
 
 The owner receives ``started PID``, ``shared NAME`` for a file in /dev/shm that the server has created, and
 ``ended CODE`` (negative: a signal) when the server's first process has exited.
 
-This process adopts orphans (Linux), so it also ends the processes that a dead server leaves, and removes the
-rest of the server's shared memory.
+This process adopts orphans (Linux), so it also ends the processes that an exited server leaves. Then it
+removes the remaining shared memory of the server.
 
-It is run by path with ``python -I -S``. It imports no module of mpillm, and its start takes about 10 ms.
+This file is run by path with ``python -I -S``. It imports no module of mpillm, and starts in about 10 ms.
 """
 
 # pathlib takes time to import.
@@ -27,11 +27,11 @@ import time
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-AFTER_S = 2.0  # for processes that a server leaves after its own exit
+AFTER_S = 2.0  # time for processes that a server leaves after its own exit
 LOOK_S = 0.05
 SHM = "/dev/shm"
-SHM_S = 0.2  # between looks at it
-SHM_LOOKS = 10  # at the server's processes, for one that has mapped a new file
+SHM_S = 0.2  # time between two looks at /dev/shm
+SHM_LOOKS = 10  # so often, the server's processes are searched for one that has mapped a new file
 MAX_READ = 4096  # bytes
 # SIGCHLD, and `launch.signals.stop_signals`: a batch system sends these to every process of a job.
 HANDLED = (
@@ -48,7 +48,7 @@ def main(grace: str, command: list[str]) -> None:
     """Run `command` until it or the owner ends, and end the remaining processes."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-    owner = os.dup(0)  # not inherited
+    owner = os.dup(0)  # the server does not inherit the copy
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     wakeups, wakeup_end = os.pipe()
     os.set_blocking(wakeup_end, False)
@@ -88,8 +88,8 @@ class _SharedMemory:
 
     def __init__(self, owner: int) -> None:
         self._owner = owner
-        self._looks_left = dict.fromkeys(os.listdir(SHM), 0)  # for each file
-        self._inodes: dict[str, str] = {}  # of the server's files
+        self._looks_left = dict.fromkeys(os.listdir(SHM), 0)  # by file
+        self._inodes: dict[str, str] = {}  # inodes of the server's files, by name
 
     def look(self) -> None:
         names = os.listdir(SHM)
@@ -148,7 +148,7 @@ def _start(libc: ctypes.CDLL, command: list[str]) -> int:
 
 
 def _end_all(grace_s: float) -> None:
-    """End all descendants of this process: by SIGTERM, and after `grace_s` by SIGKILL."""
+    """End all descendants of this process by SIGTERM, and after `grace_s` by SIGKILL."""
     kill_at = time.monotonic() + grace_s
     terminated = False
     while pids := _below(os.getpid()):
@@ -181,7 +181,7 @@ def _below(pid: int) -> list[int]:
                 parent = int(file.read().rpartition(b")")[2].split()[1])
             children.setdefault(parent, []).append(one)
     below = list(children.get(pid, ()))
-    for one in below:  # which grows
+    for one in below:  # the list grows during the loop
         below += children.get(one, ())
     return below
 

@@ -10,8 +10,8 @@ SHM = Path("/dev/shm")
 def mapped(pid: int | str, folder: Path = SHM) -> dict[Path, int]:
     """Return a process's mapped files of `folder`, with their inodes.
 
-    The inode distinguishes a file from a later one of the same name. `pid` may be "self".
-    Deleted files are omitted. The result is empty for an exited process, or another user's.
+    The inode distinguishes a file from a later file of the same name. `pid` may be "self".
+    Deleted files are omitted. The result is empty for an exited process, and for another user's process.
     """
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()

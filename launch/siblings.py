@@ -16,7 +16,8 @@ from launch.launcher import find_launcher
 from launch.prctl import KEEPER
 from launch.safe_text import whole_number
 
-# Hydra's ranks have only the last variable. Without `mpillm mpirun`, they have a common parent.
+# Variables that are equal on all ranks of a job. Hydra's ranks have only the last one, from `mpillm mpirun`.
+# Without it, they have a common parent.
 _JOBS = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_STEP_ID", EXIT_FILE)
 _STATES = {
     "T": "is stopped: kill -CONT {}",
@@ -33,8 +34,8 @@ class RankProcess(NamedTuple):
     """A rank's process."""
 
     pid: int
-    state: str  # its letter in /proc
-    place: int | None = None  # among the ranks of this host, from 0; None: unknown
+    state: str  # the state's letter in /proc
+    place: int | None = None  # number among the ranks of this host, from 0; None: unknown
 
 
 def visible_pids() -> str:
@@ -47,7 +48,7 @@ def visible_pids() -> str:
 
 
 def start_ticks(pid: int) -> str:
-    """Return when a process started, in the kernel's ticks; "" if there is none."""
+    """Return when a process started, in the kernel's ticks; "" if it does not run."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -59,7 +60,7 @@ def start_ticks(pid: int) -> str:
 def ranks_here() -> int | None:
     """Return the number of this job's ranks on this host; None if unknown.
 
-    Unlike `siblings`, it counts ranks that have not started yet.
+    Unlike `siblings`, this also counts ranks that have not started yet.
     """
     return _first_number(os.environ, "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
@@ -70,7 +71,7 @@ def _place(env: Mapping[str, str]) -> int | None:
 
 
 def _first_number(env: Mapping[str, str], *names: str) -> int | None:
-    """Return the number of the first variable that has one."""
+    """Return the number in the first of the variables that contains a number."""
     numbers = (whole_number(env.get(name, "")) for name in names)
     return next((number for number in numbers if number is not None), None)
 
@@ -98,7 +99,7 @@ def siblings() -> dict[int, RankProcess]:
                 if name.endswith(f"({KEEPER}"):
                     continue
                 if any(name in env for name in _JOBS) or int(parent) == os.getppid():
-                    # the oldest one is the rank, the others are its children
+                    # The oldest process is the rank. The others are its children.
                     by_rank.setdefault(other.rank, []).append(
                         RankProcess(int(folder.name), state, _place(env))
                     )
@@ -118,7 +119,7 @@ def stopped_ranks() -> str:
 
 
 def ended_here() -> list[int]:
-    """Return the ranks that do not run, if all ranks are on this host; otherwise nothing."""
+    """Return the ranks that do not run, if all ranks are on this host; otherwise an empty list."""
     own = find_launcher()
     if own is None or own.size is None or own.size != ranks_here():
         return []
@@ -130,21 +131,21 @@ class EndedRanks:
     """Finds the ranks of this host that have exited unexpectedly."""
 
     def __init__(self, all_started_s: float = 10.0) -> None:
-        """`all_started_s`: from now to the start of all ranks of this host."""
+        """`all_started_s`: time from now within which all ranks of this host start."""
         self._pids: dict[int, int] = {}
         self._places: dict[int, int | None] = {}
-        self.exits = Exits[int]()  # once it is readable, call `look` immediately
+        self.exits = Exits[int]()  # when this is readable, call `look` immediately
         self._watched: set[int] = set()
         self._all_started_at = time.monotonic() + all_started_s
 
     def look(self) -> str:
-        """Name the ranks that ran at an earlier look and have exited; "" if none has.
+        """Name the ranks that ran at an earlier look and have exited; "" if none has exited.
 
-        After some seconds, also name missing ranks, if `ranks_here` returns the number of ranks.
+        After some seconds, also name ranks that have not started, if `ranks_here` returns their number.
         """
-        # First: Open MPI soon ends other ranks because of it.
+        # Read the exits first: Open MPI soon ends other ranks because of the first exit.
         first = {*self.exits.look()}
-        self._watched -= first  # one may have been a short-lived child of its rank
+        self._watched -= first  # the exited process may have been a short-lived child of its rank
         running = siblings()
         now = {rank: sibling.pid for rank, sibling in running.items()}
         self._places |= {rank: sibling.place for rank, sibling in running.items()}
@@ -159,7 +160,7 @@ class EndedRanks:
         if here is None or len(self._pids) >= here or time.monotonic() < self._all_started_at:
             return ""
         if len(self._pids) < 2:
-            return ""  # maybe each rank is in its own container, and cannot see the others
+            return ""  # each rank may be in its own container, and unable to see the others
         missing = _missing(here, own is not None and own.size == here, self._places)
         if missing is None:
             return (
@@ -170,9 +171,10 @@ class EndedRanks:
 
 
 def _missing(n: int, alone: bool, places: Mapping[int, int | None]) -> list[int] | None:
-    """Return the ranks of this host, `n` of them, that are not among `places` (by rank).
+    """Return those of this host's `n` ranks that are not in `places` (a rank's number on this host, by rank).
 
-    None if unknown: if other hosts also have ranks (not `alone`), the ranks of this host must be consecutive.
+    If other hosts also have ranks (not `alone`), the ranks of this host must be consecutive. Otherwise, the
+    missing ranks are unknown: None.
     """
     if alone:
         return sorted(set(range(n)) - places.keys())
@@ -184,7 +186,7 @@ def _missing(n: int, alone: bool, places: Mapping[int, int | None]) -> list[int]
 def runs(pid: int) -> bool:
     """Return whether the process exists and is more than a zombie.
 
-    Other errors, such as too many open files, do not mean that it has exited.
+    Other errors, such as too many open files, do not mean that the process has exited.
     """
     try:
         os.kill(pid, 0)
@@ -216,7 +218,7 @@ def how_it_is_stopped(pid: int) -> str:
 
 
 class StoppedProcesses:
-    """Finds processes that have been stopped for longer than a snapshot tool stops them (`min_stop_s`)."""
+    """Finds processes that are stopped for longer than a snapshot tool would stop them (`min_stop_s`)."""
 
     def __init__(self, min_stop_s: float = 0.6) -> None:
         self._min_stop_s = min_stop_s
@@ -226,7 +228,7 @@ class StoppedProcesses:
     def look(self, pids: Iterable[int]) -> list[tuple[int, str]]:
         """Return the stopped processes that no earlier call has returned, with a description.
 
-        Call it often, with all processes. A process that is stopped again is returned again.
+        Call this often, with all processes. A process that is stopped again is returned again.
         """
         now = time.monotonic()
         states = {}

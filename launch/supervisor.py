@@ -27,15 +27,15 @@ STOP_GRACE_S = 10.0
 """Seconds that the ranks have to exit by themselves, after Ctrl-C or after rank 0 wrote its exit code."""
 
 KILL_GRACE_S = 3.0
-"""Seconds that `mpirun` has to end its ranks before they are killed one by one."""
+"""Seconds that `mpirun` has to end its ranks before this process kills each of them."""
 
 MPIRUN_GRACE_S = STOP_GRACE_S + 2 * KILL_GRACE_S
-"""Seconds that an `mpillm mpirun` may take to stop after a signal: it ends its ranks itself."""
+"""Seconds that an `mpillm mpirun` may take to stop after a signal, because it ends its ranks itself."""
 
 START_DEADLINE_S = 300.0
 """Seconds that `mpirun` has to start rank 0, which enforces all later deadlines."""
 
-_GUARD_TURNS = 2  # during which a server's guard may clean up after the server is killed
+_GUARD_TURNS = 2  # in so many turns of `end_processes`, a server's guard may still clean up
 
 
 class Supervisor:
@@ -45,14 +45,14 @@ class Supervisor:
     three steps:
 
     1. It forwards the first of `launch.signals.stop_signals` to the ranks. A second signal skips the wait. On
-       SIGINT or SIGTERM, Open MPI would give the ranks a quarter of a second and drop their last output, but
-       it passes SIGUSR2 on to every rank. Hydra passes SIGTERM on.
+       SIGINT or SIGTERM, Open MPI would give the ranks a quarter of a second and drop their last output. So
+       Open MPI gets SIGUSR2, which it passes on to every rank. Hydra gets SIGTERM, which it passes on.
     2. After `stop_grace_s`, it makes Open MPI's `mpirun` end its ranks.
     3. After `KILL_GRACE_S`, or immediately with hydra, it kills every process below `mpirun`.
 
     The same grace time starts when rank 0 has written its exit code, for ranks that hang during their exit.
-    If `mpirun` does not start rank 0 (an unreachable host, an ssh that prompts for a password), it is ended
-    after a deadline. This process adopts orphans (Linux), so it also kills ranks that outlive a killed
+    If `mpirun` does not start rank 0 (an unreachable host, an ssh that prompts for a password), `mpirun` is
+    ended after a deadline. This process adopts orphans (Linux), so it also kills ranks that outlive a killed
     `mpirun`. `mpirun` gets a signal when this process dies.
     """
 
@@ -74,16 +74,16 @@ class Supervisor:
             stop_grace_s: time that ranks have to exit by themselves.
             start_deadline_s: time that `mpirun` has to start rank 0.
             drains: after the first signal, rank 0 completes open requests within its own deadline. The grace
-                time starts when it has written its exit code.
+                time starts when rank 0 has written its exit code.
             draws: the ranks' output goes through this process, which draws their progress on a terminal.
             monitor: reads the output of the ranks and of mpirun.
-            mpi_start_s: time in which MPI starts after rank 0. A single rank on a node makes no segment.
+            mpi_start_s: time in which MPI starts after rank 0; until then, segments are noted.
         """
         self.never_started = False
         self.lost = ""
         self.finished_at = math.inf  # when rank 0's exit code was noticed (time.monotonic)
         self.killed = 0  # the signal that ended mpirun, if this process has not sent one
-        self.pid = 0  # mpirun's
+        self.pid = 0  # mpirun's process id
         self._start_deadline_s = start_deadline_s
         self._mpi_start_s = mpi_start_s
         self._openmpi = openmpi
@@ -113,11 +113,11 @@ class Supervisor:
         Args:
             line: arguments of `mpirun`, the program included.
             env: environment of `mpirun`.
-            started: returns whether rank 0 has reported that it runs. If it does not in time, the attribute
-                `never_started` is set.
+            started: returns whether rank 0 has reported that it runs. If it does not report that in time, the
+                attribute `never_started` is set.
             finished: returns whether rank 0 has written its exit code.
             on_signal: receives the first signal, before `mpirun` forwards another one to the ranks.
-            lost: returns the lost ranks without which MPI can't start. The attribute `lost` keeps them.
+            lost: returns the lost ranks whose loss keeps MPI from starting; stored in the attribute `lost`.
         """
         adopt_orphans()
         before = {child.pid for child in psutil.Process().children()}
@@ -139,7 +139,7 @@ class Supervisor:
             finally:
                 self._note_segments(process)
                 end_processes(process, before)
-                for pump in pumps:  # it ends: no process that could write is left
+                for pump in pumps:  # a pump ends now, because no process that could write is left
                     pump.join(KILL_GRACE_S)
                 self._lines.end()
                 for segment in self._segments:
@@ -174,7 +174,7 @@ class Supervisor:
     def _note_segments(self, process: subprocess.Popen[bytes]) -> None:
         """Note the shared memory of MPICH's ranks on this node while they start.
 
-        A rank that is killed inside MPI_Init leaves it without a record (`launch.segments`).
+        A rank that is killed inside MPI_Init leaves shared memory without a record (`launch.segments`).
         """
         if not self._openmpi and self._monitor:
             self._monitor.note_proxies(process.pid)
@@ -252,7 +252,7 @@ def _ended_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 def end_processes(process: subprocess.Popen[bytes], before: set[int]) -> None:
     """Kill `process`, its descendants, and adopted orphans: each child that is not in `before`."""
-    for turn in range(10):  # a killed parent's children are adopted; a process stuck in the kernel stays
+    for turn in range(10):  # repeated, because children of a killed parent are then adopted
         own = [child for child in psutil.Process().children() if child.pid not in before]
         if not own and process.poll() is not None:
             return
@@ -265,7 +265,7 @@ def end_processes(process: subprocess.Popen[bytes], before: set[int]) -> None:
             process.kill()
             _ended_within(process, KILL_GRACE_S)
         else:
-            # It has exited by itself; its children may be exiting.
+            # `process` has exited by itself; its children may be exiting.
             others = psutil.wait_procs(others, timeout=0.5)[1]
         for other in others:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -32,7 +32,7 @@ class InstanceComms(NamedTuple):
 
 @dataclass(frozen=True)
 class Communicators:
-    """The communicators of this rank; None where it is not a member. All ranks are in the first two."""
+    """This rank's communicators; None: the rank is not a member. All ranks are in `control` and `route`."""
 
     control: MPI.Intracomm
     route: MPI.Intracomm
@@ -73,9 +73,9 @@ def create_communicators(
 ) -> Communicators:
     """Create every communicator of `plan` that this rank belongs to, in the same order on every rank.
 
-    Each creation waits in MPI for the members only. Harness and leader must be able to name a rank that is
-    lost meanwhile, so they are members of none: the route communicator exists before. MPI's own messages use
-    `start.world`, which no rank probes. In `control`, rank 0 would receive them.
+    Each creation waits in MPI for the members only. A control rank is a member of none, so harness and leader
+    can name a rank that is lost meanwhile: their route communicator exists before. MPI's messages during a
+    creation use `start.world`, which no rank probes. In `control`, rank 0 would receive these messages.
     """
     world, control, route = start
     rank = control.rank

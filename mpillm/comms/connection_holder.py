@@ -1,18 +1,19 @@
 """Connection holder: under Slurm's PMIx, a rank's connections outlive the rank by some seconds.
 
 Slurm's PMIx server kills the whole step as soon as a connection to a rank closes, or another rank of Open MPI
-reports a closed connection. Often, rank 0 has no time to name the lost rank. So a process that shares the
-rank's file descriptors keeps its connections open until the step has ended. It immediately shuts down the
-rank's liveness connection, by which rank 0 detects the loss, and closes all files that are not connections.
-If rank 0 does not end the run, Slurm does so after a limited time.
+reports a closed connection. Often, rank 0 has no time to name the lost rank. So a holder process, which
+shares the rank's file descriptors, keeps the rank's connections open until the step has ended. When the rank
+exits, the holder immediately shuts down the rank's liveness connection, by which rank 0 detects the loss. The
+holder also closes all files that are not connections. If rank 0 does not end the run, Slurm ends the run
+after a limited time.
 
-Rank 0 also has a holder: the other ranks detect its loss by the liveness connections to it, and one of them
-reports the loss (see `report.afterwards`). Until all ranks have joined, rank 0 cannot identify the others'
-processes. Then nothing is held, and srun's own message names the lost rank.
+Rank 0 also has a holder: the other ranks detect the loss of rank 0 by their liveness connections, and one of
+them reports the loss (see `report.postmortem`). Until all ranks have joined, rank 0 cannot identify the
+others' processes. So nothing is held until then, and srun's own message names a lost rank.
 
 When the last task of a node has ended, Slurm kills all processes that are left, holders included. So Slurm's
-task is not the rank, but its parent. The parent exits with the rank's status after rank 0 has exited. By
-then, all messages are printed.
+task is not the rank, but the rank's parent. The parent exits with the rank's status after rank 0 has exited.
+By then, all messages are printed.
 """
 
 from __future__ import annotations
@@ -37,22 +38,22 @@ from launch.signals import stop_signals
 
 _HOLD_S = 10.0
 _REPORT_S = 3.0  # time for another rank to report that rank 0 has exited without a message
-_AFTER_STEP_S = 1.0  # the step has ended on this node, but not yet on rank 0's
+_AFTER_STEP_S = 1.0  # after the step's end on this node: on rank 0's node, it may end later
 _LOOK_S = 0.05
 _CLONE_FILES = 0x400
 _CLONE = {"x86_64": 56, "aarch64": 220}  # the system call's number
 _WAKE = signal.SIGUSR1
-# Process id; whether all ranks have joined; file descriptor of rank 0 (pidfd or connection), or -1; port of
-# the liveness connections on rank 0, or 0.
+# The holder's process id; whether all ranks have joined; file descriptor of rank 0 (pidfd or connection), or
+# -1; on rank 0, port of the liveness connections, otherwise 0.
 _STATE = struct.Struct("i?ii")
-_MAY_END = _STATE.size  # a byte: whether the task may end
+_MAY_END = _STATE.size  # offset of a byte: whether Slurm's task may end
 
 
 class ConnectionHolder:
     """The rank's side. Create it in the main thread, before other threads start."""
 
     def __init__(self) -> None:
-        """Start the process. Raises OSError if that fails."""
+        """Start the holder process. Raises OSError if that fails."""
         number = _CLONE.get(platform.machine())
         if number is None:
             raise OSError(f"no clone on {platform.machine()}")
@@ -74,18 +75,19 @@ class ConnectionHolder:
         _STATE.pack_into(self._shared, 0, pid, False, -1, 0)
 
     def hold(self, rank0: int, port: int) -> None:
-        """From now on, hold all connections after the rank's exit, until rank 0 exits.
+        """When the rank exits, hold its connections until rank 0 exits. Called when all ranks have joined.
 
-        `rank0`: its pidfd, or the liveness connection. `port`: connections to this local port are closed.
+        `rank0`: rank 0's pidfd, or the liveness connection to it. `port`: local port whose connections are
+        closed, not held.
         """
         _STATE.pack_into(self._shared, 0, self._pid, True, rank0, port)
 
     def let_task_end(self) -> None:
-        """Let the task end with the rank, which is rank 0, and has printed all messages."""
+        """Let Slurm's task end with the rank: it is rank 0, and has printed all messages."""
         self._shared[_MAY_END] = 1
 
     def end(self) -> None:
-        """End the process: the rank exits as planned."""
+        """End the holder process: the rank exits as planned."""
         if self._pid:
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
@@ -120,10 +122,10 @@ class ConnectionHolder:
         _, joined, rank0, port = _STATE.unpack_from(self._shared)
         if not joined:
             return
-        is_late = rank0 < 0  # whether rank 0 has exited; here: whether this rank is rank 0
+        is_late = rank0 < 0  # whether rank 0 has exited; true if this rank is rank 0
         ends, step = select.poll(), select.poll()
         for fd in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
-            with contextlib.suppress(OSError):  # of the folder itself, which is closed by now
+            with contextlib.suppress(OSError):  # of the listed folder itself, closed by now
                 is_socket = os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")  # noqa: PTH115
                 if fd == rank0:
                     is_late = _has_exited(fd)
@@ -153,13 +155,13 @@ def _has_exited(fd: int) -> bool:
 
 
 def _shut_down(fd: int) -> None:
-    """Report this rank's exit to the other end of a connection, whose exit can still be detected."""
+    """Report this rank's exit to a connection's other end. That end's exit can still be detected here."""
     with socket.socket(fileno=os.dup(fd)) as one:
         one.shutdown(socket.SHUT_WR)
 
 
 def _has_started_mpi() -> bool:
-    """Return whether the program that calls mpillm has started MPI. Then it must not fork."""
+    """Return whether the program that calls mpillm has started MPI. This process must then not fork."""
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and bool(mpi.Is_initialized())
 
@@ -198,33 +200,33 @@ def prepare() -> None:
         return
     try:
         _holder = ConnectionHolder()
-    except OSError:  # Slurm may then be faster than rank 0
+    except OSError:  # without a holder, Slurm may end the run before rank 0 reports a loss
         return
     atexit.register(stop)
 
 
 def hold(rank0: int = -1, port: int = 0) -> None:
-    """Hold the connections after this rank's exit: the rank has joined.
+    """Hold the connections after this rank's exit. Called when all ranks have joined.
 
-    `rank0`: the liveness connection to rank 0, or a pidfd. `port`: of rank 0's liveness server.
+    `rank0`: the liveness connection to rank 0, or rank 0's pidfd. `port`: see `ConnectionHolder.hold`.
     """
     if _holder is not None:
         _holder.hold(rank0, port)
 
 
 def hold_until_exit(rank0: int) -> None:
-    """Hold the connections after this rank's exit, until rank 0, this process of this host, exits."""
+    """Hold the connections after this rank's exit, until rank 0 exits. `rank0`: its pid on this host."""
     if _holder is not None:
         _holder.hold(os.pidfd_open(rank0), 0)
 
 
 def let_task_end() -> None:
-    """Let the task end with this rank: rank 0 is about to end a run in which a rank was lost."""
+    """Let Slurm's task end with this rank, rank 0: a run that failed or lost a rank is about to end."""
     if _holder is not None:
         _holder.let_task_end()
 
 
 def stop() -> None:
-    """Hold nothing: this rank has left MPI as planned."""
+    """End the holder: this rank has left MPI as planned."""
     if _holder is not None:
         _holder.end()

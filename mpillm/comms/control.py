@@ -88,7 +88,7 @@ class RankControl:
             BEAT.handle(transport, lambda source, beat: self.rank0_beat())
 
     def poll(self) -> bool:
-        """Handle control messages. During the test, do so rarely: a probe takes time, and none is urgent."""
+        """Handle control messages: rarely in the test, because a probe takes time, and nothing is urgent."""
         now = time.monotonic()
         if now < self._next_look:
             return False
@@ -106,11 +106,11 @@ class RankControl:
         return worked
 
     def watched_pids(self) -> list[int] | None:
-        """Return the processes that `poll` checks; None if one of them is not visible here."""
+        """Return the processes that `poll` checks; None if rank 0's process is not visible here."""
         return [self.rank0.pid] if self.rank0 is not None and self.sees_rank0 else None
 
     def check_soon(self) -> None:
-        """Check these processes at the next `poll`: one has exited."""
+        """Check the `watched_pids` at the next `poll`: one process has exited."""
         self._check_at = 0.0
 
     def joined(self, rank0: Rank0At) -> None:
@@ -126,7 +126,7 @@ class RankControl:
             self._rank0_connection = Rank0Connection(rank0.address, self.transport.rank)
 
     def quiet_s(self) -> float:
-        """Return the seconds for which `poll` has no work without a wake-up.
+        """Return the seconds for which `poll` has no work unless a wake-up arrives.
 
         The caller may then sleep, so the next `poll` looks for messages in any case.
         """
@@ -134,7 +134,7 @@ class RankControl:
         return self.transport.quiet_s()
 
     def rank0_lost(self) -> str:
-        """Return why rank 0 cannot end the run, so that this rank must exit by itself; "" if it can.
+        """Return why rank 0 cannot end the run, so that this rank must exit by itself; "" if rank 0 can.
 
         Any thread may call this.
         """
@@ -177,8 +177,8 @@ class RankControl:
     ) -> Any:
         """Do this rank's part of `phase`, report it to rank 0, and wait until all ranks have done theirs.
 
-        Returns the value of rank 0's release. The watch's limit is later than rank 0's deadline: it ends a
-        rank only if rank 0 has not.
+        Returns the value of rank 0's release. The watch's limit is later than rank 0's deadline: the watch
+        ends a rank only if rank 0 has not ended the run.
         """
         patience = self.timeouts.grace * (2 if self.transport.rank == 0 else 4)
         self.watch.enter(phase, self.timeouts.phases[phase] + patience)

@@ -11,7 +11,7 @@ from mpillm.errors import ExitCode, Failure, RunError
 
 
 class InstanceLossPolicy:
-    """Rank 0's record of the remaining instances. The run cannot continue without the last one of a role."""
+    """Rank 0's record of the remaining instances. The run needs at least one instance of each role."""
 
     def __init__(self, plan: WorldPlan, on_loss: Callable[[InstancePlan, Failure], None]) -> None:
         """`on_loss`: called for each lost instance, with the reason."""

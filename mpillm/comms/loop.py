@@ -9,7 +9,7 @@ from mpillm.comms.wakeup_socket import WakeupSocket
 from mpillm.comms.watch import Watch
 from mpillm.comms.yielding import never_yielding
 
-_IDLE_SLEEP_S = 1200e-6  # after _IDLE_LOOKS without work; `bench routing` measures a look's CPU time
+_IDLE_SLEEP_S = 1200e-6  # after _IDLE_LOOKS polls without work; `bench routing` measures their CPU time
 _IDLE_LOOKS = 256
 
 
@@ -17,7 +17,7 @@ class EventLoop:
     """Calls every poller in turn. A poller never waits, and returns whether it had work."""
 
     first_sleep_s = 20e-6
-    max_sleep_s = 600e-6  # of a rank that must poll: limits the latency that it adds to a message
+    max_sleep_s = 600e-6  # of a rank that must poll: limits the latency that a sleep adds to a message
 
     def __init__(self, watch: Watch, wakeup: WakeupSocket) -> None:
         self._watch = watch
@@ -27,7 +27,7 @@ class EventLoop:
         """Each returns the seconds for which its poller has no work unless this rank is woken."""
         self.inline_tasks: list[Callable[[], object]] = []
         """Tasks that a thread in `run_inline_or_wake` executes while the main thread sleeps."""
-        self._turn = threading.Lock()  # its holder may use MPI and the roles
+        self._turn = threading.Lock()  # the lock's holder may use MPI and the roles
         self._turn.acquire()  # the main thread releases it only to sleep
         self._must_poll = False
         self._error: BaseException | None = None  # of an inline task
@@ -42,14 +42,14 @@ class EventLoop:
         Inline tasks save a wake-up. Any thread may call this. `run_until` raises their exceptions in the main
         thread.
         """
-        self._must_poll = True  # first: the lock's holder reads it after the lock's release
+        self._must_poll = True  # set first: the lock's holder reads this after the lock's release
         if not self._turn.acquire(blocking=False):
             return
         try:
             self._must_poll = not self.inline_tasks
             for task in self.inline_tasks:
                 task()
-            if self._quiet_s() <= 0:  # not for a small message: usually it leaves without help
+            if self._quiet_s() <= 0:  # not after a small message, which usually leaves without help
                 self._must_poll = True
         except BaseException as error:  # noqa: BLE001 - carried to the main thread, which raises it
             self._error = error
@@ -94,7 +94,7 @@ class EventLoop:
                 woken = self._must_poll or self._wakeup.sleep(seconds)
             finally:
                 self._turn.acquire()
-        except BaseException:  # of a signal handler: the rank ends, and MPI soon
+        except BaseException:  # raised by a signal handler: the rank and its MPI will end
             self.inline_tasks.clear()
             raise
         self._must_poll = False

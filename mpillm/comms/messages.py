@@ -2,7 +2,8 @@
 
 Cores also take and return batches of requests and responses. A batch is one structured array with a row per
 request or response, and one int32 array of all their tokens, concatenated in row order. On the wire, it is
-one uint8 buffer: two int64 (rows, tokens), the rows, the tokens. Reading it makes views, not copies.
+one uint8 buffer: the numbers of rows and of tokens (int64), the rows, the tokens. A reader makes views of the
+buffer, not copies.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from mpillm.comms.tags import Tag
 from mpillm.errors import Failure
 
-if TYPE_CHECKING:  # data sets use batches and must not start MPI
+if TYPE_CHECKING:  # data sets use this module and must not start MPI
     from disagg import WorldPlan
     from mpillm.comms.rank_connections import Address
     from mpillm.comms.transport import Buffer, Transport
@@ -38,7 +39,7 @@ NO_INSTANCE = 0xFFFFFFFF  # the instance that computes the context also generate
 
 REQUEST = np.dtype(
     [
-        ("id", "<u4"),  # wire id: small, reused after the final response
+        ("id", "<u4"),  # wire id: small, reused after the request's last row
         ("n_tokens", "<u4"),  # prompt tokens
         ("max_output", "<u4"),  # maximum number of generated tokens, including the end token
         ("min_output", "<u4"),  # minimum number of tokens before an end or stop token ends the response
@@ -81,25 +82,25 @@ class ResponseFlag(enum.IntFlag):
     CONTEXT_DONE follows.
     """
 
-    FIRST = 1  # the first token; the row's tokens are that token, unless FINAL is set too
-    FINAL = 2  # the response is complete; the request's id is free
+    FIRST = 1  # the first token; it is the row's only token, unless FINAL is also set
+    FINAL = 2  # the response is complete
     # The KV cache has been transferred; the context instance holds nothing of the request. With TIMES, the
     # number is the duration of the transfer in µs.
     CONTEXT_DONE = 4
     ERROR = 8  # the request has failed (set with FINAL, no tokens)
-    CANCELLED = 16  # its sender has cancelled it (set with FINAL, no tokens)
+    CANCELLED = 16  # the request was cancelled (set with FINAL, no tokens)
     PARTIAL = 32  # with STREAM: the next tokens; FINAL contains all tokens again
-    CANCEL_DONE = 64  # no CANCEL or DROP of this id is in transit (alone without tokens, or set with FINAL)
-    # With the flag TIMES of a request, immediately before FIRST. In place of tokens: µs since the request
+    CANCEL_DONE = 64  # no CANCEL or DROP of this id is in transit (set alone, or with FINAL or LOST)
+    # If the request has the flag TIMES, immediately before FIRST. In place of tokens: µs since the request
     # arrived at the instance, µs since its first step began, reused KV cache blocks of its prompt.
     TIMES = 128
-    # With `logprobs` 1 + k, immediately before FIRST, PARTIAL or FINAL. In place of tokens: the position of
-    # the first token in the response. Then 1 + 2k numbers for each token: its log probability, the k
-    # likeliest tokens in order, and their log probabilities, as the bits of float32.
+    # If the request has `logprobs` 1 + k, immediately before FIRST, PARTIAL or FINAL. In place of tokens: the
+    # position of the first of these tokens in the response. Then 1 + 2k numbers for each token: its log
+    # probability, the k likeliest tokens in order, and their log probabilities, as the bits of float32.
     LOGPROBS = 256
     # To the harness: an instance of the request is lost, and no more messages follow. Resend the request,
-    # unless CANCEL_DONE is also set. 1 number: that instance. To the leader: the sender has nothing of the
-    # request, because the other instance is lost (see roles/retries.py).
+    # unless CANCEL_DONE is also set. 1 number: the lost instance. To the leader: the sending instance holds
+    # nothing of the request, because the request's other instance is lost (see roles/retries.py).
     LOST = 512
     # In a run that serves, immediately before FINAL with ERROR. In place of tokens: a `Refusal`.
     REFUSED = 1024
@@ -110,7 +111,7 @@ NO_TOKENS = ResponseFlag.TIMES | ResponseFlag.LOGPROBS | ResponseFlag.REFUSED
 
 
 class Refusal(NamedTuple):
-    """HTTP error of another server."""
+    """HTTP error of a server that a core uses as a client."""
 
     status: int
     message: str
@@ -122,7 +123,7 @@ class Refusal(NamedTuple):
 
     @staticmethod
     def of(numbers: Sequence[int]) -> Refusal:
-        """Return the refusal of `numbers()`."""
+        """Return the refusal from the result of `numbers()`."""
         status, retry_after_s, *text = numbers
         return Refusal(status, bytes(text).decode(), retry_after_s)
 
@@ -147,14 +148,14 @@ class Batch:
         return offsets
 
     def split(self) -> list[Batch]:
-        """Return one batch per row: views."""
+        """Return one batch per row. The batches are views."""
         offsets = self.offsets()
         return [
             Batch(self.rows[i : i + 1], self.tokens[offsets[i] : offsets[i + 1]]) for i in range(len(self))
         ]
 
     def select(self, keep: NDArray[np.bool_]) -> Batch:
-        """Return its rows where `keep` (shape [n]) is true, with their tokens: copies."""
+        """Return copies of the rows where `keep` (shape [n]) is true, with their tokens."""
         return Batch(self.rows[keep], self.tokens[np.repeat(keep, self.rows["n_tokens"])])
 
     def pack(self) -> Buffer:
@@ -165,9 +166,9 @@ class Batch:
 
     @staticmethod
     def unpack(buffer: Buffer, dtype: np.dtype[np.void]) -> Batch:
-        """Return the batch of rows of `dtype` in `buffer`: views of it.
+        """Return the batch in `buffer`, with rows of `dtype`, as views of the buffer.
 
-        Raises ValueError if the sizes do not add up.
+        Raises ValueError if the buffer's size does not match its header.
         """
         count, n_tokens = _HEADER.unpack_from(buffer.data)
         row_end = _HEADER.size + count * dtype.itemsize
@@ -179,7 +180,7 @@ class Batch:
 
 
 def index_of(ids: NDArray[np.integer[Any]]) -> NDArray[np.integer[Any]] | slice:
-    """Return an index for the positions `ids` of an array. A slice of one position is ten times as fast."""
+    """Return an index of an array's positions `ids`. For one position, a slice is ten times as fast."""
     if len(ids) != 1:
         return ids
     only = int(ids[0])
@@ -187,7 +188,7 @@ def index_of(ids: NDArray[np.integer[Any]]) -> NDArray[np.integer[Any]] | slice:
 
 
 def total(values: NDArray[np.integer[Any]]) -> int:
-    """Return the sum. A single value is 20 times as fast as NumPy's sum."""
+    """Return the sum. Reading a single value is 20 times as fast as NumPy's sum of it."""
     return int(values[0]) if len(values) == 1 else int(values.sum())
 
 
@@ -201,14 +202,14 @@ def concat(batches: list[Batch]) -> Batch:
 def ragged_take(
     tokens: NDArray[np.int32], starts: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """Return ``concatenate([tokens[s : s + n] for s, n in zip(starts, lengths)])``, in less time.
+    """Return ``concatenate([tokens[s : s + n] for s, n in zip(starts, lengths)])``, but faster.
 
     The result for a single piece is a view.
     """
     if len(starts) == 1:
         return tokens[starts[0] : starts[0] + lengths[0]]
     n = int(lengths[0]) if len(lengths) else 0
-    if n and (lengths == n).all():  # rows of a sliding window over all tokens: seven times as fast as below
+    if n and (lengths == n).all():  # rows of a sliding window over all tokens: 7 times as fast as below
         windows = np.ndarray((len(tokens) - n + 1, n), tokens.dtype, tokens, strides=tokens.strides * 2)
         return windows[starts].reshape(-1)
     ends = np.cumsum(lengths)
@@ -250,7 +251,7 @@ class Arrival(NamedTuple):
     """Report that the sender has done its part of a phase."""
 
     phase: Phase
-    report: Any  # JoinReport, DrainReport, otherwise None
+    report: Any  # of join: JoinReport; load: URLs of own servers; drain: DrainReport; otherwise None
 
 
 class JoinReport(NamedTuple):
@@ -264,7 +265,7 @@ class JoinReport(NamedTuple):
     digest: str = ""  # of its configuration
     # Options by name, to describe the difference of two digests.
     values: dict[str, Any] = {}  # noqa: RUF012 - never changed
-    gpus: tuple[Gpu, ...] = ()  # that it may use, if its core uses GPUs
+    gpus: tuple[Gpu, ...] = ()  # GPUs that the rank may use, if its core uses GPUs
     pids: str = ""  # see `siblings.visible_pids`
     code: str = ""  # a digest of mpillm's files, from each node's first rank; "" from other ranks
     port: int = 0  # reserved for the connections of a server over several nodes; 0: none
@@ -279,14 +280,14 @@ class DrainReport(NamedTuple):
     messages: int  # sent in the route communicator
     message_bytes: int
     machine: dict[str, Any] | None  # from the first rank of its node
-    telemetry: dict[str, Any]  # of `TELEMETRY` in the run directory, one rank
+    telemetry: dict[str, Any]  # this rank's part of `TELEMETRY` in the run directory
 
 
 class Release(NamedTuple):
     """Report that all ranks have done their part of a phase."""
 
     phase: Phase
-    value: Any  # the same for all: Setup after join, the exit code after stop, otherwise None
+    value: Any  # equal for all. After join: Setup; load: servers' URLs; stop: exit code; otherwise None
 
 
 class Rank0At(NamedTuple):
@@ -295,7 +296,7 @@ class Rank0At(NamedTuple):
     host: str
     pid: int
     pids: str  # see `siblings.visible_pids`
-    address: Address | None  # None: all ranks can see its process
+    address: Address | None  # None: all ranks can see rank 0's process
 
 
 class Setup(NamedTuple):
@@ -310,7 +311,7 @@ class Setup(NamedTuple):
     server_gpus: dict[int, tuple[int, ...]]  # by owner; see `own_servers.gpus_of_servers`
     server_ports: dict[int, int]  # by rank; see `JoinReport.port`
     server_secret: str  # of the servers that this run's ranks own
-    sends_text: bool  # prompts are texts, as bytes: see `CoreConfig`
+    sends_text: bool  # prompts are texts, as bytes: see `ClientConfig`
 
 
 class Stop(NamedTuple):
@@ -321,10 +322,10 @@ class Stop(NamedTuple):
 
 
 class InstanceLoss(NamedTuple):
-    """Loss of an instance. Ranks send it no messages, and drop its messages."""
+    """Loss of an instance. The other ranks send it no messages, and drop its messages."""
 
     instance: int
-    ranks: tuple[int, ...]  # of the world
+    ranks: tuple[int, ...]  # its ranks in the world
 
 
 class Event(NamedTuple):
@@ -342,14 +343,14 @@ class Grant(NamedTuple):
 
 
 NO_SLOT = NO_TOKEN = -1
-Pairs = Sequence[Sequence[int]]  # plain lists: making a named tuple of each takes three times as long
+Pairs = Sequence[Sequence[int]]  # plain lists: named tuples take three times as long to make
 
 
 T = TypeVar("T")
 
 
 class Message(Generic[T]):
-    """A kind of message: its tag, and how to write and read its value."""
+    """A type of message: its tag, and the functions that write and read its value."""
 
     def __init__(self, tag: Tag, write: Callable[[T], Buffer], read: Callable[[Buffer], T]) -> None:
         self.tag = tag
@@ -361,13 +362,13 @@ class Message(Generic[T]):
         transport.send(dest, self.tag, self.write(value))
 
     def send_all(self, transport: Transport, dests: Iterable[int], value: T) -> None:
-        """Send `value`, written once."""
+        """Send `value` to several ranks, written once."""
         buffer = self.write(value)
         for dest in dests:
             transport.send(dest, self.tag, buffer)
 
     def handle(self, transport: Transport, handler: Callable[[int, T], None]) -> None:
-        """Call `handler(source, value)` for each such message of `transport`. Arrays in `value` are views."""
+        """Call `handler(source, value)` for each message with this tag. Arrays in `value` are views."""
         read = self.read
         transport.handlers[self.tag] = lambda received: handler(received.source, read(received.buffer))
 
@@ -399,7 +400,7 @@ def _read_pairs(buffer: Buffer) -> Pairs:
 
 
 def object_message(tag: Tag) -> Message[Any]:
-    """Return a message of a small Python object: for cold paths."""
+    """Return a message type whose value is a small Python object: for cold paths."""
     return Message(tag, _write_object, _read_object)
 
 
@@ -408,7 +409,7 @@ def _batch(tag: Tag, dtype: np.dtype[np.void]) -> Message[Batch]:
 
 
 def _ids(tag: Tag) -> Message[list[int]]:
-    """Return a message of the ids of requests."""
+    """Return a message type whose value is a list of request ids."""
     return Message(tag, _numbers, lambda buffer: buffer.view(np.int64).tolist())
 
 
@@ -434,7 +435,7 @@ GRANT: Message[Grant] = Message(Tag.GRANT, _numbers, lambda buffer: Grant(*buffe
 WINDOW = _number(Tag.WINDOW)  # requests
 CANCEL = _ids(Tag.CANCEL)
 DROP = _ids(Tag.DROP)
-# (id, context instance): requests of a lost instance; see roles/retries.py.
+# (id, lost context instance) of each request of that instance; see roles/retries.py.
 SETTLE: Message[Pairs] = Message(Tag.SETTLE, _numbers, _read_pairs)
 # Handoff, over the route: see roles/handoff.py.
 OFFER = _batch(Tag.OFFER, REQUEST)

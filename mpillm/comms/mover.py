@@ -36,14 +36,14 @@ class TransferHandle(Protocol):
 class Mover(Protocol):
     """Sends and receives buffers. Buffers between two ranks with the same tag arrive in the order sent."""
 
-    min_split_bytes: int  # a smaller transfer in several pieces would take longer
+    min_split_bytes: int  # a smaller transfer is faster in one piece than in several
 
     def send(self, rank: int, tag: int, buffer: Any) -> TransferHandle:
-        """Send `buffer` to `rank` of the handoff communicator. It must not change before that is done."""
+        """Send `buffer` to `rank` of the handoff communicator. It must not change during the transfer."""
         ...
 
     def receive(self, rank: int, tag: int, buffer: Any) -> TransferHandle:
-        """Fill `buffer`, of the size that `rank` sends."""
+        """Fill `buffer` from `rank`, which sends as many bytes."""
         ...
 
     def poll(self) -> None:
@@ -54,7 +54,7 @@ class Mover(Protocol):
 class BlockMover(Protocol):
     """Transfers parts of KV caches between blocks, without buffers."""
 
-    ranks: frozenset[int]  # that it reaches, of the handoff communicator
+    ranks: frozenset[int]  # ranks of the handoff communicator that this mover reaches
 
     def move(self, rank: int, tag: int, cached: Any, layers: slice, heads: slice) -> TransferHandle:
         """Send or receive some layers and heads of cached blocks.
@@ -74,7 +74,7 @@ class MpiMover:
     min_split_bytes = 0
 
     def __init__(self, comm: MPI.Intracomm, *, outlives_others: bool = False) -> None:
-        """`comm`: the handoff communicator. No other code may receive in it from any source or with any tag.
+        """`comm`: the handoff communicator. No other code may receive in it with ANY_SOURCE or ANY_TAG.
 
         `outlives_others`: transfers from and to a lost rank remain incomplete, without an error.
         """

@@ -1,8 +1,9 @@
 """Barrier of a node's ranks before MPI starts.
 
 In MPI_Init, Open MPI waits for the other ranks by polling 10,000 times a second, which takes 3 % of a CPU
-core for each waiting rank. 64 ranks that start on few cores spend most of their time on it. In this barrier,
-they sleep in the kernel. It only saves time: if it fails, or a rank does not arrive, MPI_Init waits.
+core for each waiting rank. If 64 ranks start on few cores, this polling takes most of their time. In this
+barrier, ranks sleep in the kernel. The barrier only saves time: if it fails, or if a rank does not arrive,
+MPI_Init waits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable
 
 from launch.safe_text import whole_number
 
-_PATIENCE_S = 2.0  # without an arrival: the missing ranks may run another program
+_PATIENCE_S = 2.0  # longest time without an arrival: missing ranks may run another program
 _RETRY_S = 0.005
 _UID = struct.Struct("iII")  # SO_PEERCRED: pid, uid, gid
 
@@ -32,8 +33,9 @@ def wait_for_node() -> None:
 def meet(name: str, n: int, patience_s: float = _PATIENCE_S, uid: int = os.getuid()) -> None:
     """Wait until `n` processes of user `uid` have called this with the same name in this network namespace.
 
-    The first process counts the others, which are connected to it. It closes all connections when all have
-    arrived, when none has arrived for `patience_s`, or when it exits. Processes of other users do not count.
+    The first process counts the others, which are connected to it. It closes all connections when all others
+    have arrived, when none has arrived for `patience_s`, or when it exits. Processes of other users do not
+    count.
     The wait takes at most `n * patience_s`.
     """
     address = f"\0{name}".encode()

@@ -1,4 +1,4 @@
-"""The sign by which rank 0 knows that its own host has lost the network, and not all others."""
+"""How rank 0 detects that its own host has lost the network, not all other hosts."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Collection, Mapping
 
 from disagg import rank_list
 
-_MIN_HOSTS = 2  # the loss of one other host may be that host's own
+_MIN_HOSTS = 2  # if only one other host is silent, that host may have lost its network
 
 
 def own_network_lost(hosts: Mapping[int, str], expected: Collection[int], silent: Collection[int]) -> str:
-    """Return the cause if each expected rank of several other hosts is silent, and none here; "" if not.
+    """Return the cause if all ranks of the other hosts, at least two, are silent, and none here; "" if not.
 
     Args:
-        hosts: by rank, of the ranks that have joined.
+        hosts: hosts of the ranks that have joined, by rank.
         expected: the ranks that have not ended.
         silent: the ranks without a heartbeat.
     """

@@ -11,14 +11,14 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-_INFO_BYTES = 2048  # more than a pmix_info_t takes
+_INFO_BYTES = 2048  # more than the size of a pmix_info_t
 _BOOL = 1  # PMIX_BOOL
 
 
 def fence() -> None:
     """Wait until all ranks have called this. If this MPI has no PMIx of version 5, return immediately.
 
-    As in MPI_Init, the deadline of MPI's start (`start._deadline`) ends the process.
+    If a rank is missing, the deadline of MPI's start (`start._deadline`) ends the process, as in MPI_Init.
     """
     try:
         library = loaded("libpmix.so")

@@ -44,8 +44,8 @@ from mpillm.comms.watch import beat_interval_s
 from mpillm.errors import ExitCode, Failure, InterruptError, RunError
 from mpillm.phases import PHASES, Phase
 
-_QUIET_BEATS, _QUIET_S = 3, 3.0  # missing heartbeats, and seconds, after which a rank may be stopped
-_LAUNCHER_LOOKS_S = 1.0  # the launcher updates its files four times in this time
+_QUIET_BEATS, _QUIET_S = 3, 3.0  # without a heartbeat for 3 intervals and 3 s, a rank may be stopped
+_LAUNCHER_LOOKS_S = 1.0  # wait for the launcher's files, which it updates four times in this time
 _SETTLE_S = 0.5  # after the first failure, for other failures with the same cause
 _LOOK_S = 0.5  # between checks of this host's processes; each check reads a file per rank
 
@@ -63,8 +63,8 @@ class Rank0Control:
     ) -> None:
         """`started`: when the first phase started (time.monotonic).
 
-        `on_complete(phase, seconds, reports by rank)` is called when all ranks have arrived; its value is
-        released to all. `on_event(rank, event)` is called for each event of a rank.
+        `on_complete(phase, seconds, reports by rank)` is called when all ranks have done their part of the
+        phase. Its result is released to all. `on_event(rank, event)` is called for each event of a rank.
         """
         self._control = control
         self._transport = control.transport
@@ -77,7 +77,7 @@ class Rank0Control:
         self._failures: dict[int, Failure] = {}
         self.last_reports: dict[int, DrainReport] = {}  # of a test that a signal ends
         self.last_read: Callable[[int], str] = lambda rank: ""
-        """Returns which file a rank read last, for the cause of a failure; "" if unknown."""
+        """Returns the file that a rank read last, for the cause of a failure; "" if unknown."""
         self._reported_by_others: set[int] = set()  # ranks whose failures another rank has reported
         self._settled_at = 0.0
         self._ends = False  # whether the run ends with a failure
@@ -90,7 +90,7 @@ class Rank0Control:
         # Ranks of lost instances, and when (time.monotonic) they are killed.
         self._lost: dict[int, float] = {}
         self._n_exited_elsewhere = 0
-        self._lost_elsewhere: frozenset[int] = frozenset()  # from MPI or the launcher, only at the end
+        self._lost_elsewhere: frozenset[int] = frozenset()  # as MPI or the launcher reports; set at the end
         self.connections: RankConnections | None = None  # of ranks on other hosts
         self._stopped_processes = StoppedProcesses()
         self._next_look = 0.0  # at stopped processes
@@ -131,13 +131,12 @@ class Rank0Control:
         return False
 
     def watched_pids(self) -> list[int] | None:
-        """Return the processes that `poll` checks; None if one has neither a visible process nor a
-        connection."""
+        """Return the pids that `poll` checks; None if a rank has no visible process and no connection."""
         visible = [state.pid for state in self.ranks[1:] if self._sees(state)]
         return visible if self.connections is not None or len(visible) == len(self.ranks) - 1 else None
 
     def check_soon(self) -> None:
-        """Check these processes at the next `poll`: one has exited."""
+        """Check the `watched_pids` at the next `poll`: one process has exited."""
         self._check_at = 0.0
 
     def awaited(self) -> dict[str, list[int]]:
@@ -212,13 +211,13 @@ class Rank0Control:
         return state.pids == self.ranks[0].pids
 
     def silent(self) -> list[int]:
-        """Return the ranks whose heartbeat is missing."""
+        """Return the ranks whose next heartbeat is overdue."""
         now = time.monotonic()
         if now <= self._no_silence_until:
             return []
         expected = [(r, s) for r, s in enumerate(self.ranks) if self._is_expected(r)]
         oldest = min((s.last_message_at for _, s in expected), default=now)
-        # Times of heartbeats only increase, so no rank is silent before this time.
+        # The times of last messages only increase, so no rank is silent before this time.
         self._no_silence_until = oldest + self._timeouts.heartbeat
         return [r for r, s in expected if s.pid and s.last_message_at < now - self._timeouts.heartbeat]
 
@@ -227,16 +226,16 @@ class Rank0Control:
         return sorted({*self.exited(), *self.silent()})
 
     def settle(self, failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
-        """Return the failures to report: `failures` and simultaneous ones, without their consequences.
+        """Return the failures to report: `failures` and simultaneous ones, except consequences of others.
 
-        From now on, no phase ends: its work on rank 0 could fail again, or release ranks that must end.
+        From now on, no phase ends: rank 0's work at its end could fail again, or release ranks that must end.
         """
         self._ends = True
         end = time.monotonic() + self._settle_time_s(failures)
         while time.monotonic() < end and len(self._failures) < len(self.ranks) - 1:
             self._transport.dispatch_despite_losses()
         if any(failure.code == ExitCode.INSTANCE_LOST for failure in (*failures, *self._failures.values())):
-            # Before all ranks have connections, only MPI may identify the lost rank.
+            # Before all ranks have liveness connections, only MPI or the launcher may identify the lost rank.
             self._lost_elsewhere = self._transport.known_losses() or self._lost_before_join()
         if losses := self.losses(self.unresponsive()):
             if network := self._own_network_lost():
@@ -251,7 +250,7 @@ class Rank0Control:
         return (by_launcher.failure(),) if by_launcher else tuple(list(every.values())[:1])
 
     def _lost_before_join(self) -> frozenset[int]:
-        """Return the ranks that exited before they joined, from the launcher or the system."""
+        """Return the ranks that exited before they joined, as the launcher or the system reports."""
         if self.phase != PHASES[0] or self.unresponsive():
             return frozenset()
         end = time.monotonic() + _LAUNCHER_LOOKS_S
@@ -260,10 +259,10 @@ class Rank0Control:
         return frozenset(read_lost() or ended_here())
 
     def _settle_time_s(self, failures: tuple[Failure, ...]) -> float:
-        """Return the seconds to wait: fewer if the lost rank is known, none if Slurm may end the step."""
+        """Return the seconds to wait: fewer if the lost rank is known, 0 if Slurm may end the step."""
         if self.exited():
             return 0 if step_ends_with_a_rank() else _SETTLE_S / 10
-        if self.silent():  # the other ranks of its host will be soon
+        if self.silent():  # the other ranks of the silent rank's host will soon be silent also
             return _SETTLE_S + beat_interval_s(len(self.ranks))
         if any(failure.seen for failure in failures):
             return 0
@@ -304,12 +303,12 @@ class Rank0Control:
         stuck = {rank for rank, state in enumerate(self.ranks) if state.beat and state.beat.stack}
         stopped = RunStopped(code, finalize=not (lost or stuck - {0}))
         others = set(range(1, len(self.ranks)))
-        for rank in self.silent():  # it reads no messages, and its launcher would wait for it
+        for rank in self.silent():  # a silent rank reads no messages, and the launcher would wait for it
             self._kill(rank)
         self.kill_lost()
         end = time.monotonic() + self._timeouts.grace
         for rank in others - lost:
-            with contextlib.suppress(MPI.Exception):  # it may be lost by now
+            with contextlib.suppress(MPI.Exception):  # the rank may be lost by now
                 STOP.send(self._transport, rank, Stop(stopped.code, stopped.finalize))
         while time.monotonic() < end:
             if others <= self._byes | set(self.unresponsive()) | self._lost.keys():
@@ -322,8 +321,8 @@ class Rank0Control:
     def _without_waiting_ranks(self, failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
         """Return `failures` without instances that may only wait for an instance without a heartbeat.
 
-        Context and generation instances wait for each other, so the leader reports both as stalled. It
-        repeats the report, and finally the missing heartbeat is a failure.
+        Context and generation instances wait for each other, so the leader reports both as stalled. No
+        failure is lost: the leader repeats its report, and finally the missing heartbeat is a failure.
         """
         now = time.monotonic()
         since = now - _QUIET_BEATS * beat_interval_s(len(self.ranks)) - _QUIET_S
@@ -340,7 +339,7 @@ class Rank0Control:
         return tuple(causes)
 
     def _heartbeat_failures(self, ranks: list[int], reported: Failure) -> list[Failure]:
-        """Return failures of ranks without a heartbeat, in place of a reported one of their instance."""
+        """Return failures of ranks without a heartbeat, in place of their instance's `reported` failure."""
         now = time.monotonic()
         return [
             dataclasses.replace(
@@ -388,7 +387,7 @@ class Rank0Control:
         missing = [
             rank for rank in range(len(self.ranks)) if rank not in (arrived.keys() | self._lost.keys())
         ]
-        # A stuck rank keeps others waiting: in the test the harness has not arrived, whichever rank is stuck.
+        # A stuck rank keeps others waiting. In the test, the harness is missing, whichever rank is stuck.
         stuck = [
             rank
             for rank, state in enumerate(self.ranks)
@@ -404,7 +403,7 @@ class Rank0Control:
     def _last_seen(self, rank: int) -> str:
         """Return a rank's last phase, and before the test also the file that it read last.
 
-        "" if it waits for a program outside the run, which `activity` names.
+        "" if the rank waits for a program outside the run, which `activity` names.
         """
         if self.ranks[rank].activity().startswith(WAITING):
             return ""
@@ -426,7 +425,7 @@ class Rank0Control:
     def _complete(self, phase: Phase) -> None:
         """Release the phase if all remaining ranks have done their part."""
         arrived = self._arrived[phase]
-        if self._ends or len(arrived) < len(self.ranks) - len(self._lost):  # without a look at every rank
+        if self._ends or len(arrived) < len(self.ranks) - len(self._lost):  # quick: no look at every rank
             return
         remaining = [rank for rank in range(len(self.ranks)) if rank not in self._lost]
         if not arrived.keys() >= set(remaining):
@@ -439,11 +438,11 @@ class Rank0Control:
             self.phase = PHASES[PHASES.index(phase) + 1]
             RELEASE.send_all(self._transport, remaining, release)
             return
-        # They exit when they receive it, which may be before rank 0 reads its own release.
+        # Ranks exit when they receive the release, which may be before rank 0 reads its own release.
         self._byes.update(remaining)
         self._control.outcome = value
         for rank in remaining:
-            with contextlib.suppress(MPI.Exception):  # it is lost by now
+            with contextlib.suppress(MPI.Exception):  # the rank is lost by now
                 RELEASE.send(self._transport, rank, release)
 
     def _on_beat(self, source: int, beat: Beat) -> None:

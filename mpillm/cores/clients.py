@@ -17,22 +17,22 @@ from mpillm.errors import Failure, RunError
 MAX_PER_SERVER = 1024
 """Default limit of requests at a server: more than any server runs simultaneously."""
 
-EARLIER = 0.9
-"""Share of rank 0's deadline: a rank that fails earlier names the server in its message."""
+DEADLINE_SHARE = 0.9
+"""Share of rank 0's deadline for a client, which then fails first, with a message that names the server."""
 
 _OWNER_S = 1.5
 _LOOK_S = 0.05
 
 
 def with_owner_failures(core: LLMCore, message: str = "", server: int | None = None) -> str:
-    """Add the failures in the server's log to a client's message, after giving its owner time.
+    """Add the failures in the server's log to a client's message, after a wait for the server's owner.
 
-    If the run owns the server, its owner detects the exit a moment later than a client that waits for an
-    answer.
+    If a rank of the run owns the server, that rank detects the server's exit a moment later than a client
+    that waits for an answer.
 
     Args:
-        message: The client's own.
-        server: Index of the server in the run; None: the client's.
+        message: The client's message.
+        server: Index of the server in the run; None: the client's server.
 
     Returns:
         The message, with the lines of the server's log that name failures.
@@ -50,13 +50,13 @@ def with_owner_failures(core: LLMCore, message: str = "", server: int | None = N
 
 def longest_wait_s(config: CoreConfig, load_deadline_s: float) -> float:
     """Return how long a client waits for a server outside the run."""
-    return EARLIER * min(load_deadline_s, config.client.server_wait_s or load_deadline_s)
+    return DEADLINE_SHARE * min(load_deadline_s, config.client.server_wait_s or load_deadline_s)
 
 
 def longest_first_token_s(config: CoreConfig, limit_s: float) -> float:
     """Return how long a client waits for the first token of a server that is up, at most `limit_s`."""
     wait_s = config.client.first_token_wait_s
-    return limit_s if wait_s is None else min(limit_s, EARLIER * wait_s)
+    return limit_s if wait_s is None else min(limit_s, DEADLINE_SHARE * wait_s)
 
 
 def until_when(deadline_s: float) -> str:
@@ -68,9 +68,9 @@ def until_when(deadline_s: float) -> str:
 
 
 def share_of(urls: Sequence[str], at_once: int, index: int, n_clients: int) -> tuple[list[str], int]:
-    """Return the servers of one of `n_clients` clients, and its simultaneous requests at each.
+    """Return the servers of one of `n_clients` clients, and its simultaneous requests at each server.
 
-    Together the clients of a server have `at_once` there, or one each if that is more.
+    Together, the clients of a server have `at_once` requests there, but at least one per client.
     """
     if n_clients <= len(urls):
         return list(urls[index::n_clients]), at_once
@@ -107,12 +107,12 @@ class Answers:
         return len(self._rows)
 
     def add(self, id_: int, flags: int, tokens: Sequence[int]) -> int:
-        """Add a row; `flags`: of `ResponseFlag`. Return how many are queued now."""
+        """Add a row; `flags`: of `ResponseFlag`. Return the number of queued rows."""
         self._rows.append((id_, len(tokens), int(flags), tokens))
         return len(self._rows)
 
     def take(self) -> Batch | None:
-        """Return all queued rows; None if there are none."""
+        """Return all queued rows as a batch; None if there are none."""
         ready = [self._rows.popleft() for _ in range(len(self._rows))]
         if not ready:
             return None

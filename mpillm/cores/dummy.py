@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mpillm.telemetry.recorder import Clock
 
 VOCAB_SIZE = 32000
-_STREAM = int(RequestFlag.STREAM)  # operations on flags take longer
+_STREAM = int(RequestFlag.STREAM)  # a plain int: operations on enum flags take longer
 
 
 def answer_tokens(prompts: Batch, n_output: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -37,7 +37,7 @@ def answer_tokens(prompts: Batch, n_output: NDArray[np.int64]) -> NDArray[np.int
     starts = np.cumsum(lengths) - lengths
     if not len(starts):
         return np.zeros(0, np.int32)
-    # The sum over a prompt of token * (2 * its place in the prompt + 1), by places in the batch.
+    # The hash is the sum of token * (2 * place in the prompt + 1), computed from the places in the batch.
     odd = np.arange(1, 2 * len(prompts.tokens) + 1, 2)
     hashes = np.add.reduceat(prompts.tokens * odd, starts)
     hashes -= 2 * starts * np.add.reduceat(prompts.tokens, starts, dtype=np.int64)
@@ -48,7 +48,7 @@ def answer_tokens(prompts: Batch, n_output: NDArray[np.int64]) -> NDArray[np.int
 
 
 class DummyCore(LLMCore):
-    """Runs at most `max_batch_size` requests if time is simulated, otherwise any number."""
+    """Core that runs at most `max_batch_size` requests if time is simulated, otherwise any number."""
 
     def __init__(
         self, config: CoreConfig, comms: InstanceComms | None = None, clock: Clock = time.perf_counter
@@ -62,10 +62,10 @@ class DummyCore(LLMCore):
         self._waiting: deque[Batch] = deque()  # one request each
         self._running = 0
         self._prompt_tokens = self._generated_tokens = 0  # of contexts and answers that are complete
-        # due, order, flags, request, answer
+        # Each event: due time, order, flags, request, answer.
         self._events: list[tuple[float, int, int, Batch, NDArray[np.int32]]] = []
         self._streams = Streams(VOCAB_SIZE, self.options.tpot_ms / 1e3)
-        self._cancelled: list[int] = []  # cancelled, not reported yet
+        self._cancelled: list[int] = []  # ids, not reported yet
         self._order = 0
         self._warm = False
         self._faults = Faults(self.options, config.rank)
@@ -79,7 +79,7 @@ class DummyCore(LLMCore):
         self._lost_peers: set[int] = set()
         self._never_done: list[TransferHandle | None] = []  # keeps the buffers that MPI may still touch
         self._first_tokens: dict[int, int] = {}
-        self._cancelled_before: set[int] = set()  # while their KV cache was arriving
+        self._cancelled_before: set[int] = set()  # ids cancelled while their KV cache was arriving
         self._started: list[int] = []
         self._kv_bytes = 0
         self._faults.in_phase("join")
@@ -117,7 +117,7 @@ class DummyCore(LLMCore):
         return {"kv_bytes": self._kv_bytes} if self.config.role == "context" else {}
 
     def metrics(self) -> Metrics:
-        """Return tokens by the clock, unfinished answers included; it has no KV cache."""
+        """Return counts by the clock, including tokens of unfinished answers. This core has no KV cache."""
         now = self._clock()
         in_progress = sum(
             self._generated_of(answer, due - now)
@@ -140,7 +140,7 @@ class DummyCore(LLMCore):
             self._waiting += requests.split()
             return
         self._instant.append(requests)
-        for row in requests.rows[self._hand_over(requests.rows)]:
+        for row in requests.rows[self._hands_off(requests.rows)]:
             self._hold_kv(row)
 
     def cancel(self, ids: Iterable[int]) -> None:
@@ -281,7 +281,7 @@ class DummyCore(LLMCore):
         min_lengths = np.maximum(rows["min_output"], 1)
         return np.clip(np.rint(samples).astype(np.int64), min_lengths, max_lengths)
 
-    def _hand_over(self, rows: NDArray[np.void]) -> NDArray[np.bool_]:
+    def _hands_off(self, rows: NDArray[np.void]) -> NDArray[np.bool_]:
         """Return which requests stop here after the first token and continue elsewhere."""
         if self.config.role != "context":
             return np.zeros(len(rows), np.bool_)
@@ -292,7 +292,7 @@ class DummyCore(LLMCore):
 
     def _answer(self, requests: Batch) -> Batch:
         """Return all responses of a batch immediately, without simulated time, and begin the streams."""
-        context_only = self._hand_over(requests.rows)
+        context_only = self._hands_off(requests.rows)
         if np.bitwise_or.reduce(requests.rows["flags"]) & _STREAM:
             streamed = ~context_only & ((requests.rows["flags"] & _STREAM) != 0)
             self._begin_streams(requests.select(streamed), 0.0)
@@ -355,7 +355,7 @@ class DummyCore(LLMCore):
         self._running += 1
         row = request.rows[0]
         admitted = int(row["id"]) in self._first_tokens
-        if row["flags"] & RequestFlag.STREAM and not self._hand_over(request.rows)[0]:
+        if row["flags"] & RequestFlag.STREAM and not self._hands_off(request.rows)[0]:
             self._begin_streams(
                 request, now + (self.options.tpot_ms if admitted else self.options.ttft_ms) / 1e3
             )
@@ -365,7 +365,7 @@ class DummyCore(LLMCore):
         if admitted:
             self._check_first(request.rows, answer, n_output)
         first_at = now if admitted else now + self.options.ttft_ms / 1e3
-        if self._hand_over(request.rows)[0]:
+        if self._hands_off(request.rows)[0]:
             self._hold_kv(row)
             self._push(first_at, ResponseFlag.FIRST, request, answer[:1])
             return
@@ -383,7 +383,7 @@ class DummyCore(LLMCore):
         self._push(last_at, ResponseFlag.FINAL, request, answer)
 
     def _generated_of(self, answer: NDArray[np.int32], left_s: float) -> int:
-        """Return how many tokens of an answer are generated that will be complete in `left_s` seconds."""
+        """Return how many tokens exist now of an answer that will be complete in `left_s` seconds."""
         n_tokens = len(answer) - (
             self.config.role == "generation"
         )  # the first token is the context instance's

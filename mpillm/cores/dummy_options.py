@@ -26,7 +26,7 @@ class DummyOptions:
 
     ttft_ms: float = 0.0  # time to first token
     tpot_ms: float = 0.0  # time per further token
-    # answer lengths: normal, at most the request's max_output; 0 is always max_output
+    # answer lengths: normally distributed, at most the request's max_output; mean 0: always max_output
     output_mean: float = 0.0
     output_stdev: float = 0.0
     kv_bytes_per_token: int = 0

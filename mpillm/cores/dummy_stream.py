@@ -10,19 +10,19 @@ from numpy.typing import NDArray
 
 from mpillm.comms.messages import RESPONSE, Batch, ResponseFlag
 
-_FIRST, _FINAL = int(ResponseFlag.FIRST), int(ResponseFlag.FINAL)  # operations on flags take longer
+_FIRST, _FINAL = int(ResponseFlag.FIRST), int(ResponseFlag.FINAL)  # plain ints: enum flags are slower
 _PARTIAL = int(ResponseFlag.PARTIAL)
 _STREAM = np.dtype([("id", "<u4"), ("base", "<i8"), ("at", "<i8"), ("n", "<i8"), ("due", "<f8")])
 
 
 class Streams:
-    """All streams in one array: Python has no cost per token.
+    """All streams in one array, so that no Python code runs per token.
 
     Token j of an answer is the first token plus j, modulo `vocab_size`.
     """
 
     def __init__(self, vocab_size: int, gap_s: float) -> None:
-        """`gap_s`: between tokens of a stream."""
+        """`gap_s`: seconds between tokens of a stream."""
         self._vocab_size = vocab_size
         self._gap_s = gap_s
         self._rows = np.zeros(0, _STREAM)
@@ -41,7 +41,7 @@ class Streams:
     ) -> None:
         """Begin answers of `lengths` tokens (arrays of shape [n]).
 
-        `n_sent` tokens of each are sent already; the next is due at `first_at`.
+        `n_sent` tokens of each answer are sent already. The next token is due at `first_at`.
         """
         rows = np.zeros(len(ids), _STREAM)
         rows["id"], rows["base"], rows["at"], rows["n"], rows["due"] = (

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 _MIN_S = 1e-9
 _RATIO = 1.002  # between bin edges: a percentile is within 0.1 % of the true one
 _BINS = int(np.ceil(np.log(1e6 / _MIN_S) / np.log(_RATIO)))
-# Durations are counted in batches: a call of NumPy takes 20 µs, however few there are.
+# Durations are counted in batches: a call of NumPy takes 20 µs, however few durations it gets.
 _CALLS = 256  # of `add`
 _DURATIONS = 4096
 
@@ -48,11 +48,11 @@ class Histogram:
         self._sum += float(seconds.sum())
 
     def cdf_ms(self, max_points: int = 300) -> dict[str, list[float]]:
-        """Return ``ms`` and the ``share`` of durations that are at most as long; at most `max_points`."""
+        """Return ``ms``, and the ``share`` of durations up to each: at most `max_points` points."""
         self._count()
         bins = np.flatnonzero(self._counts)
         shares = np.cumsum(self._counts)[bins] / max(1, int(self._counts.sum()))
-        if len(bins) > max_points:  # at equal steps of the share, and the ends
+        if len(bins) > max_points:  # keep points at equal steps of the share, and both ends
             picked = np.unique(
                 np.searchsorted(shares, np.linspace(shares[0], 1, max_points)).clip(0, len(bins) - 1)
             )

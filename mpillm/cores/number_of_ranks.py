@@ -1,4 +1,4 @@
-"""The number of ranks of a test without an explicit number."""
+"""The number of ranks of a test."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mpillm.options.run_config import RunConfig
 
 
 def ranks_of(config: RunConfig) -> int:
-    """Return --world_size, or the ranks of the instances in the options or the YAML, with control ranks.
+    """Return --world_size, or the ranks of the instances in the options or the YAML plus control ranks.
 
     An aggregated test has as many instances as this node's GPUs hold, or one if the GPUs are unknown. A
-    client core has one rank for each of --trtllm_server_urls, or one.
+    client core has one rank for each of --trtllm_server_urls, or one rank without URLs.
     """
     if config.world_size:
         return int(config.world_size)

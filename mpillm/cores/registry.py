@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class BackendRegistry:
-    """Core classes by name, imported on demand: a backend's packages do not slow down the others."""
+    """Core classes by name, imported on demand: a backend's packages do not slow down other backends."""
 
     @classmethod
     def register(cls, name: str, path: str) -> None:
-        """Add a core, ``module:Class``, to this process. Packages use ``mpillm.cores`` entry points."""
+        """Add a core, ``module:Class``, to this process. A package uses ``mpillm.cores`` entry points."""
         core_names.registered[name] = path
 
     @classmethod
@@ -34,7 +34,7 @@ class BackendRegistry:
     def get(cls, name: str) -> type[LLMCore]:
         """Return the class of a core that can run a test.
 
-        Raises ConfigError as `declared`, or if the class lacks methods.
+        Raises ConfigError as `declared` does, or if the class lacks methods.
         """
         core = cls.declared(name)
         if inspect.isabstract(core):

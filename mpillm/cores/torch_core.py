@@ -1,7 +1,7 @@
-"""The embedded engine as a core: Llama and Mixtral with PyTorch, on a CPU or an NVIDIA GPU.
+"""The embedded engine as a core: models with PyTorch, on CPUs or NVIDIA GPUs.
 
-`load` imports PyTorch and its users, and `check` imports the readers of models: commands without a model, and
-ranks without an instance, also use the class.
+`load` imports PyTorch and the modules that use it; `check` and the constructor import the readers of models.
+The module imports neither, because commands without a model, and ranks without an instance, also use it.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _log = logging.getLogger(__name__)
 _MAX_WARM_UP = 64  # requests
 _HEALTH_PAUSE_S = 0.0005
 _TIMED = 3  # prompts of each size, of which the fastest counts
-# The KV cache's GPU memory over the memory of transfer buffers, which the cache leaves free
+# GPU memory of the KV cache divided by the memory of transfer buffers, which the cache leaves free
 _CACHE_TO_BUFFERS = 32
-# Bytes for caches between a GPU and another run, of the root rank; other ranks have an eighth
+# Limit of the root rank's pinned memory for caches between a GPU and another run. Other ranks have an eighth.
 _PINNED = 4 << 30
-_MEMORY_TO_PINNED = 16  # a rank's share of the host memory over that
+_MEMORY_TO_PINNED = 16  # a rank's share of the available host memory divided by its pinned memory
 
 
 _STAGES = provided("STAGES")
@@ -80,9 +80,9 @@ class TorchCore(LLMCore):
     packages = ("torch", "triton")
 
     def __init__(self, config: CoreConfig, comms: InstanceComms | None = None) -> None:
-        """Read the model. Raises ConfigError as `model_info`.
+        """Read the model. Raises ConfigError as `model_info` does.
 
-        Memory is not checked: another rank of the node may be loading already.
+        Memory is not checked, because another rank of the node may be loading already.
         """
         from mpillm.engine.shape.model_info import model_info
 
@@ -92,8 +92,8 @@ class TorchCore(LLMCore):
         self.worker: Worker | None = None
         self._runs: Engine | Follower | None = None  # an engine if this rank leads its instance
         self._handoff: tuple[Mover, dict[int, Peer]] | None = None
-        self._host_mover: HostMover | None = None  # of a GPU whose partner is another run
-        self._pinned: PinnedMemory | None = None  # as `_host_mover`
+        self._host_mover: HostMover | None = None  # if this GPU's partner is another run
+        self._pinned: PinnedMemory | None = None  # likewise
         self._before_test: dict[str, int] = {}
         self._computed_before_test = (0, 0)  # tokens of prompts and of answers
         self._compiled_before_test = 0
@@ -207,11 +207,10 @@ class TorchCore(LLMCore):
         return f"{n} kernels and graphs compiled" if n else ""
 
     def run_health_check(self) -> None:
-        """Generate a token from a one-token prompt, through all ranks of the instance, with an idle engine.
+        """Generate a token from a one-token prompt, on all ranks of the instance, with an idle engine.
 
-        Then tune the prompt tokens of a step, if the option is set. Raises RunError if the model's numbers
-        are not
-        finite: every answer would be the same token, and a test of that would be VALID.
+        Then tune the prompt tokens of a step, if the option is set. Raises RunError if the model computes NaN
+        or infinity: every answer would be the same token, and a test of such answers would be VALID.
         """
         if not self._leads:
             return
@@ -299,7 +298,7 @@ class TorchCore(LLMCore):
         )
 
     def _counts(self) -> dict[str, int]:
-        """Return the counts since the start; of reused blocks and draft tokens only if enabled."""
+        """Return the counts since the start. Reused blocks and draft tokens are included only if enabled."""
         from mpillm.engine.schedule.prefix_cache import PrefixCache
 
         counts = {"preemptions": self.engine.scheduler.preemptions}
@@ -334,10 +333,10 @@ class TorchCore(LLMCore):
     # --- work ---
 
     def credits(self) -> Credits:
-        """Grant twice the batch and the cache, so that the next requests wait here, not at the leader.
+        """Grant credits for two batches and two KV caches: the next requests wait here, not at the leader.
 
-        A generation instance grants its cache once: requests that wait for it hold blocks of a context
-        instance.
+        A generation instance grants only one KV cache: requests that wait for this cache hold blocks of a
+        context instance.
         """
         n_caches = 1 if self.config.role == "generation" else 2
         return Credits(2 * self.config.engine.scheduler.max_batch_size, n_caches * self.info.kv_cache_tokens)
@@ -439,7 +438,7 @@ class TorchCore(LLMCore):
 
     def admit(self, request: Batch, first_token: int) -> None:
         sequence = new_sequence(request.rows[0], request.tokens)
-        sequence.hand_over = False
+        sequence.hands_off = False
         sequence.output = [first_token]
         sequence.n_passed_on = sequence.n_logprobs_sent = 1
         self.engine.admit(sequence)

@@ -15,7 +15,7 @@ from mpillm.comms.messages import NO_INSTANCE, RESPONSE, Batch, RequestFlag, Res
 if TYPE_CHECKING:
     from mpillm.engine.schedule.sequence import Progress, Sequence
 
-# Plain numbers: operations on flags take longer than the rest of a row.
+# Plain ints: operations on enum flags take longer than all other work for a row.
 _FINAL, _ERROR, _CANCELLED = int(ResponseFlag.FINAL), int(ResponseFlag.ERROR), int(ResponseFlag.CANCELLED)
 _TIMES, _LOGPROBS = int(ResponseFlag.TIMES), int(ResponseFlag.LOGPROBS)
 _FLAGS = {  # by whether a row has the first and the last token
@@ -40,7 +40,7 @@ def new_sequence(row: NDArray[np.void], tokens: NDArray[np.int32]) -> Sequence:
         sampling=SamplingParams(
             float(row["temperature"]), int(row["top_k"]), float(row["top_p"]), int(row["seed"])
         ),
-        hand_over=int(row["generation"]) != NO_INSTANCE,
+        hands_off=int(row["generation"]) != NO_INSTANCE,
         ignore_stop=bool(flags & RequestFlag.IGNORE_STOP),
         ignore_end=bool(flags & RequestFlag.IGNORE_END),
         stream=bool(flags & RequestFlag.STREAM),
@@ -51,7 +51,7 @@ def new_sequence(row: NDArray[np.void], tokens: NDArray[np.int32]) -> Sequence:
 
 
 def responses(progress: Iterable[Progress], refused: Iterable[int]) -> Batch:
-    """Return rows of dtype RESPONSE, with their tokens, and record in the sequences what was sent."""
+    """Return rows of dtype RESPONSE with their tokens, and record the sent tokens in the sequences."""
     rows: list[tuple[int, int, int]] = []
     tokens: list[int] = []
     for sequence, is_first, is_final in progress:
@@ -62,7 +62,7 @@ def responses(progress: Iterable[Progress], refused: Iterable[int]) -> Batch:
             new_tokens = sequence.output
         elif is_first:
             new_tokens = sequence.output[:1]  # the second token may be there by now
-        else:  # if the answer has ended, the other tokens are sent with its end
+        else:  # if the answer has ended, its last row sends the other tokens
             new_tokens = [] if sequence.is_done else sequence.output[sequence.n_passed_on :]
         if is_first and sequence.times:
             rows.append((sequence.id, 3, _TIMES))

@@ -1,8 +1,8 @@
 """Chat templates, rendered in a child process.
 
 A template may come from an untrusted model. Jinja's sandbox rejects unsafe calls, but a template of a few
-bytes can run for hours or fill the memory. So a child process (`template_process`) renders it, with limits of
-CPU time and memory.
+bytes can run for hours or fill the memory. So a child process (`template_process`) renders chats, with limits
+of CPU time and memory.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from launch.safe_text import one_line
 
 Messages = Sequence[Mapping[str, Any]]  # a chat in the format of OpenAI's API
 
-_MAX_CPU_S = 10.0  # for a chat
-_MAX_BYTES = 1 << 30  # of the child process
-_MAX_WAIT_S = 120.0  # for a part of a message, on a busy machine
-_MAX_END_S = 5.0  # until an ended process can be waited for
-_BATCH_BYTES = 1 << 20  # of a message, unless one chat is larger
-_LENGTH_BYTES = 8  # before each message
+_MAX_CPU_S = 10.0  # for one chat
+_MAX_BYTES = 1 << 30  # memory of the child process
+_MAX_WAIT_S = 120.0  # for one part of a message, on a busy machine
+_MAX_END_S = 5.0  # until the kernel reports the end of a child process
+_BATCH_BYTES = 1 << 20  # size of a message, unless one chat is larger
+_LENGTH_BYTES = 8  # bytes before each message, with its length
 
 
 class ChatTemplate:
@@ -43,7 +43,7 @@ class ChatTemplate:
         max_cpu_s: float = _MAX_CPU_S,
         max_bytes: int = _MAX_BYTES,
     ) -> None:
-        """Start the process. `max_cpu_s`: for a chat; `max_bytes`: memory of the process.
+        """Start the process. `max_cpu_s`: for one chat; `max_bytes`: memory of the process.
 
         Raises ConfigError if the template does not parse, or jinja2 is not installed.
         """
@@ -86,7 +86,7 @@ class ChatTemplate:
 
 
 def _batches(chats: Sequence[Messages]) -> Iterator[bytes]:
-    """Yield messages that hold the chats. Their size bounds the memory that a message needs."""
+    """Yield messages with the chats. A message is limited in size, because it is in memory as a whole."""
     batch, size = list[bytes](), 0
     for chat in chats:
         try:
@@ -103,7 +103,7 @@ def _batches(chats: Sequence[Messages]) -> Iterator[bytes]:
 
 
 class _Process:
-    """The child process. It ends when this object or this process does."""
+    """The child process. It ends when this object is deleted, or when this process ends."""
 
     def __init__(self, max_cpu_s: float, max_bytes: int) -> None:
         self._connection, child_end = socket.socketpair()
@@ -116,7 +116,7 @@ class _Process:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[child_end.fileno()],
-                start_new_session=True,  # Ctrl-C is for this process
+                start_new_session=True,  # Ctrl-C must not reach the child process
             )
         weakref.finalize(self, _end, self._process, self._connection)
 
@@ -128,7 +128,7 @@ class _Process:
 
     def end(self, error: Exception) -> str:
         """End the process after an error; return the cause."""
-        if isinstance(error, (EOFError, ConnectionError)):  # it has ended
+        if isinstance(error, (EOFError, ConnectionError)):  # the process has ended by itself
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = self._process.wait(_MAX_END_S)
                 if code == -signal.SIGPROF:
@@ -146,7 +146,7 @@ def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
 
 
 def encode(message: Any) -> bytes:
-    """Return a message for `send`. Raises RecursionError, or ValueError for a number of too many digits."""
+    """Return a message for `send`. Raises RecursionError, or ValueError for a number with too many digits."""
     return json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 

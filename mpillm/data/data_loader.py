@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Samples:
-    """Sample i's prompt is the next ``lengths[i]`` of `tokens`."""
+    """Samples, whose prompts are back to back in `tokens`: sample i's has ``lengths[i]`` tokens."""
 
-    file: Path  # where the prompts come from, for messages
+    file: Path  # source of the prompts, for messages
     lengths: NDArray[np.int64]
     tokens: NDArray[np.int32]
     stop_words: NDArray[np.int32] | None = None  # shape [samples, width], padded with the end token or -1
-    note: str = ""  # for the user: where the converted data set is
+    note: str = ""  # for the user: the place of the converted data set
 
 
 @autoconfigure
@@ -82,7 +82,7 @@ class LLMDataLoader:
         return [None for _ in sample_indices]
 
     def load(self) -> Samples:
-        """Return all samples. Raises ConfigError if one has no tokens, or the numbers of samples differ."""
+        """Return all samples. Raises ConfigError for a sample without tokens, or a wrong number of them."""
         name, every = type(self).__name__, range(len(self))
         prompts, stop_words = self.get_input_tokens(every), self.get_stop_tokens(every)
         for method, got in (("get_input_tokens", prompts), ("get_stop_tokens", stop_words)):

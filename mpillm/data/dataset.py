@@ -30,22 +30,22 @@ from mpillm.data.tokenizer import NoTokenizer, Tokenizer
 
 BUILTIN_PROMPTS = Path(__file__).parent / "prompts.jsonl"
 
-_MAX_LENGTH = 1 << 40  # tokens of a synthetic prompt or answer: sums of lengths do not overflow
+_MAX_LENGTH = 1 << 40  # tokens of a synthetic prompt or answer, so that sums of lengths do not overflow
 _TRACE_BLOCK = 512  # tokens per hash in Mooncake's traces
 _MAX_TRACE_TOKENS = 1 << 31  # in all prompts of a trace
-_ENCODE_BATCH = 4096  # prompts tokenized in one call: bounds the memory of the results
+_ENCODE_BATCH = 4096  # prompts tokenized in one call, which bounds the memory of the results
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
     """A data set; sample i's prompt is ``tokens[offsets[i]:offsets[i + 1]]``."""
 
-    name: str  # of the file, or `synthetic`
+    name: str  # the file's name, or `synthetic`
     tokens: NDArray[np.int32]
     offsets: NDArray[np.int64]  # shape [samples + 1]
-    output_lengths: NDArray[np.int64] | None = None  # tokens to generate for each sample; None: no column
+    output_lengths: NDArray[np.int64] | None = None  # tokens to generate, by sample; None: not in the data
     texts: Mapping[int, str] = field(default_factory=dict)  # text prompts by sample
-    ignores_stop: NDArray[np.bool_] | None = None  # True: the sample has no stop word; None: no column
+    ignores_stop: NDArray[np.bool_] | None = None  # True: the sample has no stop word; None: not in the data
     sends_text: bool = False  # the tokens are bytes of text, which servers tokenize
     note: str = ""  # for the user: omitted prompts, or the path of the converted file
 
@@ -70,9 +70,9 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True)
 class Synthetic:
-    """Random prompts with normally distributed lengths, tokens uniform over `Tokenizer.plain_tokens`.
+    """Random prompts: normally distributed lengths, and tokens uniform over `Tokenizer.plain_tokens`.
 
-    The fields are options of the same names.
+    The fields are the options of the same names.
     """
 
     input_mean: float
@@ -87,10 +87,10 @@ class Synthetic:
 class PromptLimits:
     """Limits of a model and a run on the prompts of a data set."""
 
-    vocab_size: int | None = None  # None: the tokenizer's
+    vocab_size: int | None = None  # None: the tokenizer's vocabulary
     max_seq_len: int | None = None  # tokens of prompt plus answer
     max_output_len: int = 1
-    max_prompt_len: int | None = None  # tokens of one step, if a prompt must fit it
+    max_prompt_len: int | None = None  # tokens of one step, if a prompt must fit one step
     end_ids: tuple[int, ...] = ()
     stop_words: tuple[tuple[int, ...], ...] = ()
     any_stop_words: bool = True  # False: ignore the data set's stop words
@@ -103,10 +103,10 @@ def load_dataset(
     limits: PromptLimits = PromptLimits(),
     columns: Columns = KNOWN,
 ) -> Dataset:
-    """Read a data set, or create a synthetic one; None: the prompts that come with mpillm.
+    """Read a data set, or create a synthetic one. `source`: None: the prompts that come with mpillm.
 
-    Raises ConfigError, with the file and the line or sample, also for a prompt that exceeds the limits. The
-    limits apply to a synthetic sample with its own output length.
+    Raises ConfigError, with the file and the line or sample, also for a prompt that exceeds the limits. For a
+    synthetic sample, the limits include the sample's own output length.
     """
     vocab_size = tokenizer.vocab_size if limits.vocab_size is None else limits.vocab_size
     if isinstance(source, Synthetic):
@@ -132,7 +132,7 @@ def load_dataset(
 def _of_rows(
     file: Path, tokenizer: Tokenizer, vocab_size: int, columns: Columns, limits: PromptLimits
 ) -> tuple[Dataset, list[int]]:
-    """Read the data set in a file. Returns also the line of each sample."""
+    """Return the data set in a file, and the line of each sample."""
     lines, samples = _samples(file, vocab_size, columns)
     where = [f"{file}:{line}" for line in lines]
     texts = {i: sample.prompt for i, sample in enumerate(samples) if isinstance(sample.prompt, str)}
@@ -184,7 +184,7 @@ def _samples(file: Path, vocab_size: int, columns: Columns) -> tuple[list[int], 
 
 
 def _note(samples: Sequence[Sample], lengths: NDArray[np.int64] | None, limits: PromptLimits) -> str:
-    """Return a note for the user about parts of the rows without effect."""
+    """Return a note for the user about parts of the rows that have no effect."""
     notes = []
     if lengths is not None:
         over = lengths[(lengths > limits.max_output_len) & (lengths < _MAX_LENGTH)]
@@ -201,7 +201,7 @@ def _note(samples: Sequence[Sample], lengths: NDArray[np.int64] | None, limits: 
 
 
 def _check_trace(file: Path, samples: Sequence[Sample], limits: PromptLimits) -> None:
-    """Raise ConfigError for a trace with lengths that exceed the model's or the memory's limits."""
+    """Raise ConfigError for a trace whose lengths exceed the limits of the model or of the memory."""
     lengths = np.array([sample.prompt.length for sample in samples if isinstance(sample.prompt, Trace)])
     if len(lengths) and lengths.sum() > _MAX_TRACE_TOKENS:
         raise ConfigError(f"{file}: its prompts have {lengths.sum()} tokens; at most {_MAX_TRACE_TOKENS} fit")
@@ -226,12 +226,12 @@ def _trace_tokens(trace: Trace, tokenizer: Tokenizer, vocab_size: int) -> array[
 
 
 def unused_lengths(dataset: Dataset) -> str:
-    """Return a warning for a benchmark with its own output length."""
+    """Return a warning for a benchmark command that has its own option for output lengths."""
     return f"the lengths of answers in {dataset.name} have no effect: --output_len decides"
 
 
 def _check_lengths(lengths: NDArray[np.int64], limits: PromptLimits, where: Callable[[int], str]) -> None:
-    """Raise ConfigError for the max_length prompt that exceeds a limit. `where(sample)`: its place."""
+    """Raise ConfigError if the longest prompt exceeds a limit. `where(sample)`: the sample's place."""
     for max_length, name, options in _allowed(limits):
         over = np.flatnonzero(lengths > max_length)
         if len(over):
@@ -256,7 +256,7 @@ def _allowed(limits: PromptLimits) -> Iterator[tuple[int, str, Sequence[str]]]:
 
 
 def _fitting(dataset: Dataset, limits: PromptLimits) -> Dataset:
-    """Remove the samples that exceed the limits. If all do, return all; the caller rejects them."""
+    """Remove the samples that exceed the limits. If all exceed them, return all; the caller rejects them."""
     lengths, allowed = dataset.lengths(), list(_allowed(limits))
     max_length = min((max_length for max_length, *_ in allowed), default=lengths.max())
     indices = np.flatnonzero(lengths <= max_length)
@@ -296,7 +296,7 @@ def _ignores_stop(stop_words: NDArray[np.int32], limits: PromptLimits, file: Pat
     ignores = np.zeros(len(distinct), np.bool_)
     for i, row in enumerate(distinct.tolist()):
         word = [token for token in row if token >= 0]
-        while word and word[-1] in limits.end_ids:  # the padding of shorter words
+        while word and word[-1] in limits.end_ids:  # end tokens pad shorter words
             word.pop()
         ignores[i] = not word
         if word and tuple(word) not in limits.stop_words:

@@ -1,4 +1,4 @@
-"""Incremental text of a response; its joined pieces equal `Tokenizer.decode` of all tokens."""
+"""Incremental text of a response. The joined pieces equal `Tokenizer.decode` of all tokens."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from mpillm.data.tokenizer import ByteTokenizer, Tokenizer
 
 _REPLACEMENT = "\ufffd"  # for invalid or incomplete UTF-8
-_CHARACTER = 4  # bytes, and so tokens, at most
-_MAX_PENDING = 8  # tokens; with more, some bytes are certainly invalid
+_CHARACTER = 4  # a character has at most 4 bytes, so at most 4 tokens
+_MAX_PENDING = 8  # tokens; if more are pending, some bytes are certainly invalid
 
 
 class Detokenizer:
@@ -26,10 +26,10 @@ class Detokenizer:
             codecs.getincrementaldecoder("utf-8")("replace") if type(tokenizer) is ByteTokenizer else None
         )
         self._tokens: list[int] = []
-        # Tokens [:read] are decoded; [context:read] are the last piece.
+        # Tokens [:read] are decoded. The last piece consists of tokens [context:read].
         self._context = self._read = 0
         self._context_text = ""
-        self._length = 0  # of the text returned by `add`
+        self._length = 0  # of all text that `add` has returned
 
     def add(self, tokens: Sequence[int]) -> str:
         """Return the text that these tokens add."""
@@ -46,7 +46,7 @@ class Detokenizer:
         return piece
 
     def _certain(self) -> tuple[str, int]:
-        """Return the text after the context that no later token changes, and the end of its tokens."""
+        """Return the text after `_context` that no later token can change, and the end of its tokens."""
         n = len(self._tokens)
         for end in range(n, max(self._read, n - _CHARACTER), -1):
             text = self._tokenizer.decode(self._tokens[self._context : end])
@@ -67,7 +67,7 @@ class StopStrings:
     """Ends a text before the first stop string, and delays a suffix that may become one."""
 
     def __init__(self, strings: Sequence[str]) -> None:
-        """`strings`: none of them empty."""
+        """`strings`: must not be empty strings."""
         self._strings = strings
         self._pending = ""
         self.match: str | None = None

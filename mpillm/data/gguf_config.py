@@ -29,7 +29,7 @@ _TENSORS = {
 PACKED = ("mlp.experts",)  # gpt-oss has all experts of a layer in one tensor
 _QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _FEED_FORWARD = ("ffn_gate", "ffn_up", "ffn_down")
-_READ = (  # keys of every architecture, below its name
+_READ = (  # keys of every architecture, without the prefix of its name
     "context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size",
     "attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon",
     "attention.key_length", "attention.value_length", "rope.dimension_count", "rope.freq_base",
@@ -62,9 +62,9 @@ class Architecture(NamedTuple):
 
     hugging_face: Callable[[Metadata], tuple[str, str]]  # architecture and model_type
     more: Callable[[Metadata], dict[str, Any]] = lambda _: {}  # additional keys of config.json
-    read: tuple[str, ...] = ()  # keys that it reads in addition to `_READ`
+    read: tuple[str, ...] = ()  # keys that the conversion reads in addition to `_READ`
     tensors: Mapping[str, str] = _TENSORS
-    # Prefix of an expert's number, and its three matrices; `PACKED`: one tensor.
+    # Prefix before an expert's number, and the names of its three matrices; `PACKED`: one tensor.
     experts: tuple[str, ...] = ()
     permutes: bool = False  # the file has the rows of q and k in another order (see `gguf._unpermute`)
     norms_add_one: bool = False
@@ -93,7 +93,7 @@ def _llama_fields(metadata: Metadata) -> dict[str, Any]:
 
 def _gemma_fields(metadata: Metadata) -> dict[str, Any]:
     head_dim = metadata["attention.key_length"]
-    is_27b = metadata["block_count"] == 62  # its queries have another scale
+    is_27b = metadata["block_count"] == 62  # the queries of 27B have another scale
     heads = metadata["attention.head_count"]
     return {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -181,7 +181,7 @@ def architecture_of(metadata: Metadata) -> Architecture:
 
 
 def config_of(metadata: Metadata, is_tied: bool, rope_factors: NDArray[np.float32] | None) -> dict[str, Any]:
-    """Return `config.json`. `rope_factors`: the file's tensor of divisors of the rotary frequencies."""
+    """Return `config.json`. `rope_factors`: the file's tensor by which rotary frequencies are divided."""
     architecture = architecture_of(metadata)
     heads, hidden = metadata["attention.head_count"], metadata["embedding_length"]
     head_dim = metadata.get("attention.key_length") or metadata.get("rope.dimension_count", hidden // heads)

@@ -9,7 +9,7 @@ from mpillm.data.gguf_config import Metadata
 from mpillm.files import panics_named
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # GGUF's types of tokens
-_SPACE = "\u2581"  # SentencePiece's
+_SPACE = "\u2581"  # SentencePiece's character for a space
 _SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
     r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
@@ -105,7 +105,7 @@ def _sentence_piece(metadata: Metadata) -> Any:
 
 
 def _merges(tokens: list[str], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
-    """Return the pairs that form a token, in the order of the tokens' scores. SentencePiece has no merges."""
+    """Return pairs that form a token, in the order of the tokens' scores: SentencePiece has no merges."""
     place = {token: i for i, token in enumerate(tokens) if types[i] not in (_CONTROL, _UNKNOWN, _BYTE)}
     ranked = []
     for token, i in place.items():

@@ -1,4 +1,4 @@
-"""The error for a JSON array in place of lines of JSON, or of a published data set."""
+"""The error for a JSON array where lines of JSON or a published data set are expected."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def not_lines(file: Path, shares: bool) -> str:
-    """Return the message, with a command that converts the file. `shares`: it is a ShareGPT file."""
+    """Return the message, with a command that converts `file`. `shares`: `file` is a ShareGPT file."""
     prompt = 'c["conversations"][0]["value"]' if shares else 'c["prompt"]'
     some = ' if c["conversations"]' if shares else ""
     program = (

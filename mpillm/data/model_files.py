@@ -8,7 +8,7 @@ from pathlib import Path
 from disagg.errors import ConfigError, about
 from mpillm.json_slice import Slice
 
-# Defaults are TensorRT-LLM's BuildConfig defaults in NVIDIA's harness.
+# Defaults are those of TensorRT-LLM's BuildConfig in NVIDIA's harness.
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Mapping(Slice):
 
 @dataclass(frozen=True)
 class QuantConfig(Slice):
-    quant_algo: str = ""  # empty: none
+    quant_algo: str = ""  # empty: not quantized
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class EngineConfig(Slice):
     @classmethod
     @about("engine_dir")
     def from_engine_dir(cls, engine_dir: str | Path) -> EngineConfig:
-        """Read the configuration in an engine's folder. Raises ConfigError if it has no engine."""
+        """Read the configuration in an engine's folder. Raises ConfigError if the folder has no engine."""
         path = Path(engine_dir) / "config.json"
         if not path.is_file():
             raise ConfigError(f"--engine_dir {engine_dir}: no engine there: it has no config.json")

@@ -11,7 +11,7 @@ _TRANSFORMERS = (
     " {folder}`"
 )
 _SAFETENSORS = "fetch the model's model*.safetensors, and model.safetensors.index.json if there are several"
-# Patterns of file names, in the order of the search, and the remedy, with {file} and {folder}
+# Patterns of file names in the order of the search, each with its remedy, which contains {file} or {folder}
 _OTHERS = (
     ("*.gguf", "convert it: `python -m mpillm fetch-model {file}`"),
     ("consolidated*.safetensors", f"it has Mistral's names of tensors; {_SAFETENSORS}"),
@@ -26,7 +26,7 @@ _OTHERS = (
 
 
 def other_weights(folder: Path) -> str:
-    """Return the end of a message: other weights in a folder, and the remedy; empty for none."""
+    """Return the end of a message: other weights in a folder, and the remedy; empty if there are none."""
     for pattern, remedy in _OTHERS:
         if files := sorted(folder.glob(pattern)):
             if pattern == "*.safetensors" and len(files) > 1:

@@ -1,4 +1,4 @@
-"""Samples of a data set's rows: prompts as text, tokens or chats, or the lengths of a trace."""
+"""From the rows of a data set to samples: prompts as text, tokens or chats, or the lengths of a trace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from disagg.errors import nearest
 from mpillm.files import excerpt
 
 _KEYS = ("prompt", "input_tokens", "messages", "text")  # of prompts; the first one in a row is used
-# Keys of a request or a trace; options of the run, or LoadGen, decide these
+# Keys of a request or a trace without effect: the run's options, or LoadGen, determine these
 _WITHOUT_EFFECT = (
     "timestamp", "delay", "delay_seconds", "session_id", "model", "temperature", "top_p", "top_k", "seed",
     "n", "stop", "stream", "tools", "tool_choice", "response_format", "min_tokens", "ignore_eos",
@@ -25,7 +25,7 @@ _MAX_LENGTH = 1 << 40
 
 
 class Columns(NamedTuple):
-    """Names in --prompt_column and --output_len_column; None: the known names."""
+    """Names from --prompt_column and --output_len_column; None: the known names."""
 
     prompt: str | None = None
     output_len: str | None = None
@@ -35,18 +35,18 @@ KNOWN = Columns()
 
 
 class Trace(NamedTuple):
-    """Length of a prompt, and hashes of its blocks; prompts with equal hashes share blocks."""
+    """Length of a prompt, and hashes of its blocks. Blocks with equal hashes are equal."""
 
     length: int
     hash_ids: tuple[int, ...]
 
 
 class Sample(NamedTuple):
-    """A row's prompt (text, checked tokens, a chat or a trace's entry) and output length."""
+    """A row's prompt (text, checked tokens, a chat or an entry of a trace) and output length."""
 
     prompt: str | array[int] | list[dict[str, Any]] | Trace
     output_len: int | None = None
-    unused: frozenset[str] = frozenset()  # its keys that have no effect
+    unused: frozenset[str] = frozenset()  # the row's keys that have no effect
 
 
 def sample_of(row: Any, vocab_size: int, columns: Columns = KNOWN) -> Sample:
@@ -184,7 +184,7 @@ def _output_len(row: Mapping[str, Any], column: str | None) -> int | None:
 
 def _length(value: Any, key: str) -> int:
     if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit() and len(value) < 20:
-        value = int(value)  # of CSV
+        value = int(value)  # CSV has only text
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if type(value) is not int or not 1 <= value <= _MAX_LENGTH:

@@ -1,7 +1,7 @@
 """Rows of a data set's file: lines of JSON, CSV, text, or Parquet and Arrow, compressed or not.
 
-A file's first bytes decide its format, or else its name. The error for another format contains a command that
-converts the file.
+A file's first bytes determine its format. If they do not, its name does. The error for another format
+contains a command that converts the file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
 PACKED_SUFFIXES = (".gz", ".bz2", ".xz", ".zip", ".zst")
 _BOM = b"\xef\xbb\xbf"
 _MAX_FIELD = 1 << 26  # bytes of a CSV field
-_MAX_GROWTH, _MIN_UNPACKED = 200, 64 << 20  # bytes that a file may unpack to: per byte, and in any case
+_MAX_GROWTH, _MIN_UNPACKED = 200, 64 << 20  # a file may unpack to 200 bytes per byte, and always to 64 MiB
 _UNPACK_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 
 
@@ -81,7 +81,7 @@ def is_row_file(path: Path) -> bool:
 
 
 def read_rows(file: Path) -> Iterator[Row]:
-    """Yield the rows that are not blank. Raises ConfigError with the file, and the line of a mistake."""
+    """Yield the rows that are not blank. Raises ConfigError with the file and the wrong line."""
     check_file(file)
     try:
         with file.open("rb") as stream:
@@ -118,7 +118,7 @@ def _refusal(file: Path, name: str, convert: str) -> str:
 
 
 class _LimitedReader(io.RawIOBase):
-    """Content of a compressed file, up to a limit: a small file must not fill the memory."""
+    """Content of a compressed file, up to a limit, because a small file must not fill the memory."""
 
     def __init__(self, file: Path, stream: IO[bytes]) -> None:
         self._file, self._stream, self._n = file, stream, 0
@@ -166,7 +166,7 @@ def _zip_rows(file: Path, stream: IO[bytes]) -> Iterator[Row]:
 
 
 def _table_rows(file: Path, kind: str, stream: IO[bytes]) -> Iterator[Row]:
-    """Yield the rows of a table. Needs pyarrow, which is not a dependency of mpillm."""
+    """Yield the rows of a table. This needs pyarrow, which is not a dependency of mpillm."""
     try:
         import pyarrow
         import pyarrow.ipc

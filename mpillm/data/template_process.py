@@ -1,8 +1,8 @@
 """The process that renders chats: ``python -m mpillm.data.template_process FD MAX_CPU_S MAX_BYTES``.
 
-FD is a socket. The first message is ``{"template": ..., "special": {...}}``, each later one a list of chats.
-Each has a reply: ``{"texts": [...]}`` or ``{"error": ...}``. A chat that takes more CPU time ends the process
-by SIGPROF, even within a single call of Python's library.
+FD is a socket. The first message is ``{"template": ..., "special": {...}}``; each later message is a list of
+chats. Each message has a reply: ``{"texts": [...]}`` or ``{"error": ...}``. If a chat takes more CPU time
+than MAX_CPU_S, SIGPROF ends the process, even within a single call of Python's library.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 def main(fd: int, max_cpu_s: float, max_bytes: int) -> None:
     """Answer messages until the other side closes its socket."""
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]  # a user may not raise it
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]  # an unprivileged process cannot raise it
     limit = max_bytes if hard == resource.RLIM_INFINITY else min(max_bytes, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     connection = socket.socket(fileno=fd)

@@ -26,7 +26,7 @@ def write_dataset(workload: Workload, folder: Path) -> None:
     """Write the scaled-down data set: NVIDIA's arrays, and `REFERENCES` for scores. It is deterministic."""
     random = np.random.default_rng(workload.n_samples)
     n, width, (end_id,) = workload.n_samples, workload.max_input_len, workload.end_ids
-    mean = width / 3.5  # roughly as in the published data sets
+    mean = width / 3.5  # similar to the published data sets
     lengths = np.clip(random.normal(mean, mean / 2, n).round(), 1, width).astype(np.int32)
     lengths[0] = width
     tokens = random.integers(0, _PLAIN_TOKENS, (n, width), np.int32)

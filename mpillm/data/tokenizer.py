@@ -23,14 +23,14 @@ from disagg.errors import ConfigError, about
 from mpillm.data.chat_template import ChatTemplate, Messages
 from mpillm.files import check_files, excerpt, panics_named
 
-# mpillm cannot read these.
+# mpillm cannot read these formats.
 _OTHER_FORMATS = ("tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 Tokens = Sequence[int] | NDArray[np.int32]
 
-# A text that may have too many tokens is first tokenized in pieces of so many characters, because the library
-# needs some 400 bytes per token. A piece's end may split a token into at max_tokens `_MAX_SPLIT` tokens.
+# A text that may have too many tokens is first tokenized in pieces of `_PIECE` characters, because the
+# library needs about 400 bytes per token. A piece's end may split a token into at most `_MAX_SPLIT` tokens.
 _PIECE, _MAX_SPLIT = 1 << 16, 256
 
 
@@ -43,14 +43,14 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens with special ones. A model's vocabulary may be larger, for padding."""
+        """Number of tokens, including special ones. A model's vocabulary may be larger, for padding."""
 
     @property
     def plain_tokens(self) -> range:
         """Longest range of ids without a special token, for synthetic prompts."""
 
     def encode(self, prompt: str) -> list[int]:
-        """Return the model's input; with a chat template, a chat with one message."""
+        """Return the model's input. With a chat template, `prompt` is the one message of a chat."""
 
     def encode_batch(self, prompts: Sequence[str]) -> list[list[int]]:
         """Encode many prompts as `encode` does, on all CPU cores."""
@@ -61,13 +61,14 @@ class Tokenizer(Protocol):
     def render(self, messages: Messages) -> str:
         """Return the text of a chat, for `encode_plain`. Waits for the process that renders all chats.
 
-        Raises ConfigError without a chat template, or if it fails on these messages.
+        Raises ConfigError without a chat template, or if the template fails on these messages.
         """
 
     def encode_text(self, text: str, max_tokens: int | None = None) -> list[int]:
-        """Return the model's input for a plain text, with the special tokens of every input.
+        """Return the model's input for a plain text, with the special tokens that every input has.
 
-        Raises TooLongError if a long text has far more than `max_tokens` tokens, before it needs much memory.
+        If a long text has far more than `max_tokens` tokens, this raises TooLongError before it needs much
+        memory.
         """
 
     def encode_plain(self, text: str, max_tokens: int | None = None) -> list[int]:
@@ -142,7 +143,7 @@ class NoTokenizer:
     """Placeholder for a missing tokenizer; every use of a text raises ConfigError."""
 
     vocab_size = 1 << 31  # unknown
-    plain_tokens = range(256)  # in every model
+    plain_tokens = range(256)  # every model has these tokens
 
     def __init__(self, why: str) -> None:
         self.why = why
@@ -169,7 +170,7 @@ class FileTokenizer:
                 f"{file} needs the tokenizers library: pip install 'mpillm[tokenizer]'"
             ) from error
         library = f"tokenizers {tokenizers.__version__}"
-        os.putenv("RUST_BACKTRACE", "0")  # for this process: a panic becomes one line of error
+        os.putenv("RUST_BACKTRACE", "0")  # a panic in this process then prints one line
         with panics_named(f"{file} is not a tokenizer that {library} can read"):
             _check_merges(file.read_bytes())
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
@@ -242,7 +243,7 @@ def _may_be_too_long(text: str, max_tokens: int | None) -> bool:
 
 
 _LONG = 4096  # characters, tokenized in about 2 ms
-_FAILS = "the model's tokenizer fails on this text"  # for example, if a regular expression looks back too far
+_FAILS = "the model's tokenizer fails on this text"  # for example, a regular expression backtracks too far
 _MAX_GROWTH = 1024
 _INNER = ("normalizers", "decoders", "processors")
 
@@ -316,7 +317,7 @@ def _read_settings(model_path: Path) -> dict[str, Any]:
 
 
 def _read_template(model_path: Path, settings: dict[str, Any]) -> str | None:
-    """Return the template in `chat_template.jinja`, or else `default` of `tokenizer_config.json`."""
+    """Return the template in `chat_template.jinja`, or else the default in `tokenizer_config.json`."""
     file = model_path / "chat_template.jinja"
     try:
         return file.read_text(encoding="utf-8")

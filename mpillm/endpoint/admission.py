@@ -20,15 +20,15 @@ from mpillm.options.run_config import RunConfig
 _log = logging.getLogger(__name__)
 _CLIENT_CLOSED = 499  # nginx's status for a client that closed the connection
 _VERSIONS = (HttpVersion10, HttpVersion11)
-_BODIES = 16  # of the largest size, in memory simultaneously
+_BODIES = 16  # so many bodies of the largest size may be in memory
 OPEN_PATHS = ("/health", "/metrics", "/version")
-"""Paths without a key, as in vLLM; all others reveal single requests, or have a cost."""
+"""Paths that need no key, as in vLLM. All others reveal single requests, or cost computing time."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class _Body:
-    """The body of a request while in use; as a context manager, its bytes."""
+    """The body of a request while in use. As a context manager, it yields the bytes."""
 
     def __init__(self, guard: Guard, request: web.Request) -> None:
         self.n_bytes = 0  # so far
@@ -62,7 +62,7 @@ class Guard:
         host: str = "0.0.0.0",
         body_s: float = 120.0,
     ) -> None:
-        """`host`: on which the server listens. `body_s`: the time for a client to send a body."""
+        """`host`: address at which the server listens. `body_s`: the time for a client to send a body."""
         self.max_body_bytes = max_body_bytes
         self._body_s = body_s
         self.draining = False
@@ -70,10 +70,10 @@ class Guard:
         self._api_key = api_key.encode() if api_key else None
         self._is_local = is_loopback(host)
         self._arriving: set[_Body] = set()
-        self._n_bytes = 0  # of all bodies
+        self._n_bytes = 0  # bytes of all bodies
 
     async def answered(self, handler: Handler, request: web.Request, name: str) -> web.StreamResponse:
-        """Return a handler's response, with errors in OpenAI's form. `name`: of the request, for the log."""
+        """Return a handler's response, with errors in OpenAI's form. `name`: the request's, for the log."""
         self.active += 1
         note_head(request)
         try:
@@ -105,7 +105,7 @@ class Guard:
             note_working(request, False)
 
     def _check(self, request: web.Request) -> None:
-        """Check the key. Without a key, reject requests of web pages in a browser."""
+        """Check the API key. If the server has none, reject requests of web pages in a browser."""
         if request._version not in _VERSIONS:  # `version` is cached at its first use
             request._version = HttpVersion11  # otherwise the answer has the wrong version
             raise ApiError(505, "expected HTTP/1.1 or HTTP/1.0")
@@ -130,14 +130,14 @@ class Guard:
     # --- bodies ---
 
     def body(self, request: web.Request) -> _Body:
-        """Return a context manager for the body; until its block ends, the bytes count as in memory.
+        """Return a context manager for the body. Until the `with` block ends, its bytes count as in memory.
 
         Raises ApiError if the body is late, compressed or too long, or if there are too many bodies.
         """
         return _Body(self, request)
 
     async def read_body(self, request: web.Request, body: _Body) -> bytes:
-        """Read a body. For `_Body`, like `forget`."""
+        """Read a body. Only `_Body` calls this and `forget`."""
         if (coding := request.headers.get("Content-Encoding", "identity")) != "identity":
             # Decompression, to a thousand times the size, would delay all clients.
             raise ApiError(415, f"Content-Encoding {coding[:30]} is not supported: send the body as it is")
@@ -166,7 +166,7 @@ class Guard:
         self._n_bytes -= body.n_bytes
 
     def _count(self, body: _Body, n: int) -> None:
-        """Count `n` more bytes; if there are too many, drop the largest incomplete body."""
+        """Count `n` more bytes of a body. If all bodies are too large, drop the largest incomplete one."""
         body.n_bytes += n
         self._n_bytes += n
         while self._n_bytes > _BODIES * self.max_body_bytes:
@@ -180,7 +180,7 @@ class Guard:
             largest.drop(error)
 
     def drain(self) -> None:
-        """Answer 503 from now on, also to requests with incomplete bodies."""
+        """Answer 503 from now on, including to requests with incomplete bodies."""
         self.draining = True
         for body in self._arriving:
             body.drop(self.shutting_down())
@@ -204,12 +204,12 @@ def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach `host`."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name, which others resolve
+    except ValueError:  # a host name, which other machines resolve
         return False
 
 
 def _names_this_machine(host: str) -> bool:
-    """Return whether a Host header has an address, or a local name that foreign DNS cannot assign."""
+    """Return whether a Host header has an IP address, or a local name that foreign DNS cannot redirect."""
     name = host.partition("]")[0].strip("[") if host.startswith("[") else host.partition(":")[0]
     try:
         ipaddress.ip_address(name)
@@ -219,5 +219,5 @@ def _names_this_machine(host: str) -> bool:
 
 
 def _no_page(subject: str) -> ApiError:
-    """Return the error for a browser's request: pages can send any, also to a rebound DNS name."""
+    """Return the error for a web page's request: a page can send any, even to a rebound DNS name."""
     return ApiError(403, f"{subject} is not accepted without a key: set MPILLM_API_KEY", code="no_pages")

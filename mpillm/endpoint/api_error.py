@@ -28,7 +28,7 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: int = 1,
     ) -> None:
-        """`retry_after_s`: for statuses with Retry-After."""
+        """`retry_after_s`: for the header Retry-After, which only some statuses have."""
         super().__init__(message)
         self.status = status
         self.param = param

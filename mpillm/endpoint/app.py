@@ -31,22 +31,23 @@ from mpillm.endpoint.protocol import REQUEST_ID, CompletionRequest, ServedModel,
 from mpillm.endpoint.shapes import DONE, Shapes, error_event
 from mpillm.version import __version__
 
-if TYPE_CHECKING:  # few servers have them
+if TYPE_CHECKING:  # few servers have these routes
     from mpillm.endpoint.disagg.instances import Arrival
     from mpillm.endpoint.disagg.routes import DisaggRoutes
 
 _log = logging.getLogger(__name__)
 # Characters. Longer texts are tokenized in another thread, so that streams continue.
 _LONG_TEXT = 20_000
-_MAX_BYTES = 1 << 31  # of open requests, by `OpenRequests.bytes_of`
-_SPARE_PART = 8  # of the queue, beyond its limit: for addresses with at most so many open requests
+_MAX_BYTES = 1 << 31  # for all open requests, by `OpenRequests.bytes_of`
+# Beyond its limit, the queue has an eighth more places, for clients with at most as many open requests.
+_SPARE_PART = 8
 
-_request_id: ContextVar[str] = ContextVar("request_id")  # of the handler's task
-_came_at: ContextVar[float] = ContextVar("came_at")  # time.perf_counter()
+_request_id: ContextVar[str] = ContextVar("request_id")  # of the request of this task
+_came_at: ContextVar[float] = ContextVar("came_at")  # its arrival, time.perf_counter()
 
 
 def _id_of(request: web.Request, other: str = "") -> str:
-    """Return the id that a request's header has; without one `other`, or a new id."""
+    """Return the id in a request's header; without one, `other` or a new id."""
     in_header = request.headers.get("X-Request-Id", "")
     return in_header if REQUEST_ID.fullmatch(in_header) else other or uuid.uuid4().hex
 
@@ -67,9 +68,9 @@ class Service:
         lost: Sequence[Mapping[str, Any]] = (),
         disagg: DisaggRoutes | None = None,
     ) -> None:
-        """`max_queue_size`: requests without a first token; beyond it clients get 429.
+        """`max_queue_size`: limit of requests without a first token; beyond it, clients get 429.
 
-        `kv_cache_usage`: of the fullest instance; None: unknown. `block_tokens`: see
+        `kv_cache_usage`: returns the usage of the fullest instance; None: unknown. `block_tokens`: see
         `PendingResponse.cached_tokens`. `lost`: lost instances, as in `result.json`; it may grow.
         """
         self.metrics = ServeMetrics(block_tokens)
@@ -84,7 +85,7 @@ class Service:
         self._lost = lost
         self._disagg = disagg
         self._started = int(time.time())
-        self._n_open: Counter[str] = Counter()  # answers, by their clients' addresses
+        self._n_open: Counter[str] = Counter()  # open answers, by client address
         self._parser = ThreadPoolExecutor(1, "mpillm-parse")
         self._renderer = ThreadPoolExecutor(1, "mpillm-render")
 
@@ -179,7 +180,7 @@ class Service:
         self.guard.check_open()
         loop = asyncio.get_running_loop()
         async with self.guard.body(request) as data:
-            if len(data) > LARGE:  # one at a time, so that other threads run in between
+            if len(data) > LARGE:  # in one thread, so that other threads run between bodies
                 completion = await loop.run_in_executor(self._parser, read, data, chat, self._served)
             else:
                 completion = read(data, chat, self._served)
@@ -187,7 +188,7 @@ class Service:
             disagg = self._disagg if completion.disaggregated else None
             if disagg is not None:
                 completion = disagg.check(completion, self._served)
-            if chat:  # waits for another process
+            if chat:  # `render` waits for another process
                 completion = await loop.run_in_executor(self._renderer, render, completion, self._served)
             if completion.n_characters > _LONG_TEXT:
                 prompts = await loop.run_in_executor(None, encode, completion, self._served)
@@ -233,14 +234,14 @@ class Service:
             for choice in choices:
                 if disagg is not None and arrival is not None:
                     disagg.ended(choice.answer, arrival)
-                self._requests.give_up(choice.answer)  # unless it has ended
+                self._requests.give_up(choice.answer)  # no effect if the answer has ended
 
     def _check_queue(self, client: str, n: int) -> None:
         """Raise ApiError if the queue has no space for `n` more answers to this address."""
         max_waiting = self._max_queue_size - n
         if (
             len(self._requests) <= max_waiting or (waiting := self._requests.waiting) <= max_waiting
-        ):  # `waiting` counts one by one
+        ):  # the property `waiting` counts one by one, so it comes last
             return
         spare = self._max_queue_size // _SPARE_PART
         if waiting <= max_waiting + spare and self._n_open[client] + n <= spare:
@@ -275,14 +276,17 @@ class Service:
         arrival: Arrival | None = None,
         min_engine_tokens: int = 1,
     ) -> Choice:
-        """Open a choice. `arrival`: from a context server; `min_engine_tokens`: of the engine's limit."""
+        """Open a choice. `arrival`: a context server's result.
+
+        `min_engine_tokens`: the engine's limit of output tokens is at least this.
+        """
         row = completion.row | {
             "max_output": max(max_tokens, min_engine_tokens),
             "min_output": min(completion.min_tokens, max_tokens),
         }
         row["seed"] = (
             int(row["seed"]) + index % completion.n
-        ) & 0xFFFFFFFF  # or sampled answers would be the same
+        ) & 0xFFFFFFFF  # otherwise, sampled answers would be the same
         if self._timed:
             row["flags"] = int(row["flags"]) | RequestFlag.TIMES
         if arrival is not None and max_tokens == 1:
@@ -303,7 +307,7 @@ class Service:
     ) -> Json:
         """Return the answer to a context-only request.
 
-        From then on, its KV cache is kept for a generation server.
+        After that, the request's KV cache is kept for a generation server.
         """
         await disagg.wait_for_capacity()
         choice = self._open(0, prompt, max_tokens, completion, min_engine_tokens=2)
@@ -327,7 +331,7 @@ class Service:
 
     @staticmethod
     def _check_answered(answer: PendingResponse) -> None:
-        """Raise ApiError if there will be no (more) answer."""
+        """Raise ApiError if the answer was refused, has failed or was cancelled."""
         if answer.refusal is not None:
             status, message, retry_after_s = answer.refusal
             raise ApiError(status, message, code="server_refused", retry_after_s=retry_after_s or 1)
@@ -341,7 +345,7 @@ class Service:
     async def _pieces(self, choice: Choice) -> AsyncGenerator[Piece, None]:
         """Yield the pieces of a choice as they arrive, and count them.
 
-        Raises ApiError if there will be no answer.
+        Raises ApiError if the answer was refused, has failed or was cancelled.
         """
         answer, reason, seen_at = choice.answer, "abort", 0.0
         try:
@@ -380,12 +384,12 @@ class Service:
     async def _stream(
         self, request: web.Request, completion: CompletionRequest, shapes: Shapes, choices: list[Choice]
     ) -> web.StreamResponse:
-        """Send the response with the first piece of an answer. Raises ApiError if there is none."""
+        """Stream the response, which begins with the first piece. Raises ApiError if no piece comes."""
         response = _Stream(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
                 "Cache-Control": "no-cache",
-                "X-Accel-Buffering": "no",  # for nginx
+                "X-Accel-Buffering": "no",  # nginx must not buffer the stream
                 "X-Request-Id": _request_id.get(),
             }
         )
@@ -421,13 +425,13 @@ class Service:
 
 
 class _Stream(web.StreamResponse):
-    """Sends its head together with the first data."""
+    """A response that sends its head together with the first data."""
 
     _send_headers_immediately = False
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all concurrently. If one fails or this is cancelled, cancel the others and wait for them."""
+    """Run `works` concurrently. If one fails or the caller is cancelled, cancel the others and await them."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)

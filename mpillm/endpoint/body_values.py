@@ -1,4 +1,4 @@
-"""The values in a JSON body, each checked. An error names the parameter, its value, and what is expected."""
+"""Checks of the values in a JSON body. An error names the parameter, its value, and the expected value."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mpillm.endpoint.api_error import ApiError, Json
 from mpillm.files import excerpt
 
 LARGE = 1 << 16
-"""Bytes of a body; a larger one is parsed outside the event loop."""
+"""Bytes. A larger body is parsed outside the event loop."""
 _MAX_PARTS = 1 << 17  # arrays, objects and names: a few bytes in the body, but 100 bytes each in memory
 _MAX_VALUES = 1 << 22
-_PIECE = 1 << 18  # bytes whose strings are separated in one step, which bounds the memory
+_PIECE = 1 << 18  # bytes that are split at quotes in one step, which bounds the memory
 
 
 def parse(data: bytes) -> Json:
-    """Return the body's object. Raises ApiError if the body is not an object, or has too many parts."""
+    """Return the JSON object in a body. Raises ApiError if it is not an object, or has too many parts."""
     if len(data) > LARGE and _is_wide([data]) and _is_wide(_outside_strings(data)):
         raise ApiError(400, f"the body has more than {_MAX_PARTS} parts, or {_MAX_VALUES} values")
     try:
@@ -40,7 +40,7 @@ def _is_wide(pieces: Iterable[bytes]) -> bool:
 
 
 def _outside_strings(data: bytes) -> Iterator[bytes]:
-    """Yield the text of a JSON document without its strings, in pieces. The last string may have no end."""
+    """Yield the text of a JSON document without its strings, in pieces. The last string may lack its end."""
     data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     inside = False
     for at in range(0, len(data), _PIECE):
@@ -69,7 +69,7 @@ def text(value: Any, param: str) -> str:
         raise ApiError(400, f"{param}: expected a string, got {_kind(value)}", param)
     try:
         value.encode()
-    except UnicodeEncodeError:  # one of a pair of \\u escapes
+    except UnicodeEncodeError:  # the string has one of a pair of \\u escapes
         raise ApiError(
             400, f"{param}: has half of a surrogate pair, which is not a character", param
         ) from None

@@ -1,4 +1,4 @@
-"""Turn the tokens of one choice into pieces of text, up to what ends it."""
+"""Turn the tokens of one choice into pieces of text, up to a stop string, a stop token or the last token."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Piece(NamedTuple):
 
     text: str
     tokens: list[int]
-    finish_reason: str | None  # of the last piece: stop, length
-    stop_reason: str | int | None = None  # the stop string or stop token that ended it, if any
+    finish_reason: str | None  # stop or length; None: not the last piece
+    stop_reason: str | int | None = None  # the stop string or stop token that ended the answer, if any
 
 
 class Choice:
@@ -40,21 +40,21 @@ class Choice:
         self.index = index
         self.answer = answer
         self.prompt = prompt
-        self.n_tokens = 0  # passed on
+        self.n_tokens = 0  # tokens that `take` has returned
         self.max_tokens = max_tokens
         self.completion = completion
         self._end_ids = served.end_ids if not completion.ignore_eos else frozenset()
         self._tokenizer = served.tokenizer
         self._detokenizer = Detokenizer(served.tokenizer)
-        self._n_characters = 0  # of the tokens whose log probabilities were returned
+        self._n_characters = 0  # characters of tokens whose log probabilities were returned
         self._stop = StopStrings(completion.stop)
         self._one_by_one = bool(completion.stop or completion.stop_token_ids)
 
     def logprobs(self, first: int, tokens: list[int]) -> Json | None:
-        """Return the log probabilities of `tokens`, the answer's from place `first` on.
+        """Return the log probabilities of `tokens`, which start at place `first` of the answer.
 
-        None if they were not requested. Call it in the order of the answer, because it counts offsets in the
-        text.
+        None if they were not requested. Calls must follow the order of the answer, because each continues the
+        count of text offsets.
         """
         if self.completion.logprobs is None:
             return None
@@ -83,8 +83,10 @@ class Choice:
         return Piece(text + self._detokenizer.end(), new, self._reason())
 
     def _take_one_by_one(self, new: list[int], is_last: bool) -> Piece:
-        """Take the next piece token by token: the first that completes a stop string, or is a stop token,
-        ends the answer."""
+        """Take the next piece token by token.
+
+        The first token that completes a stop string, or is a stop token, ends the answer.
+        """
         text = ""
         for i, token in enumerate(new):
             self.n_tokens += 1

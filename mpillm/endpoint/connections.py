@@ -1,9 +1,9 @@
 """The connections to an HTTP port: their limit, and which one is closed for a new one.
 
-A process without free files cannot write `result.json` or a log, nor check the other ranks. Therefore
-connections may use only a part of the files. Beyond the limit, an idle connection is closed: from the address
-with the most idle connections, the one that has waited longest for a complete request. A request is complete
-when its key and its body have arrived.
+A process that has reached its limit of open files cannot write `result.json` or a log, nor check the other
+ranks. Therefore connections may use only a part of the files. If this part is used up, a new connection
+closes an idle one: from the address with the most idle connections, the one that has waited longest for a
+complete request. A request is complete when its key and its body have arrived.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from mpillm.endpoint.api_error import ApiError
 from mpillm.endpoint.http_errors import error_response
 
 _MAX_FILES = 1 << 16
-_NETWORK_BYTES = 8  # of an IPv6 address
-_SPARE, _SPARE_PART = 192, 8  # files for other uses: at least this number, and this part of all
+_NETWORK_BYTES = 8  # the network's part of an IPv6 address
+_SPARE, _SPARE_PART = 192, 8  # files for other uses: at least 192, and at least an eighth of all files
 
 
 def raise_limit() -> int:
@@ -44,7 +44,7 @@ class Connections:
     """The connections of one port. Used in its event loop's thread."""
 
     def __init__(self, max_connections: int, first_s: float = 30.0) -> None:
-        """`first_s`: from a connection to the end of its first request's head."""
+        """`first_s`: time from a new connection to the end of its first request's head."""
         self.first_s = first_s
         self._max_connections = max_connections
         self._all: set[Connection] = set()
@@ -52,7 +52,7 @@ class Connections:
         self._waiting: dict[str, dict[Connection, None]] = {}
 
     def add(self, one: Connection) -> bool:
-        """Add a connection, and close another beyond the limit; return False if all others work."""
+        """Add a connection. At the limit, close an idle one first; return False if none is idle."""
         if len(self._all) >= self._max_connections:
             if not self._waiting:
                 return False
@@ -65,8 +65,8 @@ class Connections:
         return True
 
     def work(self, one: Connection, on: bool) -> None:
-        """Mark its request as complete (`on`), or answered."""
-        if one in self._all:  # otherwise it was closed in the meantime
+        """Mark the request of connection `one` as complete (`on`), or as answered."""
+        if one in self._all:  # otherwise `one` was closed in the meantime
             self._wait_no_more(one)
             if not on:
                 self._wait(one)
@@ -113,7 +113,7 @@ class Connection(web.RequestHandler):
         request = self._current_request
         if not self._messages or request is None or request.content.is_eof():
             return
-        # aiohttp reports an invalid body only after its request, which waits for the end of the body.
+        # aiohttp would report an invalid body only after the request, which waits for the end of the body.
         wrong, _ = self._messages[-1]
         if isinstance(wrong, _ErrInfo):
             self._messages.pop()
@@ -135,7 +135,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Log an error before a route was reached, and answer it in a line, without the request's data."""
+        """Log an error that occurred before a route was reached. Answer in one line, without request data."""
         super().handle_error(request, status, exc, message)
         text = (
             "internal error"
@@ -157,12 +157,12 @@ class Connection(web.RequestHandler):
             self._first = None
 
     def note_working(self, on: bool) -> None:
-        """Mark its request as complete (`on`), or answered."""
+        """Mark this connection's request as complete (`on`), or as answered."""
         self._others.work(self, on)
 
 
 def client_of(transport: asyncio.BaseTransport) -> str:
-    """Return the client's address; of IPv6 the network, as one client may have all its addresses."""
+    """Return the client's address; for IPv6 its network, because a client may have all its addresses."""
     peer = transport.get_extra_info("peername")
     host = str(peer[0]) if peer else ""
     if ":" not in host or host.startswith("::ffff:"):
@@ -183,6 +183,6 @@ def note_head(request: web.Request) -> None:
 
 
 def note_working(request: web.Request, on: bool) -> None:
-    """Mark a request as complete (`on`), or answered."""
+    """Mark a request as complete (`on`), or as answered."""
     if isinstance(connection := request.protocol, Connection):
         connection.note_working(on)

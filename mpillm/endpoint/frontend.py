@@ -25,7 +25,7 @@ _CANCELLED = int(ResponseFlag.FIRST | ResponseFlag.FINAL | ResponseFlag.CANCELLE
 
 
 class HttpServerHandle(Protocol):
-    """The HTTP server, for the main thread."""
+    """The HTTP server, as the main thread uses it."""
 
     def listen(self) -> None:
         """Accept connections from now on. Returns immediately."""
@@ -54,8 +54,8 @@ class Mailbox:
 
     def __init__(self) -> None:
         self.out: deque[Batch | int] = deque()  # from the HTTP thread
-        self.wake: Callable[[], None] = lambda: None  # the main thread; any thread may call it
-        # To the HTTP thread; called in the main thread.
+        self.wake: Callable[[], None] = lambda: None  # wakes the main thread; any thread may call it
+        # Passes responses to the HTTP thread; called in the main thread.
         self.deliver: Callable[[Batch], None] = lambda batch: None
 
     def put(self, item: Batch | int) -> None:
@@ -65,21 +65,21 @@ class Mailbox:
 
 
 class Frontend(Role):
-    """Replaces the harness of a run."""
+    """Role that replaces the harness in a run that serves."""
 
     sends_requests = True
 
     def __init__(
         self, route: Transport, leader: int, mailbox: Mailbox, endpoint: HttpServerHandle, drain_s: float
     ) -> None:
-        """`leader`: its rank; `drain_s`: time for open requests once it drains."""
+        """`leader`: the leader's rank; `drain_s`: time for open requests after a drain has started."""
         self._route = route
         self._leader = leader
         self._mailbox = mailbox
         self._endpoint = endpoint
         self._drain_s = drain_s
         self._window = 0
-        self._pending: deque[Batch] = deque()  # the leader has no credits for them yet
+        self._pending: deque[Batch] = deque()  # requests for which the leader has no credits yet
         self._drain_requested = False
         self._draining = False
         self.started = 0.0  # time.perf_counter() at the start of the test; 0: not yet
@@ -87,7 +87,7 @@ class Frontend(Role):
         WINDOW.handle(route, self._on_window)
 
     def end_early(self) -> bool:
-        """End the test in an orderly way; return False if it has already begun.
+        """Request a drain of the test; return False if a drain was requested before.
 
         For signal handlers: `poll` does the work.
         """
@@ -128,7 +128,7 @@ class Frontend(Role):
             QUERY.send(self._route, self._leader, concat([self._pending.popleft() for _ in range(n)]))
             self._window -= n
             worked = True
-        if cancelled:  # after their requests
+        if cancelled:  # sent after the requests that they cancel
             self._cancel(cancelled)
         return worked
 

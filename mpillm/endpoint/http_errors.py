@@ -26,7 +26,7 @@ async def on_expect(request: web.Request) -> web.Response | None:
     if request.headers["Expect"].lower() != "100-continue":
         return error_response(ApiError(417, "Expect: only 100-continue is supported"))
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    request.writer.output_size = 0  # of the response, which has not begun
+    request.writer.output_size = 0  # it counts bytes of the response, which has not begun
     return None
 
 

@@ -24,10 +24,10 @@ from mpillm.endpoint.open_requests import OpenRequests
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 1024  # connections not accepted yet
-_LOOK_S = 0.02  # between checks whether the last request has ended
-_CANCEL_S = 5.0  # for ranks to drop requests cancelled by `drain`; phase drain reports the others
+_LOOK_S = 0.02  # time between checks whether the last request has ended
+_CANCEL_S = 5.0  # for ranks to drop requests that `drain` cancels; the phase drain reports slower ranks
 _STOP_S = 2.0
-_UNREAD_S = 120  # for a client that does not read sent data
+_UNREAD_S = 120  # after so many seconds, a client that does not read sent data is disconnected
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -57,10 +57,11 @@ def bind(host: str, port: int) -> socket.socket:
 async def listen(
     app: web.Application, bound: socket.socket, connections: Connections | None = None, idle_s: float = 120.0
 ) -> tuple[web.AppRunner, asyncio.Server]:
-    """Accept connections on a bound socket, until the server that is returned is closed.
+    """Accept connections on a bound socket, until the returned server is closed.
 
-    `connections` are by default as many as the limit of open files allows. One may stay open for `idle_s`
-    without a complete request. Handlers are cancelled when their client disconnects: this ends its request.
+    `connections`: by default, as many as the limit of open files allows. A connection may stay open for
+    `idle_s` without a complete request. If a client disconnects, its handler is cancelled: this ends the
+    request.
     """
     logging.getLogger("aiohttp.server").addFilter(downgrade_http_errors)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_STOP_S)
@@ -99,7 +100,7 @@ class HttpThread:
         bound: socket.socket,
         fetch_s: float = 5.0,
     ) -> None:
-        """`fetch_s`: for another server to fetch a KV cache whose client has its answer."""
+        """`fetch_s`: time for other servers to fetch KV caches whose clients already have their answers."""
         self._service = service
         self._requests = requests
         self._socket, self._fetch_s = bound, fetch_s
@@ -157,7 +158,7 @@ class HttpThread:
         try:
             self._runner, self._server = await listen(self._service.app(), self._socket)
             self._listening.set()
-        except Exception as error:  # noqa: BLE001 - the main thread ends the run with it
+        except Exception as error:  # noqa: BLE001 - the main thread ends the run with this error
             self._fail(error)
 
     async def _drain(self, seconds: float) -> None:

@@ -1,6 +1,6 @@
 """Convert the numbers that come with an answer's tokens to OpenAI's log probabilities.
 
-They are the model's, before temperature, top-k, top-p and forbidden end tokens, as in vLLM.
+The probabilities are the model's, before temperature, top-k, top-p and forbidden end tokens, as in vLLM.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def read(token: int, numbers: Sequence[int]) -> TokenLogprobs:
 
 
 def completion(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer, offset: int, *, as_ids: bool) -> Json:
-    """Return the `logprobs` of a text completion. `offset`: characters of the tokens before.
+    """Return the `logprobs` of a text completion. `offset`: characters of the previous tokens.
 
     `as_ids`: see `_name_of`.
     """
@@ -44,7 +44,7 @@ def completion(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer, offset: i
         result["token_logprobs"].append(entry.logprob)
         result["tokens"].append(text)
         top = {_name_of(token, tokenizer, as_ids): logprob for token, logprob in reversed(entry.top)}
-        # Two tokens may have the same text; then the likelier is returned. The chosen token always is.
+        # If two tokens have the same text, the likelier one is returned. The chosen token always is returned.
         result["top_logprobs"].append(dict(reversed(top.items())) | {text: entry.logprob})
         offset += len(text)
     return result
@@ -66,7 +66,7 @@ def chat(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer, *, as_ids: bool
 
 
 def _name_of(token: int, tokenizer: Tokenizer, as_ids: bool) -> str:
-    """Return the text of a token, or with `as_ids` its number, as in "token_id:5": texts are ambiguous."""
+    """Return a token's text or, with `as_ids`, its number ("token_id:5"), because texts are ambiguous."""
     return f"token_id:{token}" if as_ids else text_of(token, tokenizer)
 
 

@@ -19,7 +19,7 @@ _TIMES, _LOGPROBS = int(ResponseFlag.TIMES), int(ResponseFlag.LOGPROBS)
 _LOST, _REFUSED = int(ResponseFlag.LOST), int(ResponseFlag.REFUSED)
 _ALONE = _FIRST | _FINAL
 _FIELDS = REQUEST.names or ()
-# Per token: up to three arrays have the prompt for a while; an answer is a list of numbers.
+# Bytes per token. Up to three arrays have the prompt for a while; an answer is a list of numbers.
 _PROMPT_BYTES, _ANSWER_BYTES = 12, 40
 
 
@@ -59,29 +59,30 @@ class PendingResponse:
         self.ended = False
         self.failed = False  # the core could not answer
         self.refusal: Refusal | None = None  # the error of another server
-        self.cancelled = False  # cancelled by us
+        self.cancelled = False  # by `OpenRequests.give_up`
         self.opened_at = time.perf_counter()
         self.first_at = self.last_at = 0.0
-        # If requested: numbers of `ResponseFlag.TIMES`; the end of the KV cache transfer, and its µs.
+        # If requested: `times`, the numbers of `ResponseFlag.TIMES`.
+        # `moved`: the end of the KV cache transfer, and its µs.
         self.times: list[int] | None = None
         self.moved: tuple[float, int] | None = None
         self.wants_logprobs = n_logprobs
-        self.logprobs: dict[int, list[int]] = {}  # by place; see `ResponseFlag.LOGPROBS`
-        # The complete answer, if it overtook the context instance's log probabilities.
+        self.logprobs: dict[int, list[int]] = {}  # by place in the answer; see `ResponseFlag.LOGPROBS`
+        # The complete answer, if it arrived before the context instance's log probabilities.
         self._final: list[int] | None = None
-        self.released = False  # no rank can send more of it
-        # A generation instance's tokens that overtook the context instance's first one.
+        self.released = False  # no rank can send more of this answer
+        # A generation instance's tokens that arrived before the context instance's first token.
         self._early_tokens: list[int] = []
-        # If the request is computed again: the client's tokens, which must arrive again.
+        # If the request is computed again: tokens that the client has, and that must arrive again.
         self._to_repeat: list[int] = []
-        self._first_comes = False  # again
+        self._first_comes = False  # the first token must arrive again
         self.request: Batch | None = None  # as sent
-        self.n_bytes = 0  # upper bound of its memory
+        self.n_bytes = 0  # upper bound of the request's memory
         self._waiter: asyncio.Future[None] | None = None
 
     @staticmethod
     def of(n_prompt: int, tokens: list[int]) -> PendingResponse:
-        """Return an answer that is complete without any rank."""
+        """Return an answer that is already complete: no rank computes it."""
         answer = PendingResponse(-1, n_prompt)
         answer.add(tokens, _ALONE)
         answer.released = True
@@ -95,28 +96,28 @@ class PendingResponse:
     def cached_tokens(self, block_tokens: int | None) -> int | None:
         """Return how many of the prompt's tokens were in a KV cache; None: unknown.
 
-        `block_tokens`: per block of that cache. 0: no instance keeps prompts. None: unknown.
+        `block_tokens`: tokens per block of the cache. 0: no instance keeps prompts. None: unknown.
         """
         if not block_tokens:
             return block_tokens
         return None if self.times is None else block_tokens * self.times[2]
 
     def begin_again(self) -> None:
-        """Start again after the loss of the instance: another one computes the answer from its beginning."""
+        """Start again after the loss of an instance: another one computes the answer from the beginning."""
         self._to_repeat = [*self.tokens]
         self._first_comes = bool(self.tokens)
         self._early_tokens = []
         self._final = None
 
     def _again(self, tokens: list[int], flags: int) -> tuple[list[int], int]:
-        """Return the new part of a row of the second computation.
+        """Return the part of a repeated row that is new to the client.
 
-        It is an error if the tokens differ from the client's, by sampling or rounding.
+        It is an error if the repeated tokens differ from the client's, because of sampling or rounding.
         """
         if flags & _FINAL:
             same = tokens[: len(self.tokens)] == self.tokens
             return (tokens, flags) if same else ([], _FINAL | _ERROR)
-        if self._first_comes and not flags & _FIRST:  # it was overtaken
+        if self._first_comes and not flags & _FIRST:  # it arrived before the first token
             self._early_tokens += tokens
             return [], _PARTIAL
         if flags & _FIRST:
@@ -165,7 +166,7 @@ class PendingResponse:
 
 
 class OpenRequests:
-    """Assigns ids to requests, and reuses an id when no rank can send more of its request."""
+    """Assigns ids to requests, and reuses an id when no rank can send more rows with it."""
 
     def __init__(self, hands_over: bool, put: Callable[[Batch | int], None]) -> None:
         """`hands_over`: the run has handoffs; `put`: adds to the mailbox."""
@@ -173,31 +174,31 @@ class OpenRequests:
         self._put = put
         self._free: list[int] = []
         self._n_ids = 0
-        # By id, the number of outstanding last rows: one from each holder, and one for a cancellation.
+        # By id, the number of outstanding last rows: one from each of its instances, one for a cancellation.
         self._n_last_rows: dict[int, int] = {}
-        self._answers: dict[int, PendingResponse] = {}  # of the same ids
+        self._answers: dict[int, PendingResponse] = {}  # by the same ids
         self.losses: dict[int, LossCosts] = {}  # by instance that was lost with open requests
         self._retried: dict[int, LossCosts] = {}  # by id
-        self.n_bytes = 0  # upper bound of the memory of all
+        self.n_bytes = 0  # upper bound of the memory of all requests
         self._cancelling: set[int] = set()  # ids with an outstanding CANCEL_DONE
 
     def __len__(self) -> int:
-        """Return the number of ids in use, also by requests that have ended for their client."""
+        """Return the number of ids in use, even by requests that have ended for their client."""
         return len(self._n_last_rows)
 
     @property
     def waiting(self) -> int:
-        """Requests without a first token."""
+        """Number of requests without a first token."""
         return sum(not answer.tokens and not answer.ended for answer in self._answers.values())
 
     @property
     def running(self) -> int:
-        """Requests with a first token, but not the last."""
+        """Number of requests with a first token, but without the last one."""
         return sum(bool(answer.tokens) and not answer.ended for answer in self._answers.values())
 
     @staticmethod
     def bytes_of(n_prompt: int, max_output: int) -> int:
-        """Return the approximate upper bound of a request's memory here."""
+        """Return the approximate upper bound of a request's memory in this process."""
         return _PROMPT_BYTES * n_prompt + _ANSWER_BYTES * max_output
 
     def open(self, row: Mapping[str, float], prompt: Sequence[int] | NDArray[np.int32]) -> PendingResponse:
@@ -217,7 +218,7 @@ class OpenRequests:
         return answer
 
     def give_up(self, answer: PendingResponse) -> None:
-        """Cancel it if it has not ended: its client has left."""
+        """Cancel a request, unless it has ended."""
         if not answer.ended and not answer.cancelled:
             answer.cancelled = True
             self._n_last_rows[answer.id] += 1
@@ -262,7 +263,7 @@ class OpenRequests:
                 self._cancelling.discard(id_)
             self._n_last_rows[id_] = int(
                 id_ in self._cancelling
-            )  # the cancellation is on its way to the leader, which answers it
+            )  # the leader will still answer the cancellation
             self._free_if_done(id_)
             return
         loss = self.losses.setdefault(instance, LossCosts())

@@ -12,7 +12,7 @@ from typing import Any
 from mpillm.endpoint.api_error import ApiError, Json
 from mpillm.files import excerpt
 
-# Names with the values that have no effect; null never has one. Any other value is rejected.
+# Names with the values that have no effect; null never has an effect. Any other value is rejected.
 _BODY: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),

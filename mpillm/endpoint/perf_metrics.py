@@ -1,10 +1,10 @@
 """`/perf_metrics`: for each of the last requests, the times of its arrival, its start and its tokens.
 
 Path and names follow `trtllm-serve` (`get_perf_metrics` in tensorrt_llm/serve/openai_server.py). Times are
-seconds of this machine's steady clock. An instance reports how long before the first token it got a request
-and started it, and the times are computed from the arrival of that token here: clocks of other nodes do not
-matter. The leader of disaggregated servers measures the offset of their clocks from its own
-(`/steady_clock_offset`), and the servers add it to their times.
+seconds of this machine's steady clock. An instance reports how long before the first token it got and started
+the request. Both are subtracted from the first token's arrival in this process, so clocks of other nodes do
+not matter. The leader of disaggregated servers measures the offset of each server's clock from its own
+(`/steady_clock_offset`), and the server adds the offset to its times.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _TIMES, _CLOCK = "/perf_metrics", "/steady_clock_offset"
 
 class _Request(NamedTuple):
     id: str
-    came_at: float  # time.perf_counter(), before its prompt became tokens
+    came_at: float  # time.perf_counter(), before the prompt was tokenized
     answer: PendingResponse
-    ctx_request_id: object  # the same in both servers of a disaggregated request; None: another request
+    ctx_request_id: object  # the same in both servers; None: not a disaggregated request
 
 
 class PerfMetrics:
     """The times of the last requests that ended without an error, until they are read."""
 
     def __init__(self, guard: Guard, max_requests: int) -> None:
-        """`guard`: of the routes; `max_requests` are kept, 0: none."""
+        """`guard`: of the routes; `max_requests`: number of requests that are kept, 0: none."""
         self._guard = guard
         self._requests: deque[_Request] = deque(maxlen=max_requests)
         self._offset_s = 0.0
@@ -50,7 +50,7 @@ class PerfMetrics:
         return web.json_response(self.take())
 
     async def _clock(self, request: web.Request) -> web.Response:
-        """Return the clock's times from which a leader computes its offset, as in NTP."""
+        """Return the clock's times from which a leader computes this clock's offset, as in NTP."""
         came_at = time.perf_counter()
         return web.json_response({"receive_ts": came_at, "transmit_ts": time.perf_counter()})
 

@@ -17,7 +17,7 @@ def _bounds(text: str) -> tuple[float, ...]:
     return tuple(float(number) for number in text.split())
 
 
-# vLLM's, in seconds.
+# vLLM's bounds, in seconds.
 FIRST_TOKEN_S = _bounds("0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160")
 _TOKEN_S = _bounds("0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 80")
 REQUEST_S = _bounds("0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920")
@@ -90,7 +90,7 @@ class ServeMetrics:
         self._histograms["inter_token_latency_seconds"].add(seconds / n, n)
 
     def finished(self, answer: PendingResponse, reason: str, n_tokens: int) -> None:
-        """Count a request that has ended, with `n_tokens` passed on.
+        """Count a request that has ended; `n_tokens`: tokens that the client got.
 
         `reason`: stop, length, abort (the client has left), error.
         """
@@ -119,7 +119,7 @@ class ServeMetrics:
     def text(self, model: str, gauges: Mapping[str, float], fetches: DisaggRoutes | None) -> str:
         """Return Prometheus' text format, version 0.0.4.
 
-        `gauges`: current values by name; `fetches`: counts of a generation server's KV caches.
+        `gauges`: current values by name; `fetches`: counts the KV caches that a generation server fetches.
         """
         label = f'model_name="{escaped(model)}"'
         lines = []

@@ -27,18 +27,18 @@ from mpillm.endpoint.body_values import flag, mapping, number, parse, text, toke
 from mpillm.endpoint.parameters import check_body, check_message, refuse
 from mpillm.files import excerpt
 
-# Plain numbers: operations on flags take ten times as long.
+# Plain integers: operations on enum flags take ten times as long.
 _IGNORE_EOS, _STREAM = int(RequestFlag.IGNORE_END | RequestFlag.IGNORE_STOP), int(RequestFlag.STREAM)
 _MIN_TEMPERATURE = 0.01  # smaller temperatures overflow the division; vLLM has the same minimum
-_MAX_PROMPTS = 2048  # of one body
+_MAX_PROMPTS = 2048  # in one body
 _MAX_ANSWERS = 128  # to each prompt, as in OpenAI's API
 _MAX_STOPS = 64
 _MAX_STOP_CHARACTERS = 1024
-_MAX_LOGPROBS = 20  # of the likeliest tokens, as in OpenAI's API
+_MAX_LOGPROBS = 20  # likeliest tokens with each token, as in OpenAI's API
 _MAX_TOKENS = 1 << 20  # tokens of prompt and answer, if neither the model nor an option limits them
-_MAX_SECONDS = 1e12  # between the clocks of two machines
+_MAX_SECONDS = 1e12  # difference between the clocks of two machines
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_OPENAI_COMPLETION_TOKENS = 16  # of a text completion without max_tokens
+_OPENAI_COMPLETION_TOKENS = 16  # answer tokens of a text completion without max_tokens
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ServedModel:
     tokenizer: Tokenizer
     limits: PromptLimits
     end_ids: frozenset[int] = frozenset()
-    max_output_len: int = 128  # of a chat without max_tokens
+    max_output_len: int = 128  # answer tokens of a chat without max_tokens
     # Defaults for requests; None: as in OpenAI's API.
     temperature: float | None = None
     top_k: int | None = None
@@ -61,7 +61,7 @@ class ServedModel:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and answer."""
+        """Maximum tokens of prompt and answer together."""
         return min(self.limits.max_seq_len or _MAX_TOKENS, _MAX_TOKENS)
 
     @property
@@ -74,7 +74,7 @@ class CompletionRequest:
     """A parsed body. The length of its prompts is not checked yet."""
 
     chat: bool
-    prompts: Sequence[str | list[int]]  # of a chat: empty until `render`
+    prompts: Sequence[str | list[int]]  # empty for a chat until `render`
     messages: Messages
     max_tokens: int | None
     row: dict[str, float]  # fields of REQUEST
@@ -90,7 +90,7 @@ class CompletionRequest:
     continuous_usage: bool = False
     return_token_ids: bool = False
     tokens_as_ids: bool = False  # log probabilities have "token_id:5" in place of a token's text
-    add_special_tokens: bool = True  # around the prompt, if it is a text
+    add_special_tokens: bool = True  # around a prompt that is a text
     request_id: str = ""  # "": the server creates one
     # `disaggregated_params`, unchecked: see `DisaggRoutes.check`
     disaggregated: Json = field(default_factory=dict)
@@ -182,12 +182,12 @@ def stream_of(body: Json) -> tuple[bool, dict[str, bool]]:
 
 
 def read_clock_offset(data: bytes) -> float:
-    """Return the leader's offset for times, in seconds. Raises ApiError for an invalid body."""
+    """Return the clock offset that a leader sends, in seconds. Raises ApiError for an invalid body."""
     return number(parse(data), "offset", -_MAX_SECONDS, _MAX_SECONDS) or 0.0
 
 
 def render(completion: CompletionRequest, served: ServedModel) -> CompletionRequest:
-    """Return the request with the text of its chat as its prompt. May wait for long. Raises ApiError."""
+    """Return the request with the text of its chat as its prompt. May take long. Raises ApiError."""
     if not completion.chat or completion.prompts:
         return completion
     try:
@@ -242,7 +242,7 @@ def encode(completion: CompletionRequest, served: ServedModel) -> list[tuple[NDA
 
 
 def _prompts(body: Json, vocab_size: int) -> Sequence[str | list[int]]:
-    """Return texts and token ids: the body has one of either, or an array."""
+    """Return the prompts: the body has one text, one list of token ids, or an array of either."""
     prompt = body.get("prompt")
     if prompt is None:
         raise ApiError(400, "prompt is missing", "prompt")
@@ -315,7 +315,7 @@ def _sampling(body: Json, served: ServedModel) -> dict[str, float]:
 def _logprobs(body: Json, chat: bool, served: ServedModel) -> int | None:
     """Return the requested number of likeliest tokens; None: no log probabilities.
 
-    A text completion has the number; a chat has true or false, and the number in `top_logprobs`.
+    In a text completion, `logprobs` is this number. In a chat it is a boolean, and `top_logprobs` the number.
     """
     if chat:
         n_tokens = number(body, "top_logprobs", 0, _MAX_LOGPROBS, is_integer=True)

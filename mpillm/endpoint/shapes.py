@@ -17,7 +17,7 @@ _string = json.encoder.encode_basestring_ascii  # like json.dumps, in a fifth of
 
 
 def usage(choices: Sequence[Choice], n: int, block_tokens: int | None) -> Json:
-    """Return the `usage` of prompts, each counted once for its `n` answers, and answers with end tokens.
+    """Return `usage`. Each prompt counts once for its `n` answers, and an answer counts with its end token.
 
     `block_tokens`: see `PendingResponse.cached_tokens`.
     """
@@ -69,7 +69,7 @@ class Shapes:
         return self._choice(choice, content, 0, Piece("", tokens, *parts[-1][2:]))
 
     def _choice(self, choice: Choice, content: str, place: int, piece: Piece) -> str:
-        """Return a choice, as JSON. `content`: the part with its text; `place`: the piece's in the answer."""
+        """Return a choice, as JSON. `content`: JSON of its text; `place`: of the piece in the answer."""
         logprobs = choice.logprobs(place, piece.tokens)
         text = f'{{"index": {choice.index}, {content}, "logprobs": '
         text += f'{"null" if logprobs is None else json.dumps(logprobs)}, "finish_reason": '
@@ -79,7 +79,7 @@ class Shapes:
             else "null"
         )
         if self._completion.return_token_ids:
-            text += f', "token_ids": {piece.tokens}'  # a list of numbers is written as in JSON
+            text += f', "token_ids": {piece.tokens}'  # Python writes a list of numbers as JSON does
             if not self._completion.chat and not place:
                 text += f', "prompt_token_ids": {choice.prompt.tolist()}'
         return text + "}"

@@ -1,4 +1,4 @@
-"""Build an engine: split a checkpoint for a layout, fuse and cast it; each rank maps one file."""
+"""Build an engine from a checkpoint: split, fuse and cast tensors into the file that each rank maps."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ def build(
     overwrite: bool = False,
     progress: Callable[[str], object] | None = None,
 ) -> dict[str, Any]:
-    """Build the engine of a model (a folder or a preset) for TP x PP ranks, EP inside TP groups.
+    """Build the engine of a model (a folder or a preset) for TP x PP ranks, with EP inside TP groups.
 
     Args:
         checkpoint: Folder or preset.
-        target: Folder to write; it appears when it is complete.
-        dtype: As for a run, like `quantization`.
+        target: Folder to write; it appears only when the engine is complete.
+        dtype, quantization: As the options of a run.
         build_config: Values for `config.json`, which runs of the engine read.
         progress: Receives a line for each file.
 
     Returns:
         The engine's `config.json`.
 
-    Raises ConfigError as `model_info` does, if `target` exists (without `overwrite`), or if the disk is full.
-    One matrix is in memory at a time.
+    Raises ConfigError as `model_info` does, if `target` exists (without `overwrite`), or if the disk has too
+    little space. One matrix is in memory at a time.
     """
     target = Path(target)
     for name, size in (("tp_size", tp_size), ("pp_size", pp_size), ("ep_size", ep_size)):

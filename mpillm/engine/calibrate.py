@@ -17,8 +17,8 @@ from mpillm.engine.shape.entries import kv_scale_names
 from mpillm.engine.shape.model_info import check_model
 from mpillm.engine.tensors.rounding import LARGEST
 
-# Headroom: larger keys and values than in calibration would be clipped. A larger scale does not reduce the
-# precision of a float.
+# Headroom for keys and values larger than in calibration, which would be clipped. A larger scale does not
+# reduce the precision of a float.
 _MARGIN = 2.0
 _TOKENS_PER_BLOCK = 32
 
@@ -41,8 +41,8 @@ def kv_scales(
 ) -> dict[str, Tensor]:
     """Return a scale for the keys and a scale for the values of each layer of the model in `folder`.
 
-    Each is float32 [1], under a name of `kv_scale_names`. The model runs on the CPU, one prompt at a time.
-    Raises ConfigError as `check_model` does, also if the model does not fit in memory.
+    Each scale is float32 [1], under a name of `kv_scale_names`. The model runs on the CPU, one prompt at a
+    time. Raises ConfigError as `check_model` does, for example if the model does not fit in memory.
     """
     longest = max(map(len, prompts))
     config = EngineConfig(

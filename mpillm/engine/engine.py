@@ -28,9 +28,9 @@ from mpillm.telemetry.recorder import Recorder
 
 
 class StepCounts(NamedTuple):
-    """Counts of a step: sequences in their context, generating sequences, and tokens of contexts.
+    """Counts of a step: sequences in the context phase, generating sequences, and context tokens.
 
-    A pair is a token and a token that it attends to.
+    A pair is a new token and one token that it attends to.
     """
 
     contexts: int
@@ -59,18 +59,18 @@ class InFlight(NamedTuple):
 
     sequences: list[Sequence]
     sampled: list[Sequence]  # see `Step`
-    tokens: SampledTokens | None  # with a single stage
+    tokens: SampledTokens | None  # None with several stages
     started_at: float
     counts: StepCounts
 
 
 class Engine:
-    """One copy of a model, on this rank alone or with the ranks that follow it (see `worker.Follower`)."""
+    """One copy of a model, on this rank alone or also on the ranks of its followers (`worker.Follower`)."""
 
     def __init__(
         self, info: ModelInfo, config: SchedulerConfig, worker: Worker, max_transfer_tokens: int | None = None
     ) -> None:
-        """`max_transfer_tokens`: of all arriving KV caches that the buffers hold together; None: no limit."""
+        """`max_transfer_tokens`: limit for the tokens of all KV caches that are arriving; None: no limit."""
         self.info = info
         self.config = config
         self.worker = worker
@@ -92,7 +92,7 @@ class Engine:
             config,
             self.blocks,
             self._n_stages,
-            # A head's only layer sees all tokens, and its cache has the same blocks.
+            # A draft head's only layer sees all tokens, and its cache has as many blocks as the model's.
             0 if info.feature_layers else info.config.widest_window,
             self.window_blocks,
         )
@@ -106,11 +106,11 @@ class Engine:
         for tokens in info.stop_words:
             self._stops.setdefault(tokens[-1], []).append(list(tokens))
         self._in_flight: deque[InFlight] = deque()
-        self._ended = 0.0  # time of the last step's tokens
-        self._goes_on = False  # the next step could be planned at that time
+        self._ended = 0.0  # when the last step's tokens arrived
+        self._goes_on = False  # the next step could be planned at `_ended`
         self.recorder: Recorder | None = None
         self._arrived: list[int] | None = None  # tokens of the oldest step in flight
-        # Tokens computed, of contexts (again after a preemption) and of outputs.
+        # Tokens computed: of contexts (counted again after a preemption), and of outputs.
         self.prompt_tokens = self.generated_tokens = 0
         self.n_steps = 0  # with sequences
         self.last_step = StepCounts(0, 0, 0)
@@ -123,7 +123,7 @@ class Engine:
         if sequence.extras is not None:
             sequence.extras.prepare(sequence, self._end_ids, self.config.tokens_per_block)
         self.scheduler.add(sequence)
-        if sequence.hand_over and sequence.max_output > 1:
+        if sequence.hands_off and sequence.max_output > 1:
             self.handoffs.add(sequence)
 
     def has_work(self) -> bool:
@@ -137,7 +137,7 @@ class Engine:
         return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
 
     def is_idle(self) -> bool:
-        """Return whether `has_work` stays False until something is added: no step is in flight."""
+        """Return whether no step is in flight, and `has_work` stays False until something is added."""
         is_busy = self._in_flight or self._cancelled or self.handoffs.has_orders()
         return not (is_busy or self.scheduler.can_plan())
 
@@ -146,11 +146,11 @@ class Engine:
         return self.is_idle() and not self.handoffs.has_transfers()
 
     def cancel(self, sequence_id: int) -> None:
-        """End a sequence in any state: queued, in its context, generating, or with its KV cache arriving.
+        """End a sequence in any state: queued, in its context phase, generating, or with its cache arriving.
 
-        `step` returns it once. A sequence in flight ends with its step, which still writes to its blocks. A
-        sequence that has ended or is being handed over does not change. Its receiver must cancel it, and
-        `EngineHandoffs.release` frees its blocks.
+        `step` returns the sequence once. A sequence in flight ends with its step, which still writes to the
+        sequence's blocks. A sequence that has ended or is being handed over does not change. The receiver
+        must cancel a sequence that is being handed over, and `EngineHandoffs.release` frees the blocks.
         """
         self.handoffs.cancel(sequence_id)
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
@@ -172,13 +172,14 @@ class Engine:
         self.handoffs.forget(sequence.id)
 
     def step(self) -> list[Progress]:
-        """Start a step of at most `max_num_tokens` tokens if another may be in flight; collect ended steps.
+        """Start a step of at most `max_num_tokens` tokens if one more may be in flight; collect ended steps.
 
-        Returns the `Progress` of the steps that ended. There are as many steps in flight as stages, each with
-        different sequences, so that every stage has work. A worker that feeds a token to the next step by
-        itself (`n_ahead`) gets that step before the token is read. If the token ends its sequence, the engine
-        drops the sequence's result of that step. The sequence's blocks may already belong to another sequence
-        of a later step. Before a step that verifies draft tokens, and after it, all tokens must be read.
+        Returns the `Progress` of the steps that ended. As many steps are in flight as there are stages, each
+        with different sequences, so that every stage has work. A worker that feeds a token to the next step
+        by itself (`n_ahead`) gets the next step before the host reads the token. If the token ends its
+        sequence, the engine drops the sequence's result of that next step. By then, the sequence's blocks may
+        already belong to another sequence of a later step. All tokens must be read before a step that
+        verifies draft tokens, and again after it.
         """
         plan = self.scheduler.plan() if self._may_start() else []
         if plan and self.speculation is not None:
@@ -204,7 +205,7 @@ class Engine:
         for sequence in step.sampled:
             sequence.n_unread += 1
         for sequence, _ in plan:
-            max_output = 1 if sequence.hand_over else sequence.max_output
+            max_output = 1 if sequence.hands_off else sequence.max_output
             waits = not self.worker.steps.n_ahead or (sequence.extras is not None and sequence.n_unread > 0)
             sequence.in_flight = waits or sequence.n_output >= max_output
         self.prompt_tokens += counts.context_tokens
@@ -244,7 +245,10 @@ class Engine:
         return len(self._in_flight) < self._n_stages + (0 if waits else self.worker.steps.n_ahead)
 
     def _note_step(self, step: InFlight) -> None:
-        """Record a step that has ended. If it started during the step before it, it counts from that end."""
+        """Record an ended step.
+
+        If it started before the previous step ended, its time counts from that end.
+        """
         now, started_at = time.perf_counter(), max(step.started_at, self._ended)
         if self.recorder is not None:
             self.recorder.step(started_at, now, *step.counts[:3])
@@ -263,7 +267,7 @@ class Engine:
     def _append(self, sequence: Sequence, token: int, logprobs: list[int]) -> Progress | None:
         """Append a token; return its progress, if any.
 
-        `logprobs`: the numbers after the token (see `Worker.run`), maybe of more tokens than requested.
+        `logprobs`: the numbers after the token (see `Worker.run`). They may cover more tokens than requested.
         """
         if sequence.is_done or sequence.is_cancelled:
             return None
@@ -278,14 +282,14 @@ class Engine:
         is_end = token in self._end_ids and not sequence.ignore_end
         is_final = is_end or n >= sequence.max_output or self._is_stopped(sequence)
         sequence.is_done = is_final
-        if is_final or sequence.hand_over:
+        if is_final or sequence.hands_off:
             self.scheduler.drop(sequence)
             if not self.handoffs.is_outgoing(sequence.id):
                 self.scheduler.free(sequence)
         return Progress(sequence, n == 1, is_final) if n == 1 or is_final or sequence.stream else None
 
     def _update(self, sequence: Sequence, extras: SequenceExtras) -> Progress | None:
-        """Update a sequence with several slots, whose progress is only its end; return it, if any."""
+        """Update a sequence with several slots; return its progress if it has ended, else None."""
         self.generated_tokens += 1
         sequence.is_done = extras.update_output(sequence)
         if not sequence.is_done:

@@ -1,8 +1,8 @@
 """The engine's part of handoffs: orders the ranks of its instance to send and receive KV caches.
 
 A context instance requests a receiver as soon as a sequence has blocks (`started`), and then sends (`send`).
-A generation instance reserves blocks for an arriving cache (`receive`) until its sequence runs (`admit`), or
-until its output is complete without it (`release`).
+A generation instance reserves blocks for an arriving cache (`receive`). The reservation ends when the cache's
+sequence runs (`admit`), or when it is certain that the sequence will not run (`release`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from mpillm.engine.schedule.window_blocks import WindowBlocks
 @dataclass
 class _OutgoingCache:
     sequence: Sequence
-    receiver: tuple[int, int] | None = None  # instance and slot, while its context is not computed
+    receiver: tuple[int, int] | None = None  # instance and slot, while the sequence's context is not computed
 
 
 @dataclass
 class _IncomingCache:
     blocks: list[int]
     window_blocks: list[int]
-    max_cached: int  # cached at the end of the longest output
+    max_cached: int  # tokens cached at the end of the longest output
     is_cancelled: bool = False
 
 
@@ -121,11 +121,11 @@ class EngineHandoffs:
         self._not_started.append(sequence.id)
 
     def is_outgoing(self, sequence_id: int) -> bool:
-        """Return whether `release` frees its blocks, not the end of the sequence."""
+        """Return whether the sequence's blocks are freed by `release`, not when the sequence ends."""
         return sequence_id in self._outgoing
 
     def has_started(self, sequence_id: int) -> bool:
-        """Return whether `started` has returned an outgoing sequence."""
+        """Return whether `started` has returned this outgoing sequence."""
         return sequence_id not in self._not_started
 
     def forget(self, sequence_id: int) -> None:

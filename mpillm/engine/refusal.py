@@ -17,7 +17,7 @@ def refusal(sequence: Sequence, info: ModelInfo, config: SchedulerConfig) -> str
         )
     if not 0 <= min(sequence.prompt) <= max(sequence.prompt) < info.vocab_size:
         return f"a prompt token is not in the vocabulary (0 to {info.vocab_size - 1})"
-    n_total = n + (1 if sequence.hand_over else sequence.max_output)
+    n_total = n + (1 if sequence.hands_off else sequence.max_output)
     if n_total > info.max_seq_len:
         return f"{n} prompt tokens and {n_total - n} output tokens exceed max_seq_len {info.max_seq_len}"
     if n > config.max_num_tokens and not config.enable_chunked_context:

@@ -1,1 +1,1 @@
-"""Options: their declarations (`fields/`), and how a command finds their values."""
+"""Options: their declarations (`fields/`), and how a command determines their values."""

@@ -41,7 +41,7 @@ def table(rows: Sequence[Sequence[str]], left: int = 1, names: int = 1, width: i
 
     A table that is wider than `width` continues below itself, with its first `names` columns again.
     """
-    # A cell is a line, even if its text has several.
+    # A cell has one line, even if its text has several.
     rows = [[" ".join(cell.splitlines()) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     blocks, start = [list(range(names))], sum(widths[:names]) + 2 * (names - 1)

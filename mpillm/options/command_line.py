@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mpillm.options.field import Field
 
 
-# Names of our options in vLLM, SGLang, TensorRT-LLM and load clients.
+# mpillm's options, and their names in vLLM, SGLang, TensorRT-LLM and load clients.
 _ALIASES = {
     "--tensor_parallelism": ("--tp", "--tp_size", "--tensor_parallel_size"),
     "--pipeline_parallelism": ("--pp", "--pp_size", "--pipeline_parallel_size"),
@@ -36,7 +36,7 @@ _ALIASES = {
 }
 _OPTION_OF = {alias: option for option, names in _ALIASES.items() for alias in names}
 
-# Other options of these programs, and the replacement here.
+# Other options of these programs, and what replaces them in mpillm.
 _ADVICE = {
     "--model_repo": "it is --triton_model_repo, without the _0 of the first server's",
     "--tensorrt_llm_model_name": "the model repository has it",
@@ -79,8 +79,8 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         main: Names of the options that --help shows without a topic. Empty: all.
-        figures: The command reports figures to `json_output`, and so has the option --json.
-        behind: Parser of a command that has parsed its own options; it reports errors in the others.
+        figures: The command reports figures to `json_output`; therefore it has the option --json.
+        behind: Parser of a command that has parsed its own options; this parser reads the others for it.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Parser(argparse.ArgumentParser):
         return self.parse_known_args([underscored(arg) for arg in args or ()], namespace)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Do as argparse's, but raise ConfigError for unknown arguments."""
+        """Do as argparse's `parse_args`, but raise ConfigError for unknown arguments."""
         values, unknown = self.parse_known(args, namespace)
         if unknown:
             raise ConfigError(f"{self.prog}: unknown option {unknown[0]}{self._hint(unknown)}")
@@ -189,9 +189,9 @@ def add_fields(
     visible: Sequence[Field] | None = None,
     defaults: Mapping[Field, Any] | None = None,
 ) -> None:
-    """Add an option for each field, in its group; without a value a boolean means true.
+    """Add an option for each field, in its group. A boolean option without a value means true.
 
-    --help has the `visible` fields, or all. The command's `defaults` override the fields'.
+    --help has the `visible` fields; None: all. The command's `defaults` override the fields' defaults.
     """
     groups: dict[str, Any] = {}
     for field in fields:

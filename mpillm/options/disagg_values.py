@@ -1,4 +1,4 @@
-"""The disaggregation YAML as a source of options: which option each of its values sets, to read and to write.
+"""The disaggregation YAML as a source of options. For reading and writing: which key sets which option.
 
 A YAML overrides the generation config, the workload and the defaults. It must not contradict a value that the
 user set in a higher source.
@@ -29,7 +29,7 @@ class YamlKey:
 
     field: Field
     key: tuple[str, ...]  # from the outside in
-    # of the option's values, where the YAML has other names for them
+    # The YAML's names by the option's values, if they differ.
     yaml_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     also: str = ""  # an LLM argument that sets the option if the key is missing
 
@@ -38,12 +38,12 @@ class YamlKey:
         return ".".join(self.key)
 
     def value_in(self, server: ServerConfig) -> Any:
-        """Return the key's value, by its name in the YAML; None if there is none."""
+        """Return the key's value, as the YAML names it; None without this key."""
         value = _at(server, self.key)
         return server.extra.get(self.also) if value is None and self.also else value
 
 
-# The layout of each section.
+# The keys of each section for the number and the layout of its instances.
 SIZES: dict[str, tuple[YamlKey, ...]] = {
     _CTX: (
         YamlKey(AllFields.num_ctx_servers, ("num_instances",)),
@@ -68,15 +68,15 @@ ROUTER = YamlKey(
     {name: name for name in AllFields.traffic_distribution_policy.choices}
     | {PROMPTS_ALONE: "load_balancing"},
 )
-# The parameters of TensorRT-LLM's router kv_cache_aware that mpillm's supports.
+# The parameters of TensorRT-LLM's router kv_cache_aware that mpillm's router supports.
 ROUTER_ARGUMENTS = ("tokens_per_block", "max_batch_size")
 KV_TRANSFER_TIMEOUT = YamlKey(
     AllFields.kv_transfer_timeout_ms, ("cache_transceiver_config", "kv_transfer_timeout_ms")
 )
-# At the top level for the leader, in a section for a server.
+# The leader has this key at the top level of the YAML, a server in its section.
 PERF_METRICS = YamlKey(AllFields.perf_metrics_max_requests, ("perf_metrics_max_requests",))
 SERVER_ONLY = KV_TRANSFER_TIMEOUT, PERF_METRICS
-"""Keys for instances that are separate servers."""
+"""Keys that only instances that are separate servers have."""
 KV_CACHE_DTYPE = YamlKey(AllFields.kv_cache_dtype, ("kv_cache_config", "dtype"), also="kv_cache_dtype")
 
 # The engine's settings: fields of `EngineConfig`.
@@ -114,7 +114,7 @@ CORE = (
 
 
 class YamlValue(NamedTuple):
-    """A value of the YAML: of the option, and as text in the YAML."""
+    """A value of the YAML: the option's value, and its text in the YAML."""
 
     value: OptionValue
     text: str
@@ -123,7 +123,8 @@ class YamlValue(NamedTuple):
 def of_the_run(yaml: DisaggConfig, path: str, serves_model: bool, is_one_run: bool) -> dict[str, YamlValue]:
     """Return the values that the YAML in `path` sets for the whole run, by option.
 
-    `serves_model`: servers read `model`. `is_one_run`: leader and instances are one run.
+    `serves_model`: the YAML's `model` is for servers, not for the run. `is_one_run`: leader and instances are
+    one run.
     """
     values = {AllFields.mode.name: _yaml_value(yaml.mode, path)}
     if yaml.model is not None and not serves_model:
@@ -137,19 +138,19 @@ def of_the_run(yaml: DisaggConfig, path: str, serves_model: bool, is_one_run: bo
 
 
 def of_a_section(section: str, server: ServerConfig, path: str, is_one_run: bool) -> dict[str, YamlValue]:
-    """Return the values that the YAML sets for a section's instances, by option, if an option supports them.
+    """Return the values that the YAML sets for a section's instances, by option. Others are left out.
 
     `is_one_run`: the instances are not separate servers.
     """
     unsupported = without_option(server)
-    # In a list of sections, each has its own.
+    # Each section of a list has its own sizes.
     sizes = () if section == section_kind(section) else SIZES[section_kind(section)]
     keys = (*sizes, EXPERTS, *CORE, ROUTER, *(() if is_one_run else SERVER_ONLY))
     return _section_values(tuple(key for key in keys if key not in unsupported), section, server, path)
 
 
 def without_option(server: ServerConfig) -> list[YamlKey]:
-    """Return the keys of a section whose values TensorRT-LLM supports and our options do not."""
+    """Return the keys of a section whose values TensorRT-LLM supports, but mpillm's options do not."""
     return [key for key in (*CORE, ROUTER) if not _has(key, key.value_in(server))]
 
 
@@ -193,7 +194,7 @@ def router_arguments(server: ServerConfig, tokens_per_block: int) -> dict[str, i
 
 
 def written(server: ServerConfig, values: Mapping[YamlKey, Any]) -> ServerConfig:
-    """Return `server` with values at their keys, as the YAML names them, without None and auto."""
+    """Return `server` with values at their keys, as the YAML names them. None and auto are left out."""
     known: dict[str, Any] = {}
     extra = dict(server.extra)
     for key, value in values.items():
@@ -241,9 +242,9 @@ def leaders_without_effect(yaml: DisaggConfig, read: Collection[str]) -> list[st
 def without_effect(
     server: ServerConfig, beyond: Collection[YamlKey] = (), is_server: bool = False
 ) -> Iterator[str]:
-    """Yield the names of a section's settings that no core of ours reads.
+    """Yield the names of a section's settings that no core of mpillm reads.
 
-    `beyond`: keys whose values the core lacks; `is_server`: the instances are separate servers.
+    `beyond`: keys whose values the core does not support; `is_server`: the instances are separate servers.
     """
     keys = [key for key in (EXPERTS, ROUTER, *CORE) if key not in beyond]
     keys += SERVER_ONLY if is_server else ()
@@ -258,7 +259,7 @@ def without_effect(
 
 
 def _at(server: ServerConfig, key: tuple[str, ...]) -> Any:
-    """Return the value at `key`; None if there is none."""
+    """Return the value at `key`; None without this key."""
     outer, *inner = key
     value = getattr(server, outer) if outer in SERVER else server.extra.get(outer)
     for name in inner:

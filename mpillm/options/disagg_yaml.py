@@ -18,15 +18,15 @@ ROLE_SECTIONS = {"context": SECTIONS[0], "generation": SECTIONS[1]}
 """The section of a context or generation server, by its role."""
 
 PORTS = ("server_port", "worker_start_port")
-"""Options for the addresses in a generated configuration."""
+"""Options that set the addresses in a generated configuration."""
 
 
 def disagg_config(config: RunConfig, world_size: int | None, clients: bool = False) -> DisaggConfig:
     """Return the user's YAML, or one generated from the options for `world_size` ranks.
 
-    `clients`: the ranks are clients of servers: each worker rank is an executor, and explicit sizes are the
-    servers' layout. Some ranks may own context servers (see `context_servers`). Raises ConfigError naming the
-    file or the option.
+    `clients`: the ranks are clients of servers. Then each worker rank is an executor, and explicit sizes are
+    the servers' layout. Some ranks may own context servers (see `context_servers`). Raises ConfigError naming
+    the file or the option.
     """
     if clients:
         n_executors = None
@@ -51,7 +51,7 @@ def disagg_config(config: RunConfig, world_size: int | None, clients: bool = Fal
 def world_plan(
     config: RunConfig, yaml: DisaggConfig, world_size: int, nodes: Sequence[str] | None
 ) -> WorldPlan:
-    """Return the plan of a run; `nodes`: of each rank. Raises ConfigError if the ranks do not fit it."""
+    """Return the plan of a run; `nodes`: by rank. Raises ConfigError if the ranks do not fit `yaml`."""
     n_contexts = context_servers(config, world_size)
     return disagg.plan(yaml, world_size, nodes, config.clients_of_a_server, n_contexts, config.server_nodes)
 
@@ -59,14 +59,14 @@ def world_plan(
 def context_servers(config: RunConfig, world_size: int | None) -> int:
     """Return how many of the run's servers are context servers; `world_size`: see `disagg_config`.
 
-    Raises ConfigError if the explicit numbers of servers do not fit it.
+    Raises ConfigError if the explicit numbers of servers do not fit `world_size`.
     """
     counts = _server_counts(config, world_size)
     return counts[0] if counts else 0
 
 
 def server_ranks(config: RunConfig) -> int | None:
-    """Return how many ranks own context and generation servers of the run, or are their clients.
+    """Return how many ranks own context and generation servers of the run, or are clients of these servers.
 
     None if the run starts no such servers. The number of servers defaults to one of each kind.
     """
@@ -77,7 +77,7 @@ def server_ranks(config: RunConfig) -> int | None:
 def _server_counts(config: RunConfig, world_size: int | None) -> tuple[int, int] | None:
     """Return the number of context servers and of generation servers; None if the run starts no such servers.
 
-    A context server has one rank, a generation server its clients.
+    A context server needs one rank, its owner. A generation server needs a rank for each of its clients.
     """
     if not config.server or config.mode != "disaggregated":
         return None
@@ -94,7 +94,7 @@ def _server_counts(config: RunConfig, world_size: int | None) -> tuple[int, int]
 
 
 def _check_control_ranks(config: RunConfig, yaml: DisaggConfig, world_size: int | None) -> None:
-    """Raise ConfigError if --control_ranks differs from the number of ranks that `yaml` leaves."""
+    """Raise ConfigError if --control_ranks differs from the number of ranks without an instance in `yaml`."""
     n = config.control_ranks
     if n is not None and world_size not in (None, yaml.n_workers + n):
         raise ConfigError(
@@ -105,7 +105,7 @@ def _check_control_ranks(config: RunConfig, yaml: DisaggConfig, world_size: int 
 
 
 def _one_instance(config: RunConfig, section: str) -> DisaggConfig:
-    """Return one instance of a section: the YAML's, or one with the sizes of the options."""
+    """Return one instance of a section, from the YAML or, without a YAML, with the sizes of the options."""
     yaml = config.yaml or config.with_yaml().yaml
     if yaml is not None:
         server = dict(yaml.sections).get(section)
@@ -119,9 +119,9 @@ def _one_instance(config: RunConfig, section: str) -> DisaggConfig:
 
 
 def generated(config: RunConfig, world_size: int | None, control_ranks: int | None = None) -> DisaggConfig:
-    """Return the instances from the options, without a YAML: for `world_size` ranks, or as needed.
+    """Return the instances that the options describe, without a YAML.
 
-    `control_ranks`: overrides the option.
+    `world_size`: None: as many ranks as needed. `control_ranks`: overrides the option.
     """
     try:
         return disagg.generate(

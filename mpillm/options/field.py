@@ -1,4 +1,4 @@
-"""Fields: the things that can be configured, and where each has an effect."""
+"""Fields: the values that can be configured, and where each has an effect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, overload
 from disagg.errors import ConfigError, nearest
 from disagg.yaml_text import is_text, plain, value_text
 
-if TYPE_CHECKING:  # its TypeVar has defaults: `Field` alone is a Field of any type
+if TYPE_CHECKING:  # this TypeVar has defaults: `Field` alone is a Field of any type
     from typing import TypedDict
 
     from typing_extensions import Self, TypeVar, Unpack
@@ -36,12 +36,12 @@ else:
 
 
 ANY = object()
-"""As the value of `Use.needs`: any value."""
+"""In `Use.needs`: any value."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """A use of a value; an empty field means all."""
+    """A use of a value. An empty field means all: all commands, cores or scenarios."""
 
     commands: tuple[str, ...] = ()
     cores: tuple[str, ...] = ()
@@ -51,18 +51,18 @@ class Use:
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """All uses of a value. None: it is accepted, and never used."""
+    """All uses of a value. Without uses, it is accepted but never used."""
 
     uses: tuple[Use, ...] = (Use(),)
-    measured: bool = True  # the results of a run depend on it: to set it without effect is an error
-    instead: str = ""  # its replacement
+    measured: bool = True  # a run's results depend on the value: setting it without effect is an error
+    instead: str = ""  # what replaces a value without uses
 
 
 EVERYWHERE = Effect()
 
 
 class AutoConfStrategy(enum.Enum):
-    """The effect of a value on the value of a lower source."""
+    """How a value combines with the value of a lower source."""
 
     Replace = "replace"
     DictUpdate = "dict_update"  # dictionaries: key by key
@@ -76,23 +76,23 @@ def _cut(text: str) -> str:
 
 
 class Reason(ValueError):
-    """Why a text is not a value; the message adds what was expected."""
+    """Why a text is not a valid value; the message adds the expected form."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Field(Generic[T]):
-    """One thing that can be configured. A field is equal only to itself.
+    """One value that can be configured. A field is equal only to itself.
 
-    Its name has underscores; hyphens mean the same on the command line. Parameters after `*` are our own.
-    T is the type of its value: what `from_string` returns, or a text; or None, unless there is a default.
-    As an attribute it is the field on an `Options` class, and its value on an instance.
+    Its name has underscores; hyphens mean the same on the command line. Parameters after `*` are mpillm's.
+    T is the value's type: the result of `from_string`, or else a text; without a default, it may also be
+    None. An attribute of an `Options` class is the field itself; on an instance, it is the field's value.
     """
 
     name: str
     description: str = ""
     from_string: Callable[[str], Any] | None = None  # None: the text is the value
     disallow_default: bool = False  # a missing value is an error
-    disallow_argparse: bool | None = None  # no command line option; None: if there is `from_environ`
+    disallow_argparse: bool | None = None  # no command line option; None: True with `from_environ`
     argparse_opts: Mapping[str, Any] | None = None  # for `ArgumentParser.add_argument`
     from_environ: str | None = None  # an environment variable
     autoconf_strategy: AutoConfStrategy = AutoConfStrategy.Replace
@@ -101,7 +101,7 @@ class Field(Generic[T]):
     choices: tuple[str, ...] = ()  # in any letter case
     group: str = "general"  # the heading in --help
     aliases: tuple[str, ...] = ()  # other names
-    effect: Effect = EVERYWHERE  # for whom the value has one
+    effect: Effect = EVERYWHERE  # where the value is used
 
     @overload
     def __get__(self, options: None, owner: type) -> Self: ...
@@ -130,7 +130,7 @@ class Field(Generic[T]):
     def but(self, description: str | None = None, **more: Any) -> Any:
         """Return a field like this one, with another description, default, group or other parameters.
 
-        For commands that share an option with `run`, for example with another default.
+        Commands that share an option with `run` use this, for example for another default.
         """
         if description is not None:
             more["description"] = description
@@ -144,7 +144,7 @@ class Field(Generic[T]):
 
     @property
     def is_option(self) -> bool:
-        """Whether the command line may set it."""
+        """Whether the command line may set the field."""
         return not (self.from_environ if self.disallow_argparse is None else self.disallow_argparse)
 
     @property
@@ -154,7 +154,7 @@ class Field(Generic[T]):
 
     @property
     def default_text(self) -> str:
-        """The default as on the command line; empty without one."""
+        """The default as text for the command line; empty without a default."""
         return "" if self.default is None or self.default == {} else self.text(self.default)
 
     @property
@@ -191,11 +191,9 @@ class Field(Generic[T]):
             raise ConfigError(f"{quoted}: expected {self._expected}{why}") from None
 
     def check(self, value: Any, source: str) -> Any:
-        """Return the value of a file's entry; text is parsed by `parse`.
+        """Return the checked value of an entry in a file. `parse` parses a text.
 
-        Raises ConfigError naming `source`.
-
-        None is a value if there is no default.
+        Raises ConfigError naming `source`. None is a valid value if the field has no default.
         """
         if isinstance(value, enum.Enum):
             value = value.value
@@ -210,10 +208,10 @@ class Field(Generic[T]):
             value = os.fspath(value)
         try:
             text = value if isinstance(value, str) else self.text(value)
-        # a number of hundreds of digits, a list that contains itself
+        # such as a number of hundreds of digits, or a list that contains itself
         except (ArithmeticError, ValueError, RecursionError) as error:
             raise ConfigError(f"{source}: {error}") from None
-        except (TypeError, AttributeError):  # a value of a type that the field has no text for
+        except (TypeError, AttributeError):  # `text` does not support the value's type
             raise ConfigError(f"{source} {value_text(value)}: expected {self._expected}") from None
         if self.from_string is None and not self.choices and not isinstance(value, str):
             raise ConfigError(f"{source} {_cut(text)}: expected a text; put it in quotes")
@@ -246,16 +244,16 @@ if TYPE_CHECKING:
 def option(*arguments: Any, **more: Any) -> Any:
     """Declare a field of an `Options` class, named like the attribute; see `Field` for the parameters.
 
-    Group and effect default to the class's.
+    Group and effect default to those of the class.
     """
     return FieldDeclaration(arguments, more)
 
 
 class Options:
-    """A class whose attributes are fields; on an instance they are the fields' values."""
+    """A class whose attributes are fields. On an instance, the attributes are the fields' values."""
 
     def __init_subclass__(cls, group: str = "general", effect: Effect = EVERYWHERE) -> None:
-        """`group`, `effect`: of each field that `option` declares in this class."""
+        """`group`, `effect`: defaults for each field that `option` declares in this class."""
         for name, declared in list(vars(cls).items()):
             if isinstance(declared, FieldDeclaration):
                 more = {"group": group, "effect": effect, **declared.more}
@@ -267,7 +265,7 @@ class Options:
 
     @classmethod
     def declared(cls) -> list[Field]:
-        """Return the fields of this class and its bases, each name once, the nearest class first."""
+        """Return the fields of this class, then of its bases. A name occurs once: the nearest class wins."""
         fields: dict[str, Field] = {}
         for base in cls.__mro__:
             for field in vars(base).values():

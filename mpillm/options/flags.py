@@ -1,4 +1,4 @@
-"""Flags: the environment that overrides them, their other names, and their values on our cores."""
+"""Flags: environment variables that override them, their other names, and their values on mpillm's cores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OVERLAYS: dict[Field, str] = {
 
 
 def environment_overlays(values: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
-    """Return the flags that the environment overrides, by name. `values`: of every field, by name."""
+    """Return the flags that the environment overrides, by name. `values`: of all fields, by name."""
     return {
         field.name: override.over(values[field.name], AutoConfStrategy.DictUpdate)
         for field, variable in OVERLAYS.items()
@@ -30,9 +30,9 @@ def environment_overlays(values: Mapping[str, OptionValue]) -> dict[str, OptionV
 
 
 def renamed(flags: OptionValue, flags_name: str) -> OptionValue:
-    """Return flags by their first names.
+    """Return flags by their first names, as in `RUNTIME_FLAGS`.
 
-    Raises ConfigError for a wrong text, or two names with different values from one source.
+    Raises ConfigError for a wrong text, or if two names of a flag have different values from one source.
     """
     values: dict[str, OptionValue] = {}
     written: dict[str, str] = {}
@@ -56,16 +56,16 @@ def renamed(flags: OptionValue, flags_name: str) -> OptionValue:
 
 
 def _precedence(flag: OptionValue) -> tuple[bool, Source]:
-    """Return the precedence of a key of flags: the environment overrides all others."""
+    """Return the precedence of a key of flags: the environment overrides all other sources."""
     return flag.source is Source.ENVIRONMENT, flag.source
 
 
 LIMITS = (AllFields.max_batch_size.name, AllFields.max_num_tokens.name)
-"""The limits that an engine is built for; a run may set lower ones."""
+"""The limits that an engine is built for. A run may set lower limits."""
 
 
 def limits_of_engine(run: Mapping[str, Any], built: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine's limits where `run` sets none and they are known."""
+    """Return the known limits of the engine that `run` does not set."""
     return {name: built[name] for name in LIMITS if run.get(name) is None and built.get(name) is not None}
 
 
@@ -81,7 +81,7 @@ def check_limits(run: Mapping[str, Any], built: Mapping[str, Any], of: str) -> N
 
 
 def check_values(core_type: str, flags: OptionValue) -> None:
-    """Raise ConfigError for a value that a flag cannot have, or that our core of this type does not support.
+    """Raise ConfigError for a value that a flag cannot have, or that mpillm's core does not support.
 
     `unused_options` reports flags without effect.
     """

@@ -1,4 +1,4 @@
-"""The values that come with a model: its generation config, as a layer of the options."""
+"""A model's generation config, as a layer of the options."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mpillm.options.fields import AllFields
 
 @dataclass(frozen=True)
 class GenerationConfig(Slice):
-    """How a model's answers end and are sampled: the harness's JSON or Hugging Face's generation_config.json.
+    """How a model's answers end and are sampled: NVIDIA's JSON or Hugging Face's generation_config.json.
 
-    The defaults equal NVIDIA's harness (llmlib/config.py of its MLPerf Inference v5.1 submission). Its
-    `bos_token_id` and `name`, which no backend there reads, are ignored.
+    The defaults are those of NVIDIA's harness (llmlib/config.py of its MLPerf Inference v5.1 submission). Its
+    fields `bos_token_id` and `name` are ignored, because no backend of the harness reads them.
     """
 
-    eos_token_id: tuple[int, ...] = ()  # empty: the model's own
+    eos_token_id: tuple[int, ...] = ()  # empty: the model's end tokens
     max_output_len: int = 1024
     min_output_len: int = 1
     runtime_beam_width: int = 1
@@ -28,7 +28,7 @@ class GenerationConfig(Slice):
     top_k: int = 1
     top_p: float = 0.001
     use_stop_tokens: bool = False  # whether the data set's stop words end answers
-    _missing: tuple[str, ...] = ()  # optional fields that a Hugging Face file leaves out: others may set them
+    _missing: tuple[str, ...] = ()  # fields that a Hugging Face file leaves out: other sources may set them
 
     # Hugging Face's names of the same fields.
     _HUGGING_FACE: ClassVar[dict[str, str]] = {
@@ -48,7 +48,7 @@ class GenerationConfig(Slice):
             }
             if data.get("do_sample"):
                 data = {"temperature": 1.0, "top_k": 50, "top_p": 1.0} | data  # transformers' defaults
-            else:  # greedy, whatever these three are
+            else:  # greedy, whatever the file has for these three
                 data |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
             missing = tuple(
                 name for name in (*cls._HUGGING_FACE.values(), "use_stop_tokens") if name not in data

@@ -16,9 +16,9 @@ class _Output:
     """The state of --json in this process."""
 
     stdout: TextIO | None = None
-    """Where the figures go; None without --json."""
+    """The stream for the figures; None without --json."""
     descriptor: int | None = None
-    """A copy of descriptor 1: child processes must not write to stdout."""
+    """A copy of descriptor 1, which `begin` redirects: child processes must not write to stdout."""
     figures: Any = None
 
 
@@ -26,10 +26,10 @@ _output = _Output()
 
 
 def begin() -> None:
-    """Redirect stdout to stderr from now on, also for child processes."""
+    """Redirect stdout to stderr from now on, including that of child processes."""
     if _output.stdout is not None:
         return
-    _output.figures = None  # of a command before this one in the same process
+    _output.figures = None  # an earlier command in the same process may have set them
     sys.stdout.flush()
     _output.stdout, sys.stdout = sys.stdout, sys.stderr
     _output.descriptor = os.dup(1)
@@ -42,7 +42,7 @@ def set_figures(figures: Any) -> None:
 
 
 def end() -> None:
-    """Write the figures, if --json is set and there are any, and restore stdout."""
+    """Write the figures, if --json and figures are set, and restore stdout."""
     stdout, descriptor, figures = _output.stdout, _output.descriptor, _output.figures
     _output.stdout = _output.descriptor = _output.figures = None
     if stdout is None or descriptor is None:

@@ -10,7 +10,7 @@ from disagg.errors import nearest
 from mpillm.options.field import Reason
 from mpillm.options.parsers import expects, not_negative
 
-# Names of vLLM (`vllm bench serve --goodput`) and AIPerf (`aiperf profile --goodput`), with ours.
+# Names of vLLM (`vllm bench serve --goodput`) and AIPerf (`aiperf profile --goodput`), with mpillm's names.
 NAMES = {
     "ttft": "ttft",
     "tpot": "tpot",
@@ -23,14 +23,14 @@ NO_LIMIT_MS = 10**9
 
 
 class _JoinValues(argparse.Action):
-    """Joins an option's values: vLLM's limits are several arguments, AIPerf's one argument with blanks."""
+    """Joins an option's values: limits are several arguments in vLLM, one argument with blanks in AIPerf."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, " ".join(values))
 
 
 ARGPARSE_OPTIONS = {"nargs": "+", "action": _JoinValues, "metavar": "NAME:MS"}
-"""Options of argparse for a field of limits."""
+"""`argparse_opts` of a field of limits."""
 
 
 def _text(value: Any) -> str:
@@ -65,4 +65,4 @@ def _parser(is_integer: bool) -> Callable[[str], dict[str, float]]:
 limits_ms = _parser(is_integer=False)
 """Return limits in milliseconds by ``ttft``, ``tpot``, ``e2el``."""
 integer_limits_ms = _parser(is_integer=True)
-"""Return limits as `limits_ms` does, in whole milliseconds: LoadGen requires these."""
+"""Return limits as `limits_ms` does, in whole milliseconds, which LoadGen requires."""

@@ -53,7 +53,7 @@ class Layers:
         """Return the resolved values, by name, after `RULES`.
 
         An option and its other names get one value, from the highest source. Within a source, the option's
-        own name takes precedence. Runtime flags get their defaults, and flags that are only options are
+        own name takes precedence. Runtime flags get their defaults. Keys of flags that are only options are
         removed. Raises ConfigError, naming the source, for a value that a flag cannot have here, and for two
         values that exclude each other.
         """
@@ -69,9 +69,9 @@ class Layers:
 def user_layers(
     texts: Mapping[str, str], known: Sequence[Field], defaults: Mapping[Field, Any] | None = None
 ) -> Layers:
-    """Return the layers of user and command: the command line's texts, the environment, and their file.
+    """Return the layers of user and command: the command line's texts, the environment, and the user's file.
 
-    The lowest layer has the defaults of the `known` options, overridden by the command's.
+    The lowest layer has the defaults of the `known` options. The command's `defaults` override these.
     """
     layers = Layers(
         {
@@ -83,7 +83,7 @@ def user_layers(
     )
     if (path := layers.value_of(AllFields.config_file).value) is None:
         return layers
-    # slow to import, and few commands have one
+    # slow to import, and few commands have a configuration file
     reader = importlib.import_module(provided("READERS")["config_file"])
     keys = {field: layers.value_of(field) for field in reader.KEYS}
     chosen = {field: key.value for field, key in keys.items() if key.source > Source.FILE}

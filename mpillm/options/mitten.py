@@ -1,15 +1,15 @@
 """Resolution of values: fields, their bindings to parameters of classes, and the current configuration.
 
-Names and behavior follow nv-mitten's `nvmitten.configurator`, by its documentation, its published
-source and its users; the code is ours. A parameter gets its value from the first of these that has one:
+Names and behavior follow nv-mitten's `nvmitten.configurator`: its documentation, its published source and its
+users' code. This code is mpillm's. A parameter gets its value from the first of these that has one:
 
 1. the argument in the call itself;
 2. the command line;
 3. the environment variable of a field with `from_environ`;
-4. the `Configuration` whose `autoapply()` was entered last in this thread (it replaces the one around it);
-5. the field's default, and then the parameter's own.
+4. the `Configuration` whose `autoapply()` was entered last in this thread (an outer one has no effect);
+5. the field's default, and then the parameter's own default.
 
-Outside `autoapply()` a class is an ordinary class, but `Cls.from_fields()` still finds values for its fields.
+Outside `autoapply()`, a class is an ordinary class. `Cls.from_fields()` still determines its fields' values.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _BOUND = "_mitten_bound_fields"  # nv-mitten's name, which its users also read
 class Configuration(UserDict):  # type: ignore[type-arg]
     """Values by field.
 
-    Options (texts by name) and an environment, by default this process's, override them. `where` is their
-    place, for messages.
+    `options` (texts by name) and `environ` override them. By default, both are this process's. `where`: place
+    of the values, for messages.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Configuration(UserDict):  # type: ignore[type-arg]
 
     @contextlib.contextmanager
     def autoapply(self) -> Iterator[None]:
-        """In the block, and in this thread, give `@autoconfigure`d classes their values."""
+        """In the `with` block, give `@autoconfigure`d classes their values, in this thread only."""
         token = _current.set(self)
         try:
             yield
@@ -90,7 +90,7 @@ class Configuration(UserDict):  # type: ignore[type-arg]
             _current.reset(token)
 
     def resolve(self, fields: Iterable[Field]) -> dict[Field, OptionValue]:
-        """Return the values of fields that have one, from all sources."""
+        """Return the values of `fields` from all sources; a field without a value is left out."""
         fields = list(fields)
         texts = option_texts(fields, sys.argv[1:]) if self.options is None else self.options
         defaults = default_values(field for field in fields if field.default is not None)
@@ -104,7 +104,7 @@ class Configuration(UserDict):  # type: ignore[type-arg]
         return {field: value for field, value in values.items() if value is not None}
 
     def configure(self, cls: type, passed: Iterable[str] = ()) -> dict[str, Any]:
-        """Return arguments for `cls` by parameter, except the `passed` ones.
+        """Return arguments for `cls` by parameter, except the `passed` parameters.
 
         Raises ConfigError if a field that disallows its default has no value.
         """
@@ -139,7 +139,7 @@ def in_force(config: RunConfig) -> Configuration:
 
 @contextlib.contextmanager
 def applied(config: RunConfig) -> Iterator[None]:
-    """In the block, the values of a run are in force. A ConfigError there also names their sources."""
+    """In the `with` block, the values of a run are in force. A ConfigError also names their sources."""
     with config.explained(), in_force(config).autoapply():
         yield
 
@@ -185,8 +185,10 @@ def _merged(field: Field, layers: Iterable[Mapping[str, OptionValue]]) -> Option
 
 
 def parse_fields(fields: Iterable[Field], args: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return values by field name, from the command line `args` (default: this process's) and the
-    environment. Raises ConfigError if an option or a variable has a wrong value."""
+    """Return values by field name, from a command line and the environment.
+
+    `args`: by default, this process's. Raises ConfigError if an option or a variable has a wrong value.
+    """
     fields = list(fields)
     layers = _of_user(fields, option_texts(fields, sys.argv[1:] if args is None else args), None)
     values = {field.name: _merged(field, layers) for field in fields}
@@ -203,8 +205,8 @@ def option_texts(fields: Iterable[Field], argv: Sequence[str]) -> dict[str, str]
 def bind(field: Field, arg_name: str | None = None, explicit: bool = True) -> Callable[[T], T]:
     """Decorate a class: its parameter `arg_name` (default: the field's name) receives the field's value.
 
-    `explicit`: the parameter stands in the signature of `__init__`; without it `**kwargs` may take it. Raises
-    KeyError if it does not stand there, or the field is bound already.
+    `explicit`: `__init__` must name the parameter in its signature; otherwise `**kwargs` may take it. Raises
+    KeyError if the parameter is not named there, or the field is bound already.
     """
 
     def decorate(cls: T) -> T:
@@ -215,7 +217,7 @@ def bind(field: Field, arg_name: str | None = None, explicit: bool = True) -> Ca
             raise KeyError(f"{cls.__name__}: {field.name} is bound to {own[field]} already")
         setattr(cls, _BOUND, {field: name, **own})
         cls.from_fields = classmethod(_from_fields)  # type: ignore[attr-defined]
-        if hasattr(cls, "immediate_dependencies") and not HelpInfo.has(cls):  # an operation
+        if hasattr(cls, "immediate_dependencies") and not HelpInfo.has(cls):  # `cls` is an operation
             HelpInfo.add_configurable_operation(cls)
         return cls
 
@@ -225,8 +227,8 @@ def bind(field: Field, arg_name: str | None = None, explicit: bool = True) -> Ca
 def _parameters(cls: type) -> Collection[str]:
     """Return the parameters of `cls`, by name.
 
-    An `__init__` that wraps a dataclass's own to take any keyword has no parameters to read: the dataclass's
-    fields are the parameters.
+    A wrapper of a dataclass's `__init__` that takes any keyword has no parameters to read. Then the
+    dataclass's fields are the parameters.
     """
     parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
     if dataclasses.is_dataclass(cls) and any(
@@ -237,7 +239,7 @@ def _parameters(cls: type) -> Collection[str]:
 
 
 def bound_fields(cls: type) -> dict[Field, str]:
-    """Return the parameter of each field: in `cls`, and in its bases if its `__init__` takes that."""
+    """Return the parameter of each field of `cls`, and of its bases if its `__init__` takes the parameter."""
     names = _parameters(cls)
     bound: dict[Field, str] = dict(vars(cls).get(_BOUND, {}))
     for base in cls.__mro__[1:]:
@@ -249,8 +251,7 @@ def bound_fields(cls: type) -> dict[Field, str]:
 
 
 def autoconfigure(cls: T) -> T:
-    """Decorate a class, around `@bind` and `@dataclass`: within `autoapply()` missing arguments are filled
-    in."""
+    """Decorate a class, around `@bind` and `@dataclass`: `autoapply()` then supplies missing arguments."""
     plain = cls.__init__  # type: ignore[misc]
     signature = inspect.signature(plain)
 
@@ -267,7 +268,7 @@ def autoconfigure(cls: T) -> T:
 
 
 def _from_fields(cls: type, /, *args: Any, config: Configuration | None = None, **kwargs: Any) -> Any:
-    """Create an instance of a class with bound fields from `config`, by default the current one, or none."""
+    """Create an instance of a class with bound fields. `config`: by default the current one, if any."""
     if config is None:
         config = _current.get() or Configuration()
     passed = (*inspect.signature(cls).bind_partial(*args, **kwargs).arguments, *kwargs)
@@ -283,12 +284,12 @@ class ConfigurationIndex:
     """Configurations by a path of keys: system, workload, scenario, setting, …"""
 
     def __init__(self, index_name: str = "ConfigurationIndex") -> None:
-        """`index_name`: what error messages call it."""
+        """`index_name`: the index's name in error messages."""
         self.name = index_name
         self._configurations: dict[tuple[Hashable, ...], Configuration] = {}
 
     def register(self, keyspace: Hashable | Sequence[Hashable], config: Configuration) -> None:
-        """Store `config` under a path, or a single key. Raises ConfigError if one is stored there."""
+        """Store `config` under a path or a single key. Raises ConfigError if the path is in use."""
         path = _path(keyspace)
         if path in self._configurations:
             raise ConfigError(f"{self.name} has a configuration {'/'.join(map(str, path))} already")
@@ -331,29 +332,29 @@ class HelpInfo:
 
     @classmethod
     def add_configurator_dependency(cls, user: type, used: type) -> None:
-        """Note that `user` makes instances of `used`, so that their fields count as its own."""
+        """Record that `user` creates instances of `used`, so that fields of `used` count as `user`'s."""
         cls.add_configurator_dependencies(user, (used,))
 
     @classmethod
     def add_configurator_dependencies(cls, user: type, used: Iterable[type]) -> None:
-        """Do as `add_configurator_dependency`, for several."""
+        """Do as `add_configurator_dependency`, for several `used` classes."""
         cls._dependencies[user] = (*cls._dependencies.get(user, ()), *used)
 
     @classmethod
     def add_configurable_operation(cls, op: type) -> None:
-        """Note the `immediate_dependencies()` of an operation. Raises ValueError if it has none."""
+        """Record the `immediate_dependencies()` of an operation. Raises ValueError without this method."""
         if not hasattr(op, "immediate_dependencies"):
             raise ValueError(f"{op.__name__} is not an operation: it has no immediate_dependencies()")
         cls.add_configurator_dependencies(op, op.immediate_dependencies() or ())
 
     @classmethod
     def has(cls, user: type) -> bool:
-        """Return whether dependencies of a class have been noted."""
+        """Return whether dependencies of a class have been recorded."""
         return user in cls._dependencies
 
     @classmethod
     def get_all_dependencies(cls, user: type) -> set[type]:
-        """Return a class with all that it makes instances of, and these in turn."""
+        """Return a class with all classes that it creates, directly or through others."""
         return set(cls._in_order([user]))
 
     @classmethod

@@ -31,7 +31,7 @@ def check_conflicts(config: RunConfig) -> None:
 
 
 def check_options(config: RunConfig) -> None:
-    """Raise ConfigError for options that exclude each other in a run, and so in its plan."""
+    """Raise ConfigError for options that exclude each other in a run, and therefore in its plan."""
     if config.min_duration is not None and config.min_duration >= config.test_deadline:
         raise ConfigError(
             f"{config.named('min_duration')} must be less than {config.named('test_deadline')}, which would"
@@ -68,7 +68,7 @@ def check_options(config: RunConfig) -> None:
 
 
 def check_harness(config: RunConfig) -> None:
-    """Raise ConfigError for an option of LoadGen if a load client makes the load."""
+    """Raise ConfigError for an option of LoadGen in a run with a load client."""
     if not config.harness:
         return
     for name in (
@@ -76,7 +76,7 @@ def check_harness(config: RunConfig) -> None:
         "show_steady_state_progress",
     ):
         if name == "test_mode" and load_client_kind(config.harness).answers is not None:
-            continue  # `accuracy` scores its answers
+            continue  # the command `accuracy` scores this client's answers
         if config.is_user_set(name) and config[BY_NAME[name]] != BY_NAME[name].default:
             raise ConfigError(
                 f"{config.named('harness')} and {config.named(name)} exclude each other: that is LoadGen's"
@@ -88,7 +88,7 @@ def check_harness(config: RunConfig) -> None:
 
 
 def _check_nodes(config: RunConfig) -> None:
-    """Raise ConfigError for a server over several nodes that has too few ranks, or is impossible."""
+    """Raise ConfigError for a server over several nodes that is impossible, or has too few ranks."""
     n = config.server_nodes
     why = ""
     if config.mode == "disaggregated":
@@ -120,7 +120,7 @@ def _check_restart(config: RunConfig) -> None:
 
 
 def check_mode(config: RunConfig) -> None:
-    """Raise ConfigError for sizes of the instances of another mode."""
+    """Raise ConfigError for explicit sizes of instances that another mode has."""
     context, generation, aggregated = SERVER_SIZES.values()
     disagg_sizes = ("num_ctx_servers", *context, "num_gen_servers", *generation)
     for name in aggregated if config.mode == "disaggregated" else disagg_sizes:
@@ -129,7 +129,7 @@ def check_mode(config: RunConfig) -> None:
 
 
 def check_compliance(config: RunConfig) -> None:
-    """Raise ConfigError for a compliance test that the workload does not have, or in another mode."""
+    """Raise ConfigError for a compliance test that the workload does not have, or with a wrong test mode."""
     if config.compliance_test and config.audit_conf:
         raise ConfigError(
             f"{config.named('compliance_test')} and {config.named('audit_conf')} exclude each other:"

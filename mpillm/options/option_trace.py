@@ -1,4 +1,4 @@
-"""The trace of an option's value, for `plan --explain`: its value by source, and rules that change it."""
+"""The trace of an option, for `plan --explain`: its value by source, and the rules that change its value."""
 
 from __future__ import annotations
 

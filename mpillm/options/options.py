@@ -1,6 +1,6 @@
 """The options of a command: from its command line and the other sources to a `RunConfig`.
 
-`fields` declares them.
+`fields` declares the options.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mpillm.options.unused_options import check_unused
 RUN_FIELDS = command_fields(
     *("workload", "topology", "model", "own servers", "other harness", "build", "harness", "triton"),
     *("data", "generation", "test", "output", "deadlines"),
-    # Ports: for the YAML in the run directory.
+    # The ports are written to the YAML in the run directory.
     also=("server_port", "worker_start_port", "tritonserver", "force"),
 )
 # The options in `serve --help`.
@@ -39,8 +39,9 @@ def parse(
 ) -> RunConfig:
     """Return all fields' values, from the command line, the environment, a user's file and the workload.
 
-    `visible` are in --help, and may be the command's own. Other fields are also accepted: the commands of a
-    test share their options. The command's `defaults` override the fields'. ConfigError names the source.
+    `visible`: fields in --help, some of which only this command may have. Other fields are also accepted,
+    because the commands of a test share their options. The command's `defaults` override the fields'.
+    ConfigError names the source.
     """
     known = with_all(visible)
     add_fields(parser, known, visible, defaults)
@@ -68,7 +69,7 @@ _MAIN = (
 def parse_run(argv: Sequence[str], behind: Parser | None = None) -> RunConfig:
     """Return the configuration from a command line of `run`.
 
-    `behind`: the parser of a command that starts runs with the options that are not its own.
+    `behind`: the parser of a command that starts runs with the options which that parser does not have.
     """
     parser = Parser(
         prog="mpillm run",
@@ -87,7 +88,7 @@ def parse_run(argv: Sequence[str], behind: Parser | None = None) -> RunConfig:
     return config
 
 
-# Clients choose their prompts: a server computes any prompt that fits the model's context.
+# Clients choose the prompts, so a server must compute any prompt that fits the model's context.
 _SERVE_DEFAULTS: Mapping[Field, Any] = {
     AllFields.on_instance_loss: "continue",
     AllFields.enable_chunked_context: True,
@@ -115,7 +116,7 @@ def parse_serve(argv: Sequence[str]) -> RunConfig:
 def without(argv: Sequence[str], names: Collection[str]) -> list[str]:
     """Return the options as typed, except `names`."""
     remaining: list[str] = []
-    drop = False  # whether the argument is the name or a value of such an option
+    drop = False  # whether `arg` is the name or a value of an option in `names`
     for arg in argv:
         if arg.startswith("--"):
             drop = arg[2:].partition("=")[0].replace("-", "_") in names

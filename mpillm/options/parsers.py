@@ -29,7 +29,8 @@ def expects(
 ) -> Callable[[F], F]:
     """Declare the text that a parser expects.
 
-    `to_text` turns a file's value (a number, a list) into text for it; `reads_dict`: it accepts dictionaries.
+    `to_text` turns a file's value (a number, a list) into text for the parser. `reads_dict`: the field also
+    accepts dictionaries.
     """
 
     def mark(function: F) -> F:
@@ -124,7 +125,7 @@ def integers(text: str) -> tuple[int, ...]:
 
 @expects("words as in a shell", shlex.join)
 def shell_args(text: str) -> tuple[str, ...]:
-    """Words as in a shell, quoted where they have blanks."""
+    """Arguments as in a shell, quoted if they contain blanks."""
     args = tuple(shlex.split(text))
     learn_secrets(args)
     return args
@@ -229,7 +230,7 @@ def accuracy(text: str) -> float:
 
 
 def batch_sizes(workloads: Callable[[str], tuple[str, ...]]) -> Callable[[str], int | dict[str, int]]:
-    """Make a parser of one batch size, or of one per workload, whose name `workloads` parses."""
+    """Make a parser of one batch size, or of one for each workload. `workloads` parses a workload's name."""
 
     @expects("a batch size, or workload:size,workload:size", _paired)
     def parse(text: str) -> int | dict[str, int]:
@@ -260,7 +261,7 @@ def urls(text: str) -> tuple[str, ...]:
 
 @expects("host:port,host:port", _listed)
 def http_urls(text: str) -> tuple[str, ...]:
-    """Return servers as `urls` does, or URLs, without a final ``/v1``."""
+    """Return servers as `urls` does. Servers may also be URLs, which lose a final ``/v1``."""
     return _each_once([re.sub(r"(?<=[^/])(/v1)?/*$", "", url.strip()) for url in text.split(",")], _http_url)
 
 
@@ -338,14 +339,14 @@ class Secret:
 
 @expects("a text that is not empty")
 def secret(text: str) -> Secret:
-    """Return a key."""
+    """Return an API key, or another secret."""
     if not text.strip():
         raise ValueError
     return Secret(text)
 
 
 def names(*known: str, **aliases: str) -> Callable[[str], tuple[str, ...]]:
-    """Make a parser of `known` names or `aliases`, in any letter case, separated by commas, each once."""
+    """Make a parser of a list of `known` names or `aliases`, in any letter case, separated by commas."""
     by_name = {name.lower(): name for name in known} | aliases
 
     @expects(f"one or several of {', '.join(known)}, separated by commas", _listed)
@@ -380,9 +381,9 @@ def name_or_class(
     installed: Callable[[], Iterable[str]] = tuple,
     aliases: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[str], str]:
-    """Make a parser of a `known` name, a name in `installed()` (called last), or ``package.module:Class``.
+    """Make a parser of a `known` name, a name in `installed()`, or ``package.module:Class``.
 
-    `aliases`: known names by their other names.
+    `installed` is called only if the name is not known. `aliases`: known names by their other names.
     """
 
     @expects(f"{', '.join(known)}, or package.module:Class")
@@ -402,7 +403,7 @@ def name_or_class(
 
 
 def kind_of_program(kinds: NamedKinds[Any]) -> Callable[[str], str]:
-    """Make a parser of the name of a kind, in any letter case, or of ``command:WORDS``."""
+    """Make a parser of the name of a kind of program, in any letter case, or of ``command:WORDS``."""
 
     @expects(f"{', '.join(kinds.built_in)}, or {OTHER}WORDS")
     def parse(text: str) -> str:

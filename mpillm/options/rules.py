@@ -1,6 +1,6 @@
-"""Rules by which an option's value follows from others'.
+"""Rules by which an option's value follows from the values of other options.
 
-`Source` orders the sources. `RULES`, at the end, turn the sources' values into the resolved values.
+`Source` orders the sources. `RULES`, at the end, turns the sources' values into the resolved values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mpillm.workloads import WORKLOADS, accuracy_of, interactive_form, plain_for
 Values = Mapping[str, OptionValue]
 """Every option's value, by name."""
 Changes = Callable[[Values], dict[str, OptionValue]]
-"""From all values to the new values of options.
+"""Function from all values to the changed values, by option.
 
 Raises ConfigError for values that exclude each other, or that an option cannot have here.
 """
@@ -34,7 +34,7 @@ _RUNTIME = AllFields.trtllm_runtime_flags.name
 
 _NVIDIA, _TENSORRT_LLM, _MPILLM = "NVIDIA's harness", "TensorRT-LLM", "mpillm"
 
-# By --precision: qformat of TensorRT-LLM's quantization, and --quantization of cores that run here.
+# By --precision: qformat of TensorRT-LLM's quantization, and --quantization of mpillm's own cores.
 _PRECISIONS = {
     "fp4": ("nvfp4", None),
     "nvfp4": ("nvfp4", None),
@@ -52,18 +52,18 @@ class Rule(NamedTuple):
 
 
 def rule(name: str, origin: str) -> Callable[[Changes], Rule]:
-    """Decorate a function that returns, from all values, the changed ones."""
+    """Decorate a function that gets all values and returns the changed values."""
     return lambda changes: Rule(name, origin, changes)
 
 
 def _implies(field: Field, value: object, other: Field, its_value: str, origin: str) -> Rule:
-    """Return the rule that a value of an option implies another option's."""
+    """Return the rule that a value of one option implies the value of another option."""
     name = f"{field.name} {field.text(value)} means {other.name} {its_value}"
     return Rule(name, origin, lambda values: _implied(values, field.name, value, other.name, its_value))
 
 
 def _implied(values: Values, name: str, value: object, other: str, its_value: str) -> dict[str, OptionValue]:
-    """Raise ConfigError if the user set the other option otherwise, in whatever source."""
+    """Return the implied value. Raise ConfigError if the user set the other option to a different value."""
     cause, effect = values[name], values[other]
     if cause.value != value or effect.value == its_value:
         return {}
@@ -80,10 +80,10 @@ def _implied(values: Values, name: str, value: object, other: str, its_value: st
 
 @rule("a benchmark's name sets an accuracy target or a form, Interactive a form", _NVIDIA)
 def named_test(values: Values) -> dict[str, OptionValue]:
-    """Return workload, scenario and accuracy target by field name, for llama2-70b-99.9 or Interactive.
+    """Return workload, scenario and accuracy target that names such as llama2-70b-99.9 or Interactive mean.
 
-    Lists, which are several tests, stay as they are. Raises ConfigError for an accuracy target that
-    contradicts the name's, and for a workload without an interactive form.
+    Lists, which are several tests, do not change. Raises ConfigError for an accuracy target that contradicts
+    the name, and for a workload without an interactive form.
     """
     benchmarks, scenarios = values["benchmarks"], values["scenarios"]
     accuracy_target = values["accuracy_target"]
@@ -128,7 +128,7 @@ def core_of_the_server(values: Values) -> dict[str, OptionValue]:
     if not server:
         return {}
     kind = kind_of(server)
-    # On a leader, which has no core.
+    # trtllm_disagg is the client of a leader, which the run's own servers do not have.
     if kind.disagg_protocol and values["core_type"].value == "trtllm_disagg":
         implied = _implied(values, "core_type", "trtllm_disagg", "mode", "disaggregated")
         return {**implied, "core_type": values["server"].implied("server", kind.core_type)}
@@ -161,7 +161,7 @@ def first_names(values: Values) -> dict[str, OptionValue]:
 
 @rule("precision is the checkpoint's qformat, and our cores' quantization", _NVIDIA)
 def precision(values: Values) -> dict[str, OptionValue]:
-    """Apply --precision: to checkpoints and, unless a higher source sets quantization, to our cores."""
+    """Apply --precision to checkpoints and, unless a higher source sets quantization, to mpillm's cores."""
     precision_value, flags, changes = values["precision"], values[_CHECKPOINT], dict[str, OptionValue]()
     if precision_value.value is None:
         return changes
@@ -169,16 +169,16 @@ def precision(values: Values) -> dict[str, OptionValue]:
     if _means(precision_value, f"qformat {qformat} among {_CHECKPOINT}", qformat, flags.key("qformat")):
         changes[_CHECKPOINT] = flags.with_key("qformat", precision_value.implied("precision", qformat))
     if values["core_type"].value in TRTLLM or algorithm is None:
-        return changes  # `check_core` refuses a precision that the core lacks; others may read the file
+        return changes  # `check_core` refuses a precision that the core does not support
     if _means(precision_value, f"quantization {algorithm}", algorithm, values["quantization"]):
         changes["quantization"] = precision_value.implied("precision", algorithm)
     return changes
 
 
 def _means(precision_value: OptionValue, meaning: str, value: str, other: OptionValue) -> bool:
-    """Return whether `other` is from a lower source than the precision, so that its meaning holds.
+    """Return whether `other` is from a lower source than the precision, which then determines its value.
 
-    ConfigError if it is another value from the same source.
+    Raises ConfigError if `other` has a different value from the same source.
     """
     if other.value not in (None, value) and other.source is precision_value.source:
         raise ConfigError(
@@ -202,10 +202,10 @@ def _shared(
     others: Mapping[str, OptionValue] = MappingProxyType({}),
     only_options: bool = False,
 ) -> dict[str, OptionValue]:
-    """Give each key of flags, which is another name of an option, and that option one value.
+    """Give one value to each option in `keys` and to the key of flags that is its other name.
 
-    `others`: further values of options. With `only_options` the keys are removed; a key and an
-    option that differ, both from one source, are an error.
+    `others`: additional values of options. With `only_options`, the keys are removed from the flags; a key
+    and an option with different values from one source are then an error.
     """
     flags, changes = values[flags_name], dict[str, OptionValue]()
     for key, field in keys.items():
@@ -219,7 +219,7 @@ def _shared(
                     f"{where} is {flag.value}, but {field.name} is {option.value} ({option.where})"
                 )
         candidates = (option, alias, others.get(field.name))
-        # of equal sources, the first candidate
+        # If sources are equal, `max` returns the first candidate.
         best = max(filter(None, candidates), key=lambda candidate: candidate.source)
         if field.name in values:
             changes[field.name] = best
@@ -244,7 +244,7 @@ def _batch_size(values: Values) -> OptionValue | None:
 
 @rule("an engine is built for gpu_batch_size", _NVIDIA)
 def engine_batch(values: Values) -> dict[str, OptionValue]:
-    """Build an engine for gpu_batch_size, even if the run's flags set a smaller batch."""
+    """Build an engine for gpu_batch_size, even if the runtime flags set a smaller batch."""
     size, run, flags = _batch_size(values), values["max_batch_size"], values[_BUILD]
     if size is None or run.value is None or "max_batch_size" in flags.value:
         return {}
@@ -325,7 +325,7 @@ RULES = (
     policy_static,
     time_for_the_test,
 )
-"""In this order: a rule that changes a value precedes the rules that read it."""
+"""Rules in the order in which they apply: a rule that changes a value precedes the rules that read it."""
 
 Trace = list[tuple[Rule, str, OptionValue]]
-"""Each change that a rule made: the option and its new value."""
+"""Each change of a value: the rule, the option and its new value."""

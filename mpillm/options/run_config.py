@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # slow to import, and few runs have a YAML
 
 @dataclass(frozen=True)
 class InstanceRun:
-    """A run that is one instance of a disaggregation YAML, with others in the same mpirun."""
+    """A run that is one instance of a disaggregation YAML. Other runs share its mpirun."""
 
     instance: ServedInstance
     node_ranks: int  # ranks of that mpirun on this node, which share its CPU cores and memory
@@ -37,24 +37,24 @@ class RunConfig(Values, AllFields):
     """The values of all fields, and the source of each."""
 
     def __init__(self, layers: Layers) -> None:
-        """Resolve the values of the sources. Raises ConfigError naming the source."""
+        """Resolve the values of all sources. Raises ConfigError naming the source of a wrong value."""
         super().__init__(layers.resolved())
         self.layers = layers
         self.yaml: DisaggConfig | None = None
         self.sections: Mapping[str, RunConfig] = {}
-        self.disagg_role = ""  # context or generation, if the run is such a server
+        self.disagg_role = ""  # "context" or "generation", if the run is a context or generation server
         self.instance_run: InstanceRun | None = None
-        self.launch_secret = ""  # of the servers that one mpirun has started
+        self.launch_secret = ""  # shared by the servers that one mpirun has started
 
     @property
     def scenario(self) -> str:
-        """LoadGen's scenario, of a command that has just one."""
+        """LoadGen's scenario, for a command that has just one."""
         (scenario,) = self.scenarios
         return str(scenario)
 
     @property
     def benchmark(self) -> str | None:
-        """The workload's name, of a command that has at most one."""
+        """The workload's name, for a command that has at most one workload."""
         return self.benchmarks[0] if self.benchmarks else None
 
     @property
@@ -71,9 +71,8 @@ class RunConfig(Values, AllFields):
     def with_yaml(self) -> RunConfig:
         """Return the configuration with the values of the disaggregation YAML that it names, if any.
 
-        `yaml` is then its content, and `of` has the values of each section, which may differ. ConfigError
-        names the file, or a different value of a higher source. A dry run ignores a missing
-        file.
+        `yaml` is then the file's content. `sections` has the values of each section, which may differ.
+        ConfigError names the file, or a different value of a higher source. A dry run ignores a missing file.
         """
         path = self.disagg_config
         if not path or (self.dry_run and not Path(path).exists()):
@@ -101,7 +100,7 @@ class RunConfig(Values, AllFields):
         except ConfigError as error:
             raise type(error)(self.explain(error) + self.set_by("disagg_config")) from None
         with_run_values.yaml, with_run_values.sections = yaml, sections
-        # A value that all sections share is the run's.
+        # A value that all sections share is also the run's value.
         for name in with_run_values.option_values if sections else ():
             first, *others = (section.option_values[name] for section in sections.values())
             if all(other.value == first.value for other in others):
@@ -132,7 +131,7 @@ class RunConfig(Values, AllFields):
 
     @property
     def clients_of_a_server(self) -> int:
-        """How many ranks are clients of each server that the run starts; 0: it starts none."""
+        """How many ranks are clients of each server that the run starts; 0: the run starts none."""
         if not self.server:
             return 0
         if self.server == "tritonserver" and not self.is_user_set("clients_per_server"):
@@ -149,15 +148,13 @@ class RunConfig(Values, AllFields):
         return f"{self.config_file}: without effect here: {', '.join(settings)}" if settings else ""
 
     def named(self, name: str) -> str:
-        """Return, for messages, the option with its value and, unless that is from the command line, its
-        source."""
+        """Return an option with its value, for messages; with its source unless that is the command line."""
         field = BY_NAME[name]
         value, where = masked_value(field.text(getattr(self, name))), self.where(name)
         return f"--{name} {value}" if where == COMMAND_LINE else f"{name} {value} ({where})"
 
     def set_by(self, *names: str) -> str:
-        """Return, for messages, a line for each of these options not set on the command line, with its
-        source."""
+        """Return lines for messages: the source of each option that is not set on the command line."""
         places = {
             (name, one.where): None
             for name in names
@@ -168,20 +165,20 @@ class RunConfig(Values, AllFields):
         return "".join(f"\n{name} is set by {where}" for name, where in places)
 
     def explain(self, error: ConfigError) -> str:
-        """Return the message, and where the options that it is about were set."""
+        """Return the error's message, and where the options that it is about were set."""
         return str(error) + self.set_by(*error.about)
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """In the block, a ConfigError gets the places where its options were set."""
+        """In the `with` block, a ConfigError also names where its options were set."""
         try:
             yield
         except ConfigError as error:
             raise type(error)(self.explain(error)) from error
 
     def digest(self) -> str:
-        """Return a hash of all values and of their YAML, equal on ranks that were started alike."""
-        import hashlib  # OpenSSL: milliseconds at the start of every rank
+        """Return a hash of all values and of the YAML; it is equal on ranks with the same options."""
+        import hashlib  # it loads OpenSSL, which takes milliseconds
 
         state = hashlib.sha256(json.dumps(self.values, sort_keys=True, default=str).encode())
         if self.yaml is not None:
@@ -204,7 +201,7 @@ class RunConfig(Values, AllFields):
     def to_json(self) -> dict[str, Any]:
         """Return ``{name: {"value", "source"}}``.
 
-        For a merged dictionary, "source" is by key; if a YAML's sections differ, both are by section.
+        For a merged dictionary, "source" is by key. If a YAML's sections differ, both values are by section.
         """
         values = {}
         for name, own in self.option_values.items():

@@ -23,15 +23,15 @@ class Source(enum.IntEnum):
 
 
 class OptionValue(NamedTuple):
-    """A value and its source; for a dictionary merged from several sources, also the value of each key."""
+    """A value and its source. A dictionary merged from several sources also has the source of each key."""
 
     value: Any
     source: Source = Source.DEFAULT
-    where: str = "default"  # in the source: ``x.py:12``, ``environment variable X``
+    where: str = "default"  # place in the source: ``x.py:12``, ``environment variable X``
     keys: Mapping[str, OptionValue] = {}
 
     def over(self, below: OptionValue | None, strategy: AutoConfStrategy) -> OptionValue:
-        """Return this value over the value of a lower source."""
+        """Return this value, combined with the value of a lower source by `strategy`."""
         if (
             below is None
             or strategy is AutoConfStrategy.Replace
@@ -42,7 +42,7 @@ class OptionValue(NamedTuple):
         return self._replace(value=below.value | self.value, keys=below.all_keys() | self.all_keys())
 
     def implied(self, name: str, value: Any) -> OptionValue:
-        """Return the value of another option that follows from this value of the option or flag `name`."""
+        """Return the value that this value of the option or flag `name` implies for another option."""
         return OptionValue(value, self.source, f"{self.where}: {name}")
 
     def all_keys(self) -> dict[str, OptionValue]:
@@ -50,7 +50,7 @@ class OptionValue(NamedTuple):
         return {key: self.key(key) for key in self.value}
 
     def key(self, name: str) -> OptionValue:
-        """Return the value of a dictionary's key; None, by default, without the key."""
+        """Return the value of a dictionary's key; without the key, None with source DEFAULT."""
         if name not in self.value:
             return OptionValue(None)
         return self.keys.get(name) or OptionValue(self.value[name], self.source, self.where)
@@ -77,15 +77,14 @@ def from_environment(field: Field, variable: str, environ: Mapping[str, str]) ->
 
 
 def default_values(fields: Iterable[Field]) -> dict[str, OptionValue]:
-    """Return the default of each field, by name; None without one."""
+    """Return the default of each field, by name; None for a field without a default."""
     return {field.name: OptionValue(field.default) for field in fields}
 
 
 def environment_values(
     fields: Iterable[Field], environ: Mapping[str, str] = os.environ
 ) -> dict[str, OptionValue]:
-    """Return the values of fields that have an environment variable, by name. Raises ConfigError for a wrong
-    value."""
+    """Return the values in fields' environment variables, by name. Raises ConfigError for a wrong value."""
     variables = {field: field.from_environ for field in fields if field.from_environ}
     values = {field.name: from_environment(field, name, environ) for field, name in variables.items()}
     return {name: value for name, value in values.items() if value is not None}

@@ -1,11 +1,11 @@
 """Options that are set and have no effect on a run: one rule for all commands.
 
-Each field declares its uses (`Field.effect`, `fields.effects`). If nothing here uses a value, this is an
-error if the results depend on the value, and otherwise a line for the user. It is also only a line:
+Each field declares its uses (`Field.effect`, `fields.effects`). A value without a use in this run is an error
+if the results depend on it; otherwise, the user gets a line. In these cases, it is always only a line:
 
-- if a higher source makes the value unused, such as `--core_type dummy` a file's `quantization`;
-- in a disaggregation YAML, which other programs also read;
-- for a command that measures nothing.
+- a higher source makes the value unused: `--core_type dummy`, for example, a file's `quantization`;
+- the value is from a disaggregation YAML, which other programs also read;
+- the command does not measure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpillm.options.sources import OptionValue, Source
 from mpillm.programs.servers.kinds import kind_of
 
 _COMMANDS_OF = {RUN: (RUN,), SERVE: (SERVE,), PLAN: (RUN, PLAN)}
-"""By command: the commands whose options it uses. Other commands are stages before these."""
+"""By command: the commands whose options it uses. Commands without an entry are stages before these."""
 
 _OF_ENGINES = ("model", "checkpoint", "build")
 
@@ -36,7 +36,7 @@ SERVER_SIZES = {
 """The options with the sizes of a server that the run starts, by the server's role."""
 
 CLIENT_FLAGS = ("max_concurrency", "trtllm_backend", "triton_backend")
-"""Runtime flags, other than options, that a client reads; the others are its server's."""
+"""Runtime flags, other than options, that a client reads. Its server reads all other flags."""
 
 _MAX_NAMED = 24  # flags that a message lists
 
@@ -45,19 +45,19 @@ class UnusedOption(NamedTuple):
     """A value that is set and has no effect."""
 
     name: str  # of the option
-    text: str  # with its value and, unless that is the command line, its source
+    text: str  # the option with its value and, unless it is the command line, its source
     cause: str
     is_error: bool
 
 
 class _Cause(NamedTuple):
     text: str
-    of: str = ""  # the option that causes it, if one does
+    of: str = ""  # the option that makes the value unused, if any
     is_other_command: bool = False
 
 
 def check_unused(config: RunConfig, command: str) -> list[str]:
-    """Return a line for each cause of an unused option. Raises ConfigError if that is an error."""
+    """Return a line for each cause of unused options. Raises ConfigError if an unused option is an error."""
     return unused_option_lines(unused_options(config, command))
 
 
@@ -102,20 +102,20 @@ def unused_options(config: RunConfig, command: str) -> list[UnusedOption]:
 
 
 def unused_in_all(configs: Sequence[RunConfig], command: str) -> list[UnusedOption]:
-    """Return the options of several tests that have an effect in none."""
+    """Return the options of several tests that have no effect in any of the tests."""
     first, *others = (unused_options(config, command) for config in configs)
     names = [{option.name for option in names} for names in others]
     return [option for option in first if all(option.name in names for names in names)]
 
 
 def _unused_flags(config: RunConfig, flags: Field, command: str) -> Iterator[UnusedOption]:
-    """Yield the keys of flags without effect; keys that are options are examined as options."""
+    """Yield the keys of flags without effect, except keys that are options: `unused_options` checks these."""
     core = with_backend(config.core_type, config.trtllm_runtime_flags)
     known = names_of(flags, core)
     core_source = config.option_value("core_type").source
     for key, flag in config.option_values[flags.name].all_keys().items():
         field, value = KNOWN_FLAGS.get(key), flag.value
-        # a file without a core has TensorRT-LLM's flags for any core
+        # A file that does not set the core has TensorRT-LLM's flags for any core.
         measured = flag.source is not Source.FILE or core_source is Source.FILE
         if flags is AllFields.trtllm_runtime_flags and field is not None:
             if field in FIELDS or not _is_set(field, flag._replace(value=field.check(value, key))):
@@ -139,10 +139,10 @@ def _unused_flags(config: RunConfig, flags: Field, command: str) -> Iterator[Unu
 def _unused_cause(field: Field, config: RunConfig, command: str) -> _Cause | None:
     """Return why a field has no effect; None if it has one.
 
-    With several uses, this is the use that lacks least.
+    With several uses, the cause is that of the use that comes closest to being met.
     """
     if config.server and (field.effect is DISAGG or field in (AllFields.mode, AllFields.disagg_config)):
-        return None  # `own_servers` rejects a kind without roles
+        return None  # `own_servers` rejects a kind of server without context and generation servers
     if config.server and of_engine(field):
         kind = kind_of(config.server)
         return None if kind.takes(field.name) else _Cause(f"on a {kind.name} server", "server")
@@ -155,12 +155,12 @@ def _unused_cause(field: Field, config: RunConfig, command: str) -> _Cause | Non
 
 
 def of_engine(field: Field) -> bool:
-    """Return whether an option is about the engine: a server of the run supports it or not."""
+    """Return whether an option is about the engine. A server that the run starts may not support it."""
     return (field.group in _OF_ENGINES and field.name != "model_path") or field.name in SIZES
 
 
 def _lacking(use: Use, config: RunConfig, command: str) -> tuple[int, _Cause] | None:
-    """Return how close the use is to being met, and what it lacks; None if it is met."""
+    """Return how close a use is to being met, and what is missing; None if the use is met."""
     core = with_backend(config.core_type, config.trtllm_runtime_flags)
     lacks_core = bool(use.cores) and core in WITH_BACKENDS and core not in use.cores
     if use.commands and command in _COMMANDS_OF and not set(_COMMANDS_OF[command]).intersection(use.commands):
@@ -197,6 +197,6 @@ def _checked(
     if cause.is_other_command and (source is Source.FILE or (source is Source.YAML and core in CLIENTS)):
         return  # a file is for several commands, and a YAML of servers is for the servers
     is_chosen = source <= Source.FILE and config.option_value(cause.of or name).source > source
-    is_copied = source is Source.FILE and cause.of == "scenarios"  # NVIDIA's harness ignores them
+    is_copied = source is Source.FILE and cause.of == "scenarios"  # NVIDIA's harness ignores these values
     is_error = measured and cause.of != "" and command in _COMMANDS_OF and source >= Source.FILE
     yield UnusedOption(name, text, cause.text, is_error and not is_chosen and not is_copied)

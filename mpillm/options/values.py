@@ -15,10 +15,10 @@ V = TypeVar("V", bound="Values")
 
 
 class Values(Options):
-    """Values of the fields that the class declares, as attributes of their types."""
+    """Values of the fields that the class declares. Each is an attribute with the field's type."""
 
     def __init__(self, option_values: Mapping[str, OptionValue]) -> None:
-        """`option_values`: by name."""
+        """`option_values`: values and sources by option name."""
         self.option_values = dict(option_values)
 
     def __getitem__(self, field: Field[T]) -> T:
@@ -27,7 +27,7 @@ class Values(Options):
 
     @property
     def values(self) -> dict[str, Any]:
-        """The values only, by name."""
+        """The values without their sources, by name."""
         return {name: one.value for name, one in self.option_values.items()}
 
     def option_value(self, name: str) -> OptionValue:
@@ -35,11 +35,11 @@ class Values(Options):
         return self.option_values.get(name) or self.option_values[BY_NAME[name].name]
 
     def where(self, name: str) -> str:
-        """Return where the value is: ``command line``, ``file:line``, ``workload X``, ``default``, …"""
+        """Return where the value was set: ``command line``, ``file:line``, ``workload X``, ``default``, …"""
         return self.option_value(name).where
 
     def is_user_set(self, name: str) -> bool:
-        """Return whether the user set it outside a disaggregation YAML."""
+        """Return whether the user set the option outside a disaggregation YAML."""
         source = self.option_value(name).source
         return source >= Source.FILE or source is Source.GENERATION
 
@@ -47,7 +47,7 @@ class Values(Options):
 def collect(argv: Sequence[str], options: type[V], parser: Parser) -> V:
     """Return the values of a command's own `options`, from the command line.
 
-    Raises ConfigError if one is wrong.
+    Raises ConfigError if a value is wrong.
     """
     own = options.declared()
     add_fields(parser, own)

@@ -14,8 +14,8 @@ _STEP_TOKENS = 8192  # TensorRT-LLM's default of max_num_tokens: fits every prom
 def defaults_of(workload: Workload, scenario: str, test_mode: str = "PerformanceOnly") -> dict[Field, Any]:
     """Return a workload's defaults; answers are greedy, unless the workload specifies sampling.
 
-    Every workload accepts every scenario, as in NVIDIA's harness: submitters publish files for SingleStream,
-    and for Offline of interactive forms. A run reports scenarios that no round has.
+    Every workload accepts every scenario, as in NVIDIA's harness: submitters publish configuration files for
+    SingleStream, and for interactive forms in Offline. A run reports scenarios that no MLPerf round has.
     """
     longest = workload.max_output_len
     if test_mode == "AccuracyOnly":

@@ -13,10 +13,10 @@ _N_DEVIATIONS = 4.0  # standard deviations of a random walk that a slope must ex
 
 
 class Slope(NamedTuple):
-    """A line through a latency by time of issue; seconds."""
+    """A line fitted to a latency over the time of issue, in seconds."""
 
     lower_bound: float  # of the slope, seconds per second; above 0, the latency grew
-    level: float  # of the line at its end
+    level: float  # the line's value at its end
     at: float  # the line's end: the issue of the last request
 
 
@@ -33,11 +33,11 @@ def queue_slope(rows: NDArray[np.void], latency: str = "ttft") -> Slope | None:
 
 
 def waiting_slope(rows: NDArray[np.void]) -> Slope | None:
-    """Fit a line through the number of requests that wait for first tokens, in seconds of their rate.
+    """Fit a line through the number of requests that wait for first tokens, divided by their rate (seconds).
 
-    The number grows in whatever order requests are served, whereas `queue_slope` may miss requests that wait
-    behind later ones. It is counted at the issue of each request of the latest half, except during the first
-    median wait, when it grows in any system. `rows`: in order of issue. None with too few requests.
+    The number grows in any order of service, whereas `queue_slope` may miss requests that later ones
+    overtake. It is counted when each request of the latest half is issued. The first median wait is left out:
+    there, it grows in any system. `rows`: in order of issue. None with too few requests.
     """
     rows = _answered(rows, "ttft")
     issued, n = rows["issued"], len(rows)
@@ -79,12 +79,12 @@ def _line(x: NDArray[np.float64], y: NDArray[np.float64]) -> Slope | None:
 def arrival_figures(rows: NDArray[np.void]) -> dict[str, Any]:
     """Return for `result.json` the rates of a Server test, and whether its queue grew.
 
-    The rate of answers is an overloaded system's throughput. It counts from the first query to the last
-    answer, less the shortest latency: counted from answer to answer, late answers could all come in one
+    The rate of answers is an overloaded system's throughput. Its time is from the first query to the last
+    answer, less the shortest latency. From answer to answer it could be 0: late answers may all come in one
     moment. `queue_grew`: first tokens or whole answers came later and later (`queue_slope`; in a
     disaggregated run, only the generation instances may have a queue), or more and more requests waited for
-    first tokens (`waiting_slope`). `rows`: in order of issue. None: too few requests, or too long waits for
-    first tokens.
+    first tokens (`waiting_slope`). None: too few requests, or too long waits for first tokens.
+    `rows`: in order of issue.
     """
     waiting = waiting_slope(rows)
     slopes = [queue_slope(rows), queue_slope(rows, "latency"), waiting]

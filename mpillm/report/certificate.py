@@ -19,10 +19,10 @@ _LATENCIES = {
 def certificate(run: RunFiles, harness_run: RunFiles) -> dict[str, Any]:
     """Return the harness's contribution, ready for JSON.
 
-    `harness_run`: the same test with a core that takes no time: its latencies are due to LoadGen, ranks and
+    `harness_run`: the same test with a core that takes no time. Its latencies are due to LoadGen, ranks and
     messages. Shares are fractions of the run's figure. In Offline, the share of the throughput is the
-    harness's part of the time for a sample: with 0.01, the harness could process 100 times as much. In the
-    other scenarios, LoadGen sets the rate, and both tests must keep up with it.
+    harness's part of the time for a sample: with 0.01, the harness alone is 100 times as fast as the run. In
+    the other scenarios, LoadGen sets the rate, and both tests must keep up with it.
     """
     latencies = {}
     for key in _LATENCIES:
@@ -54,7 +54,7 @@ def _share(part: float, total: float) -> float | None:
 
 
 def format_certificate(figures: dict[str, Any]) -> str:
-    """Return the certificate for a person."""
+    """Return the certificate as text."""
     rows = [("", "run", "harness alone", "share")]
     for key, title in _LATENCIES.items():
         for name, figure in figures["latencies"].get(key, {}).items():

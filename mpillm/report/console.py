@@ -24,23 +24,24 @@ from mpillm.report.timeline import TotalMetrics
 
 _MAX_BAR, _MIN_BAR = 24, 4
 _STEADY_S = 30.0  # window of --show_steady_state_progress: excludes the start and the end of the test
-_DRAW_WAIT_S, _PRINT_WAIT_S = 1.0, 3.0  # into a phase before the test: on a terminal, elsewhere
+# Seconds of a phase before the test after which `waiting` reports it: on a terminal, elsewhere.
+_DRAW_WAIT_S, _PRINT_WAIT_S = 1.0, 3.0
 _MAX_ACTIVITIES = 2  # in a line
-_MIN_SHARE = 0.05  # of the samples: enough to estimate the end from their rate
+_MIN_SHARE = 0.05  # this share of the samples is enough to estimate the end from their rate
 NO_PAGE = "NO PAGE"
-"""The name of a row of the summary that is red on a terminal."""
+"""Name of the summary's row for a missing HTML report; the row is red on a terminal."""
 _TRACE_LINES = 9  # of a traceback; the rank's log has all of it
 
 
 class LoadProgress(NamedTuple):
-    """How far a test is."""
+    """Progress of a test."""
 
     done: int  # samples answered
     issued: int
     tokens: int  # of the answers
     elapsed_s: float
     planned: int | None = None  # samples in all; None: not known
-    lasts_s: float | None = None  # until the last one is due; None: they are all there from the start
+    lasts_s: float | None = None  # time until the last sample is due; None: all are due at the start
 
     @property
     def total(self) -> int:
@@ -68,14 +69,14 @@ class Console:
     ) -> None:
         self._clock = clock
         self._lines = LiveLines(out, err)
-        # Under mpirun, a rank's own stdout differs from the user's: Open MPI always makes it a terminal,
-        # MPICH a pipe. The launcher draws, if that is a terminal.
+        # Under mpirun, a rank's stdout is not the user's: Open MPI always makes it a terminal, MPICH a pipe.
+        # If the user's stdout is a terminal, the launcher draws.
         launcher = find_launcher()
         self._frames = launcher is not None and os.environ.get(TTY) == "1"
         self._terminal = launcher is None and out.isatty()
         self._draws = self._frames or self._terminal
         self._interval_s = 0.25 if self._draws else 5.0
-        self._waited_s = 0.0  # into a phase before the test, at the last line of `waiting`
+        self._waited_s = 0.0  # time into a phase before the test, at the last line of `waiting`
         self._hints: set[str] = set()  # printed already
         self._last_draw = clock()
         self._history: deque[LoadProgress] = deque()
@@ -99,9 +100,9 @@ class Console:
         awaited: Mapping[str, Sequence[int]],
         hosts: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        """Show that a phase goes on. `awaited`: its ranks by activity.
+        """Show that a phase goes on. `awaited`: ranks that are not done, by activity.
 
-        On a terminal soon; elsewhere a line after some seconds, and then at growing intervals.
+        A terminal shows it soon. Elsewhere, a line is printed after some seconds, then at growing intervals.
         """
         if not awaited or not self._is_due(elapsed_s):
             return
@@ -250,7 +251,7 @@ def progress_lines(now: LoadProgress, metrics: TotalMetrics | None) -> list[str]
     if metrics is not None:
         m = metrics
         usage = "" if m.kv_cache_usage is None else f"  kv {m.kv_cache_usage:.0%}"
-        # The other requests wait, in an instance or for one.
+        # The other requests wait, in an instance or for an instance.
         waiting = max(0, now.issued - now.done - m.running)
         lines.append(
             f"    out {_short(m.generated)} tok/s (now {_short(m.generated_now)})"

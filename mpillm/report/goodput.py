@@ -19,7 +19,7 @@ _SECONDS: dict[str, Callable[[NDArray[np.void]], NDArray[Any]]] = {
 
 
 def late(rows: NDArray[np.void], limits: Mapping[str, float]) -> dict[str, int]:
-    """Return how many requests of a run's records were over each limit, in milliseconds."""
+    """Return how many requests exceeded each of `limits` (milliseconds). `rows`: records of the run."""
     return {name: int((_SECONDS[name](rows) > limit / 1e3).sum()) for name, limit in limits.items()}
 
 
@@ -34,7 +34,7 @@ def good(rows: NDArray[np.void], limits: Mapping[str, float]) -> int:
 def goodput(rows: NDArray[np.void], limits: Mapping[str, float], seconds: float) -> dict[str, Any]:
     """Return for `result.json` how a test that took `seconds` met the limits of `--goodput`.
 
-    `late_allowed`: for each limit, by LoadGen's early stopping.
+    `late_allowed`: late answers that LoadGen's early stopping would allow for each limit.
     """
     return {
         "limits_ms": dict(limits),

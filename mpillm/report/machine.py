@@ -19,7 +19,7 @@ _SOFTWARE = ("numpy", "transformers", "mlcommons-loadgen", "mpi4py")  # listed f
 def describe_machine(gpus: Sequence[Gpu], packages: Sequence[str]) -> dict[str, Any]:
     """Describe this node, ready for JSON. Values that the system does not report are None or empty.
 
-    `gpus`: available to the run; `packages`: of the core, whose versions matter.
+    `gpus`: GPUs available to the run; `packages`: the core's packages, whose versions matter.
     """
     return {
         "cpu": _cpu(),
@@ -36,8 +36,7 @@ def describe_machine(gpus: Sequence[Gpu], packages: Sequence[str]) -> dict[str, 
 
 
 def _cpu() -> dict[str, Any]:
-    """Return model, sockets, cores of all sockets, highest frequency and one core's caches (level and
-    size)."""
+    """Return model, sockets, cores of all sockets, highest frequency, and the caches of one core."""
     try:
         text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:
@@ -85,7 +84,7 @@ def _disk_type(folder: Path) -> str:
 def _network_cards() -> list[dict[str, Any]]:
     """Return network interfaces that are backed by hardware.
 
-    Their speed is in Mbit/s; None without a link, or if the driver does not report it.
+    Speeds are in Mbit/s; None without a link, or if the driver does not report the speed.
     """
     cards = []
     for folder in sorted(Path("/sys/class/net").glob("*")):
@@ -113,7 +112,7 @@ def operating_system() -> str:
 
 def _software(packages: Sequence[str]) -> dict[str, str]:
     """Return versions of installed packages that may affect a result, without importing them."""
-    from importlib import metadata  # 20 ms, for the first rank of a node only
+    from importlib import metadata  # takes 20 ms, on the first rank of a node only
 
     versions = {}
     for name in (*packages, *_SOFTWARE):

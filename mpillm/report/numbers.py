@@ -1,4 +1,4 @@
-"""Numbers as console and pages write them."""
+"""Numbers as the console and HTML reports write them."""
 
 from __future__ import annotations
 

@@ -20,11 +20,11 @@ class Outputs:
     """Writes each answer as it arrives; keeps only the first few in memory, for the console."""
 
     def __init__(self, dataset: Dataset, tokenizer: Tokenizer, path: Path | None) -> None:
-        """`path`: where to write a line per answer, or None."""
+        """`path`: file for a line per answer, or None."""
         self._dataset = dataset
         self._tokenizer = tokenizer
         self._path = path
-        # Line by line, for readers during the test, and for a run that is killed.
+        # Written line by line: users may read the file during the test, and the run may be killed.
         self._file = path.open("w", buffering=1, encoding="utf-8") if path else None
         self._first: dict[int, NDArray[np.int32]] = {}
 

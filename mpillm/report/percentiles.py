@@ -1,7 +1,7 @@
-"""Percentiles of a client's requests by LoadGen's definition, where there are enough requests.
+"""Percentiles of a client's requests by LoadGen's definition, if there are enough requests.
 
-Clients have several definitions, whose results differ by half with a dozen requests. `result.json`, console
-and page of all runs have LoadGen's (`mpillm.loadgen.logs.quantile`).
+Clients have several definitions. With a dozen requests, their results differ by half. `result.json`, console
+and HTML report of all runs use LoadGen's (`mpillm.loadgen.logs.quantile`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 from mpillm.loadgen.logs import quantile
 
 _SHARES = {"p50": 50, "p90": 90, "p99": 99}
-_MIN_ABOVE = 100  # in percent of a request: one is above the percentile
+_MIN_ABOVE = 100  # percent of a request: at least one request must be above the percentile
 
 
 def percentiles_ms(seconds: Sequence[float]) -> dict[str, float | None] | None:
-    """Return p50, p90, p99 and mean in milliseconds, None for unknown ones; None without a finite time."""
+    """Return p50, p90, p99 and mean in ms; unknown ones are None (`enough`). None without a finite time."""
     known = np.array(seconds)
     known = known[np.isfinite(known)]
     if not len(known):

@@ -1,7 +1,7 @@
 """Complete the files of a run whose rank 0 could not write them, or did not know why it ended.
 
-The launcher does so. Under srun, which does not know of runs, another rank does. Few runs need this, so that
-most imports are local.
+The launcher calls `amend`. Under srun, another rank calls `amend_for_rank0`. Few runs need this, so most
+imports are local.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def amend(path: Path, cause: Cause | None, code: int) -> tuple[str, int]:
 def amend_for_rank0(path: Path, host: str, pid: int, rank: int, code: int) -> str:
     """Do as `amend`, on a rank that detects the exit of rank 0; return a text for the user.
 
-    `host`, `pid`: of rank 0. All ranks may call this: the first one writes, the others return "". A cause
-    that rank 0 has written stays.
+    `host`, `pid`: rank 0's. All ranks may call this: the first one writes, the others return "". A cause that
+    rank 0 has written stays.
     """
     from mpillm.files import read_object
     from mpillm.report.run_directory import POSTMORTEM_CLAIM, UNFINISHED

@@ -32,7 +32,7 @@ def user_options(run: Path) -> list[str]:
     with as_written(file):
         for name, entry in read_json(file).items():
             value, source = entry["value"], entry["source"]
-            if isinstance(source, dict):  # each flag's own
+            if isinstance(source, dict):  # one source for each flag
                 value = {key: value[key] for key, where in source.items() if _is_user_set(where)}
             elif not _is_user_set(source):
                 continue
@@ -57,9 +57,9 @@ def shell_line(args: list[str]) -> str:
 
 
 def repeated(run: RunFiles) -> tuple[list[str], list[str]]:
-    """Return the options that repeat a run, and notes on differences of software and options here.
+    """Return the options that repeat a run, and notes on software and options that differ here.
 
-    Raises ConfigError if they cannot be determined.
+    Raises ConfigError if the options cannot be determined.
     """
     args, notes = options_again(run.path)
     if (run.path / ENVIRONMENT).exists():
@@ -78,7 +78,7 @@ def repeated(run: RunFiles) -> tuple[list[str], list[str]]:
 
 
 def options_again(run: Path) -> tuple[list[str], list[str]]:
-    """Return the options of `run` that restore the values of a run, and notes on differences here.
+    """Return the options of `run` that restore the values of a run, and notes on values that differ here.
 
     A file that is missing or changed is replaced by the run's own copy. A value that would differ here,
     because a configuration file, a workload or a default has changed, is added as an option. Raises
@@ -141,7 +141,7 @@ def _changed(original: Path, copy: Path) -> str:
     """Return why the original cannot be used ("is missing", "has changed"); "" if it can."""
     if not original.exists():
         return "is missing"
-    if copy.name != "user.conf":  # the others are kept in a form of their own, or as they are named
+    if copy.name != "user.conf":  # copies of other files are not compared
         return ""
     try:
         text = original.read_text(encoding="utf-8-sig").strip()
@@ -151,7 +151,7 @@ def _changed(original: Path, copy: Path) -> str:
 
 
 def _not_read_again(config_file: Path) -> str:
-    """Return why a configuration file is not read again; "" if it is. The directory is untrusted."""
+    """Return why a configuration file is not read again; "" if it is. The run directory is untrusted."""
     if not config_file.exists():
         return "is missing"
     return "is a program, which is not run again" if config_file.suffix == ".py" else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-_SPANS, _MIN_SPANS = 10, 5  # of a test, without spans with too few requests of a kind
+_SPANS, _MIN_SPANS = 10, 5  # of a test; so many must have enough requests of both kinds
 _MIN_REQUESTS = 8  # requests of a kind in a span
 _MUCH = 0.7
 
@@ -13,7 +13,7 @@ _MUCH = 0.7
 def repeated_prompts(rows: NDArray[np.void]) -> dict[str, float] | None:
     """Compare the first tokens of a Server test's repeated and new prompts.
 
-    Queue and speed change during a test. Therefore only requests of the same span of the test are compared.
+    Queue and speed change during a test. Therefore only requests in the same span of time are compared.
 
     Args:
         rows: Records of `requests.bin`.
@@ -37,7 +37,7 @@ def repeated_prompts(rows: NDArray[np.void]) -> dict[str, float] | None:
 
 
 def prefix_cache_doubt(repeats: dict[str, float]) -> str:
-    """Return the conclusion on the server, in words; "" if it seems to compute each prompt."""
+    """Return the conclusion on the server, in words; "" if the server seems to compute each prompt."""
     if repeats["ttft_ratio"] > _MUCH or repeats["sooner"] < repeats["spans"]:
         return ""
     return (

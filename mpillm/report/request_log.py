@@ -27,8 +27,8 @@ RECORD = np.dtype(
 _BUFFER_BYTES = 1 << 16
 _LONGEST_S = 1e8  # of a test: 3 years
 # Records are written in batches: creating records takes NumPy 20 µs, however few.
-_CALLS = 256  # of `add`
-_ROWS = 4096  # 170 kB
+_CALLS = 256  # of `add`, in one batch
+_ROWS = 4096  # 170 kB, in one batch
 
 
 class RequestLog:
@@ -39,8 +39,8 @@ class RequestLog:
         self._path = folder / REQUESTS
         self._file: BinaryIO | None = None
         self._added: list[tuple[NDArray[Any], ...]] = []  # the columns of answers that are not written yet
-        self._n_added = 0  # their rows
-        self._ones: list[tuple[float, float, float, int, int, bool]] = []  # rows that came after them
+        self._n_added = 0  # rows in `_added`
+        self._ones: list[tuple[float, float, float, int, int, bool]] = []  # rows that came after `_added`
 
     def add(
         self,
@@ -128,7 +128,7 @@ def tpot_s(rows: NDArray[np.void]) -> NDArray[np.float64]:
 def damaged_requests(folder: Path) -> tuple[int, int]:
     """Return the number of invalid records, and of all records; 0 without a file.
 
-    Raises ConfigError if it cannot be read.
+    Raises ConfigError if the file cannot be read.
     """
     rows = _records(folder) if (folder / REQUESTS).exists() else np.empty(0, RECORD)
     return len(rows) - int(_possible(rows).sum()), len(rows)

@@ -1,4 +1,4 @@
-"""`result.json`: the outcome of a run, also of a failed one."""
+"""`result.json`: the outcome of a run, even of a failed one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpillm.telemetry.gpu_meter import other_processes
 if TYPE_CHECKING:  # the module imports MPI, which a reader of results does not need
     from mpillm.roles.harness import Totals
 
-_BUSY = 0.8  # of a CPU core: a client above it measures itself
+_BUSY = 0.8  # share of a CPU core: a busier client measures itself, not the servers
 _REFUSED = "the server refused them, or closed the connection"
 _MAX_COMPILED = 20  # kernels or graphs to list
 
@@ -67,7 +67,7 @@ def test_result(
             "messages": sum(report.messages for report in reports.values()),
             "message_bytes": sum(report.message_bytes for report in reports.values()),
         },
-        # By rank; null: it was lost.
+        # By rank; null: the rank was lost.
         "cpu_cores": [
             round(reports[rank].cpu.mean_cores, 4) if rank in reports else None for rank in range(n_ranks)
         ],
@@ -75,7 +75,7 @@ def test_result(
 
 
 def other_loads(nodes: Sequence[str], reports: Mapping[int, DrainReport]) -> list[dict[str, Any]]:
-    """Return for `result.json` the use of each node's CPU cores by other processes; `nodes`: of each rank."""
+    """Return for `result.json` how other processes used each node's CPU cores; `nodes`: node of each rank."""
     loads = (
         other_load(node, [report.cpu for report in node_reports])
         for node, node_reports in _complete_nodes(nodes, reports)
@@ -95,7 +95,7 @@ def others_on_gpus(nodes: Sequence[str], reports: Mapping[int, DrainReport]) -> 
 def _complete_nodes(
     nodes: Sequence[str], reports: Mapping[int, DrainReport]
 ) -> Iterator[tuple[str, list[DrainReport]]]:
-    """Yield the nodes that have lost no rank: a lost rank's use would count as other processes'."""
+    """Yield the nodes that have lost no rank: a lost rank would count as another process."""
     ranks: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         ranks.setdefault(node, []).append(rank)
@@ -136,7 +136,7 @@ def summary_rows(
 ) -> list[tuple[str, Any]]:
     """Return the summary for the console: names and values of `result.json`, which lies in `directory`.
 
-    `facts`: of the HTML report, for the same names and shares of instances.
+    `facts`: those of the HTML report, so that both use the same names and shares of instances.
     """
     rows: list[tuple[str, Any]] = [
         ("LoadGen", f"{result['loadgen_result']} ({config.scenario}, {config.test_mode})")
@@ -180,7 +180,7 @@ def served_rows(result: Mapping[str, Any], directory: str) -> list[tuple[str, An
 def other_harness_rows(
     result: Mapping[str, Any], directory: str, facts: Facts | None = None
 ) -> list[tuple[str, Any]]:
-    """Do as `summary_rows`, for a test whose load a load client made."""
+    """Do as `summary_rows`, for a test with a load client."""
     client = result["harness"]
     name = f"{client['name']} {client['version']}".strip()
     text = f"{client['completed']:,} of {client['asked']:,} requests in {client['duration_s']:,.2f} s"
@@ -246,7 +246,7 @@ def _measured_rows(result: Mapping[str, Any], unit: str, facts: Facts | None = N
 def _part_of_the_tokens(
     instance: Mapping[str, Any], every: Sequence[Mapping[str, Any]], facts: Facts | None
 ) -> str:
-    """Return an instance's share of the tokens of its role, for the line with their number.
+    """Return an instance's share of the tokens of its role, to follow the number of tokens in its line.
 
     "" for the only instance of the role, or if the roles are unknown.
     """

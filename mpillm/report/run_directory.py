@@ -31,12 +31,12 @@ REQUESTS = "requests.bin"
 RANKS = "ranks"  # the folder of the ranks' logs
 PAGE, TRACE = "report.html", "trace.json"
 MEASURED = "MEASURED"
-"""The status of a test whose load another client made (--harness): LoadGen has not judged it."""
+"""The status of a test with a load client (--harness): LoadGen has not judged it."""
 HAS_FIGURES = ("VALID", "INVALID", MEASURED)
-"""The status of a test that has ended well."""
+"""The statuses of a complete test."""
 CERTIFICATE = "certificate.json"
-HARNESS_LOG = "harness.log"  # what another client printed (--harness)
-HARNESS = "harness"  # the folder of its files
+HARNESS_LOG = "harness.log"  # the load client's output (--harness)
+HARNESS = "harness"  # the folder of the load client's files
 UNFINISHED = "this run goes on, or rank 0 was killed before it could report a cause"
 """The cause in the result.json of a run that has not ended."""
 
@@ -62,17 +62,17 @@ def unused(path: Path) -> Path:
 
 
 def new_folder(name: str) -> Path:
-    """Return a new path in the folder of runs, by the time and a name. Nothing is there yet."""
+    """Return an unused path in the folder of runs, from the time and `name`."""
     return unused(RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
 
 
 def series_folder(log_dir: str | Path | None, command: str) -> Path:
-    """Return the folder for what a command writes: --log_dir, or a new one."""
+    """Return the folder for a command's files: --log_dir, or a new folder."""
     return Path(log_dir) if log_dir else new_folder(command)
 
 
 def lock(folder: Path) -> None:
-    """Keep other runs out of a run directory until this process ends, where the file system has locks.
+    """Keep other runs out of a run directory until this process ends, if the file system has locks.
 
     Raises ConfigError if another run is writing to it.
     """
@@ -87,7 +87,7 @@ def lock(folder: Path) -> None:
 
 
 def keep_results(folder: Path) -> None:
-    """Raise ConfigError if a test has left its results there."""
+    """Raise ConfigError if a test has left its results in `folder`."""
     if (folder / DETAIL).exists():
         raise ConfigError(
             f"--log_dir {folder}: it holds the results of a test; name another folder, or replace them"
@@ -99,7 +99,7 @@ def keep_results(folder: Path) -> None:
 def take_directory(config: RunConfig, name: str) -> Path:
     """Create and lock the directory of a run. Raises ConfigError, RunError if that is impossible.
 
-    `name`: what the default directory is called, after the time.
+    `name`: follows the time in the default directory's name.
     """
     path = Path(config.log_dir) if config.log_dir else new_folder(name)
     try:
@@ -127,8 +127,8 @@ def take_directory(config: RunConfig, name: str) -> Path:
 def _foreign_owner(folder: Path) -> str:
     """Return which other user owns the folder or an entry of it; "" if none does, or only root.
 
-    The owner could redirect the run's files by a link, also later. Raises OSError if nothing can be written
-    there.
+    The owner could redirect the run's files by a link, even during the run. Raises OSError if nothing can be
+    written in `folder`.
     """
     trusted = trusted_owners(folder)
     if (owner := other_owner(folder, trusted)) is not None:
@@ -153,14 +153,14 @@ def display_path(path: Path) -> str:
 
 
 class RunRecord:
-    """The files of a run besides LoadGen's logs. `result` and `phases_s` fill as it proceeds."""
+    """The files of a run besides LoadGen's logs. `result` and `phases_s` fill as the run proceeds."""
 
     def __init__(self, path: Path, config: RunConfig, plan: WorldPlan, about: Mapping[str, Any]) -> None:
-        """`path`: from `take_directory`; `about`: more of `result.json` that is known at the start."""
+        """`path`: from `take_directory`; `about`: further values of `result.json` known at the start."""
         self.path = path
         self._config = config
         self.phases_s: dict[str, float] = {}
-        self._unfinished_figures: Mapping[str, Any] = {}  # of a test that has not ended
+        self._unfinished_figures: Mapping[str, Any] = {}  # figures of a test that has not ended
         self.result: dict[str, Any] = {
             "status": "FAILED",
             **about,
@@ -192,11 +192,11 @@ class RunRecord:
             (self.path / name).unlink(missing_ok=True)
 
     def write_unfinished(self, phase: Phase, *, waits: bool = True) -> None:
-        """Write the result.json of a run whose rank 0 is killed in `phase`, with the figures so far.
+        """Write result.json with the figures so far, in case rank 0 is killed in `phase`.
 
         Raises OSError if the disk is full.
 
-        Some launchers kill all ranks when one is lost. Slurm with PMIx does so within 20 ms.
+        Some launchers kill all ranks when one is lost. Slurm with PMIx kills them within 20 ms.
         """
         failure = Failure(UNFINISHED, 0)
         ended = {"status": "FAILED", "phase": phase, "exit_code": int(ExitCode.INSTANCE_LOST)}
@@ -205,11 +205,11 @@ class RunRecord:
         write_json(self.path / "result.json", result, waits=waits)
 
     def keep(self, so_far: Mapping[str, Any]) -> None:
-        """Write the figures measured so far: a killed rank 0 writes nothing more."""
+        """Write the figures measured so far, because a killed rank 0 cannot write them."""
         self._unfinished_figures = so_far
         try:
-            self.write_unfinished("test", waits=False)  # a test's time is measured
-        except OSError as error:  # a full disk ends no test
+            self.write_unfinished("test", waits=False)  # waiting for the disk would disturb the test
+        except OSError as error:  # a full disk must not end the test
             _log.warning("what was measured so far is not kept: %s", error)
 
     def write_result(self) -> None:

@@ -85,5 +85,5 @@ def _packages() -> dict[str, str]:
         for name in names:
             if name.endswith(".dist-info"):
                 package, _, version = name.removesuffix(".dist-info").rpartition("-")
-                versions.setdefault(package, version)  # Python imports the first on the path
+                versions.setdefault(package, version)  # Python imports the first one on the path
     return dict(sorted(versions.items()))

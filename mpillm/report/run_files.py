@@ -20,10 +20,10 @@ from mpillm.telemetry.rank_log import log_name
 
 T = TypeVar("T")
 _INTERRUPTED = "interrupted ("
-# Test duration from which a timeline is expected: instances report twice a second, with a line a second each.
+# Tests from this duration on have a timeline: instances report twice a second, and get a line each second.
 _MIN_TIMELINE_S = 2.0
 
-# Files that mark a directory as a run's, with their contents.
+# Files that mark a directory as a run directory, with a description of their contents.
 _RUN_MARKERS = {
     "result.json": "the outcome and the figures",
     "config.json": "the options",
@@ -43,7 +43,7 @@ class RunFiles:
     machines: dict[str, Any] = field(default_factory=dict)  # by node
     timeline: list[dict[str, Any]] = field(default_factory=list)  # rows of `TIMELINE`, in their order
     telemetry: dict[str, Any] = field(default_factory=dict)  # see docs/reference/report.md
-    detail: dict[str, Any] = field(default_factory=dict)  # LoadGen's detailed log: the last value of a key
+    detail: dict[str, Any] = field(default_factory=dict)  # LoadGen's detailed log: the last value of each key
     missing: tuple[str, ...] = ()
 
     @staticmethod
@@ -62,7 +62,7 @@ class RunFiles:
             {name: entry for name, entry in config.items() if _entry(entry)},
             reader.read("plan.json", _RUN_MARKERS["plan.json"], dict),
             [rank for rank in ranks if isinstance(rank, dict)],
-            # Written when all ranks have reported, with the figures of each instance's test.
+            # Written when all ranks have reported. Only then does the result have `compiled`.
             reader.read("machines.json", "the machines", dict) if result.get("compiled") is not None else {},
             reader.rows(TIMELINE) if _has_timeline(result) or (path / TIMELINE).exists() else [],
             reader.read(TELEMETRY, "activity of ranks, latencies, CPUs and GPUs", dict),
@@ -75,12 +75,12 @@ class RunFiles:
         return run
 
     def value(self, option: str) -> Any:
-        """Return an option's value; None if it has none, or is not known."""
+        """Return an option's value; None if the option has none, or is not known."""
         return self.config.get(option, {}).get("value")
 
     @property
     def doubts(self) -> list[str]:
-        """The doubts about the test, a line each: a VALID test with a doubt is not displayed as good."""
+        """The doubts about the test, a line each. A VALID test with a doubt is not displayed as good."""
         doubts = self.result.get("doubts")
         return [str(doubt) for doubt in doubts] if isinstance(doubts, list) else []
 
@@ -136,7 +136,7 @@ def check_run_directory(path: Path) -> None:
 def _has_timeline(result: Mapping[str, Any]) -> bool:
     """Return whether the run should have a timeline.
 
-    A server, which has a URL, a run that was killed early and a test shorter than a report have none.
+    A server (its result has a URL), a run that was killed early and a very short test have none.
     """
     test_s = result.get("test_s")
     has_lines = not isinstance(test_s, (int, float)) or test_s >= _MIN_TIMELINE_S
@@ -176,7 +176,7 @@ class _Reader:
         self.missing: list[str] = []
 
     def read(self, name: str, purpose: str, kind: Callable[[], T]) -> T:
-        """Return the contents of a JSON file, or `kind()`. `purpose`: of the file, for the note."""
+        """Return the contents of a JSON file, or `kind()`. `purpose`: the file's, for `missing`."""
         path = self._folder / name
         if not path.exists():
             self.missing.append(f"{name} is missing: {purpose}")
@@ -192,7 +192,7 @@ class _Reader:
         return value
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """Return the objects of a file with one on each line; a line that was cut is noted."""
+        """Return the objects of a file with one object on each line. Other lines are noted in `missing`."""
         path = self._folder / name
         if not path.exists():
             self.missing.append(f"{name} is missing: what instances computed over time")
@@ -217,7 +217,7 @@ class _Reader:
         return rows
 
     def requests(self) -> None:
-        """Note records of requests that are damaged; a test that answered none has no file."""
+        """Note damaged records of requests in `missing`. A test without answers has no such file."""
         try:
             bad, n = damaged_requests(self._folder)
         except ConfigError as error:

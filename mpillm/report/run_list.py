@@ -14,16 +14,16 @@ from mpillm.report.run_files import stopped_by
 
 LATEST = "latest"
 SERIES_PAGES = ("compare.html", "sweep.html", "find-max-qps.html", "ab.html", "advise.html", "endpoint.html")
-_SERIES = tuple(f"-{page.removesuffix('.html')}" for page in SERIES_PAGES)  # how their folders' names end
-_SEARCH = "search.json"  # of find-max-qps, from its first test on
+_SERIES = tuple(f"-{page.removesuffix('.html')}" for page in SERIES_PAGES)  # ends of folder names
+_SEARCH = "search.json"  # find-max-qps writes it from its first test on
 _PLAN = "plan.json"  # every run writes it at its start
 _MAX_STATUS = 40  # characters; a file may contain any text
-_DEEPEST = 4  # a sweep's runs lie in its folder
+_DEEPEST = 4  # levels of folders: a sweep's runs, for example, lie in the sweep's folder
 
 
 @dataclass(frozen=True)
 class ListedRun:
-    """A run and its result.json, empty if the run goes on, was killed, or is damaged."""
+    """A run and its result.json, which is empty if the run goes on, was killed, or is damaged."""
 
     path: Path
     started: float  # time.time()
@@ -53,7 +53,7 @@ class ListedRun:
         return " ".join(str(one) for one in parts if one)
 
     def figure(self, name: str, part: str = "") -> float | None:
-        """Return a figure of result.json; None if it has none."""
+        """Return a figure of result.json; None if result.json does not have it."""
         value = self.result.get(name)
         if part:
             value = value.get(part) if isinstance(value, dict) else None
@@ -73,7 +73,7 @@ def find_runs(folder: Path) -> list[ListedRun]:
 
 
 def series_of(run: Path, folder: Path) -> str:
-    """Return the folder, below `folder`, of the series that a run is a part of; "" of a single run."""
+    """Return the path, below `folder`, of the series that contains a run; "" for a single run."""
     names = run.relative_to(folder).parts[:-1]
     for i in range(1, len(names) + 1):
         parent = folder.joinpath(*names[:i])
@@ -92,7 +92,7 @@ def find_series(folder: Path) -> list[Path]:
 
 
 def run_path(text: str) -> Path:
-    """Return the path of a run as typed; `latest` is the newest of mpillm-runs. Raises ConfigError."""
+    """Return the path of a run that the user typed; `latest` is the newest in mpillm-runs."""
     if text != LATEST or Path(text).exists():
         return Path(text)
     newest = max(_plans(RUNS), key=lambda plan: plan.stat().st_mtime, default=None)

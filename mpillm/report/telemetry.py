@@ -24,7 +24,7 @@ class RunTelemetry:
     def __init__(self) -> None:
         self._progress = Series(("seconds", "issued", "samples", "tokens"), _MAX_ROWS)
         self._looked_at = 0.0
-        self.ranks: Mapping[int, dict[str, Any]] = {}  # telemetry by rank, when they have drained
+        self.ranks: Mapping[int, dict[str, Any]] = {}  # telemetry by rank, after the ranks have drained
 
     def look(self, totals: Totals) -> None:
         """Add a sample of the progress."""
@@ -34,7 +34,7 @@ class RunTelemetry:
     def write(self, path: Path, totals: Totals, *, ends: bool = True) -> None:
         """Write the file; docs/reference/report.md describes it. Raises OSError if the disk is full.
 
-        `ends`: nothing more will be noted.
+        `ends`: the test has ended, so no sample follows.
         """
         if ends and totals.started and totals.ended:
             ended = max(totals.ended, self._looked_at)

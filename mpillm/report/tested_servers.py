@@ -1,4 +1,4 @@
-"""Servers of a test: the counts of all their clients beside their own, and the differences in words."""
+"""Servers of a test: the servers' own counts, their clients' counts, and the differences in words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _MAX_NAMED = 4  # servers in one message
-_MAX_COUNT = 1e18  # in a file from outside
+_MAX_COUNT = 1e18  # in an untrusted file
 _LEASE = (
     'raise kv_lease_duration (seconds): --server_args=\'--kv-transfer-config {…, "kv_connector_extra_config":'
     ' {"kv_lease_duration": 120}}\''
@@ -25,20 +25,20 @@ class TestedServer:
     url: str
     role: str  # context, generation, or "" for a server that does both
     owned: bool  # by the run
-    may_recompute: bool  # it computes a prompt again if no KV cache arrives
-    counted: Mapping[str, float] | None = None  # by the server itself; None: no client reads it
-    sums: dict[str, float] = field(default_factory=dict)  # over clients
+    may_recompute: bool  # the server computes a prompt again if no KV cache arrives
+    counted: Mapping[str, float] | None = None  # the server's own counts; None: no client reads them
+    sums: dict[str, float] = field(default_factory=dict)  # of the clients' counts
     unknown: set[str] = field(default_factory=set)  # counts that a client does not know
     models: set[str] = field(default_factory=set)  # that clients requested
-    other_model: str = ""  # that answers name
+    other_model: str = ""  # another model, which answers name
 
     @property
     def name(self) -> str:
-        """The server in messages."""
+        """The server's name in messages."""
         return f"{self.role} server {self.url}" if self.role else self.url
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Add a client's record of it: see `openai_client.server_records`."""
+        """Add a client's record of this server: see `openai_client.server_records`."""
         for key, value in record.items():
             if value is None:
                 self.unknown.add(key)
@@ -49,7 +49,7 @@ class TestedServer:
         self.other_model = self.other_model or str(record.get("other_model", ""))
 
     def own(self, name: str) -> float | None:
-        """Return a count of the server itself; None: it does not count that."""
+        """Return one of the server's own counts; None: the server does not count that."""
         count = self.counted.get(name) if isinstance(self.counted, Mapping) else None
         return count if _is_number(count) else None
 
@@ -75,20 +75,20 @@ def tested_servers(result: Mapping[str, Any]) -> list[TestedServer]:
 
 
 def named(servers: Iterable[tuple[str, object]]) -> str:
-    """Return servers and what each has, in words: ``a: 3, b: 4 and 2 more``."""
+    """Return servers with their values, in words: ``a: 3, b: 4 and 2 more``."""
     texts = [f"{name}: {value}" for name, value in servers]
     more = len(texts) - _MAX_NAMED
     return ", ".join(texts[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def counted_at(servers: Sequence[TestedServer], name: str) -> str:
-    """Return the servers that have counted something, for the end of a message; "" if none is known."""
+    """Return the servers whose own count is not 0, for the end of a message; "" if there are none."""
     messages = [(one.name, f"{n:,.0f}") for one in servers if (n := one.own(name))]
     return f" ({named(messages)})" if messages else ""
 
 
 def summed_at(servers: Sequence[TestedServer], *names: str) -> str:
-    """Do as `counted_at` for counts of the clients."""
+    """Do as `counted_at`, for the clients' counts."""
     messages = [
         (one.name, f"{n:,.0f}") for one in servers if (n := sum(one.sums.get(name, 0) for name in names))
     ]
@@ -96,7 +96,7 @@ def summed_at(servers: Sequence[TestedServer], *names: str) -> str:
 
 
 def expired_leases(servers: Sequence[TestedServer]) -> str:
-    """Return which context servers dropped KV caches before they were read, in words; "" if none did."""
+    """Return which context servers dropped KV caches that were not read yet, in words; "" if none did."""
     messages = []
     for one in servers:
         expired, late = one.own("expired_leases") or 0, one.own("late_reads") or 0
@@ -108,7 +108,7 @@ def expired_leases(servers: Sequence[TestedServer]) -> str:
 
 
 def missing_contexts(servers: Sequence[TestedServer]) -> tuple[str, bool]:
-    """Return which generation servers lack KV caches of requests, and whether all count them."""
+    """Return which generation servers got too few KV caches, in words, and whether all servers count them."""
     users = [one for one in servers if one.role == "generation" and one.sums.get("handed_over")]
     lacking, known = [], bool(users)
     for one in users:
@@ -120,7 +120,7 @@ def missing_contexts(servers: Sequence[TestedServer]) -> tuple[str, bool]:
                 f"{one.name} counts {transfers:,.0f} transfers of KV caches for {n:,} requests with one:"
                 " it computed the other prompts again"
             )
-        elif received is not None and computed > received + n:  # the last token of each is always computed
+        elif received is not None and computed > received + n:  # a prompt's last token is always computed
             lacking.append(
                 f"{one.name} computed {computed:,.0f} prompt tokens of {n:,} requests, and received"
                 f" {received:,.0f} in KV caches: has it --kv-transfer-config?"
@@ -133,7 +133,7 @@ def missing_contexts(servers: Sequence[TestedServer]) -> tuple[str, bool]:
 
 
 def other_totals(servers: Sequence[TestedServer]) -> tuple[str, bool]:
-    """Return which servers count other totals than arrived, in words, and whether all can be compared."""
+    """Return which servers' totals differ from their clients', in words, and whether all can be compared."""
     messages, known = [], bool(servers)
     for one in servers:
         for name, lost, unit in (

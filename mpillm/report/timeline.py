@@ -12,14 +12,14 @@ from mpillm.cores.base import Metrics
 from mpillm.files import naming
 
 LATELY_S = 10.0  # the window of a rate "now"
-_MIN_WINDOW_S = 1.0  # in a shorter window, a rate depends mostly on when it was read
+_MIN_WINDOW_S = 1.0  # in a shorter window, a rate depends mostly on when the metrics were read
 _INTERVAL_S = 1.0  # between lines of an instance
-_MAX_LINES_PER_S = 64  # of all instances; with more instances each has fewer lines
-_EARLY_S = 0.25  # write metrics that are early by at most this much: the next would be later still
+_MAX_LINES_PER_S = 64  # of all instances; with more instances, each instance has fewer lines
+_EARLY_S = 0.25  # metrics that are this much early are written: the next ones would be later still
 
 
 class TotalMetrics(NamedTuple):
-    """Figures of all instances together. Rates are tokens per second: mean of the test so far, and now."""
+    """Figures of all instances together. Rates in tokens/s: the mean of the test so far, and the rate now."""
 
     generated: float
     generated_now: float
@@ -47,7 +47,7 @@ class _Gauge:
         self._last = value
 
     def summary(self) -> dict[str, float] | None:
-        """Return None if there was no value."""
+        """Return the figures; None if there was no value."""
         if self._n == 0:
             return None
         return _figures(self._sum / self._n, self._peak, self._last)
@@ -57,7 +57,7 @@ class _Track:
     """The metrics of one instance; constant size."""
 
     def __init__(self) -> None:
-        # Seconds, prompt tokens, generated tokens; the oldest is at least `LATELY_S` old, or the start.
+        # Seconds, prompt tokens, generated tokens. The oldest entry is at least `LATELY_S` old, or the start.
         self.recent = deque([(0.0, 0, 0)])
         self.metrics = Metrics(0, 0, 0, 0)
         self.written = 0.0
@@ -107,10 +107,10 @@ class _Track:
 
 
 class Timeline:
-    """Collects the metrics of instances, in any order of instances; constant size."""
+    """Collects the metrics of instances, which may come in any order; constant size."""
 
     def __init__(self, instances: Iterable[int], path: Path | None) -> None:
-        """`path`: of the file, created with its first line: a core without metrics gets none.
+        """`path`: the file, created with its first line, so not for a core without metrics.
 
         None: no file at all.
         """
@@ -127,7 +127,7 @@ class Timeline:
         Raises OSError, with the file's name, if the disk is full.
         """
         track = self._tracks.setdefault(instance, _Track())
-        if seconds <= track.seconds or self._closed:  # already here, or after the end of the test
+        if seconds <= track.seconds or self._closed:  # already added, or after the end of the test
             return
         track.add(seconds, metrics)
         if self._path is not None and seconds - track.written >= self._interval_s - _EARLY_S:
@@ -135,7 +135,7 @@ class Timeline:
             self._write(self._path, {"seconds": round(seconds, 3), "instance": instance} | _rounded(metrics))
 
     def lose(self, instance: int) -> None:
-        """Note that the instance has exited: it has no requests now."""
+        """Record that the instance has exited: it has no requests now."""
         if (track := self._tracks.get(instance)) is not None:
             track.end()
 
@@ -154,7 +154,7 @@ class Timeline:
         return TotalMetrics(generated, generated_now, prompt, prompt_now, running, waiting, usage)
 
     def summary(self, instance: int) -> dict[str, Any] | None:
-        """Return totals, and mean, peak and last of rates, requests and KV cache for `result.json`.
+        """Return for `result.json`: totals; mean, peak and last value of rates, requests and KV cache usage.
 
         None: the instance has sent no metrics.
         """

@@ -29,7 +29,7 @@ _UNCHECKED = {
     "no_guesses": "whether draft tokens were used, which the workload's rules forbid: servers give no count"
     " of them (/metrics)",
 }
-_DOUBTS_ONLY = ("server_totals", "answer_models")  # a test may be VALID nevertheless
+_DOUBTS_ONLY = ("server_totals", "answer_models")  # a test that fails these may still be VALID
 _UNCHECKED_TRANSFERS = {
     "contexts_arrived": "whether generation servers got all KV caches, or computed prompts again: servers"
     " give no count of transfers (/metrics)"
@@ -70,8 +70,8 @@ def server_checks(
 ) -> dict[str, str | None]:
     """Return the checks of the servers' answers for `result.json`: "" if passed, otherwise the finding.
 
-    None: the servers do not report the count that the check needs. {}: there are no servers. Arguments as of
-    `doubts`; checks of allowed features are left out.
+    A value None: the servers do not report the count that the check needs. {}: there are no servers.
+    Arguments: see `doubts`; checks of allowed features are left out.
     """
     clients = [client for client in result.get("per_instance", ()) if "short_answers" in client]
     did_request = any(client.get("samples") for client in clients)  # not if a load client sent the requests
@@ -103,7 +103,7 @@ def server_checks(
 
 
 def failed_checks(result: Mapping[str, Any]) -> list[str]:
-    """Return the findings of the failed checks of servers' answers: a test with any is not VALID."""
+    """Return the findings of failed checks of servers' answers. A test with a finding is not VALID."""
     checks = result.get("server_checks")  # a file from outside may contain anything
     if not isinstance(checks, Mapping):
         return []
@@ -111,7 +111,7 @@ def failed_checks(result: Mapping[str, Any]) -> list[str]:
 
 
 def unchecked(result: Mapping[str, Any]) -> list[str]:
-    """Return the checks that matter for the verdict and lack a count of the servers, in words."""
+    """Return the checks that matter for the verdict but lack a count of the servers, in words."""
     checks = result.get("server_checks")  # a file from outside may contain anything
     if not isinstance(checks, Mapping):
         return []
@@ -125,7 +125,7 @@ def unchecked(result: Mapping[str, Any]) -> list[str]:
 def _counted_check(
     result: Mapping[str, Any], name: str, text: str, clients: Sequence[Mapping[str, Any]]
 ) -> tuple[str, bool]:
-    """Return `text` with the servers' count, "" if it is 0; and whether the servers report that count."""
+    """Return `text` with the servers' count ("" if the count is 0), and whether the servers report it."""
     n = _counted(result, name)
     at = counted_at(tested_servers(result), name)
     return text.format(n) + at if n else "", _is_counted(clients, f"server_{name}")
@@ -163,14 +163,14 @@ def load_client_doubts(harness: Mapping[str, Any], min_duration_s: float) -> lis
 
 
 def _counted(result: Mapping[str, Any], name: str) -> float:
-    """Return the servers' count; one client of each server reports it."""
+    """Return the sum of a count of all servers; one client of each server reports it."""
     clients = result.get("per_instance", ())
     names = f"server_{name}", f"server_context_{name}"
     return float(sum(client.get(name, 0) for client in clients for name in names))
 
 
 def restarts(result: Mapping[str, Any]) -> Iterator[str]:
-    """Yield time and cause of each restart of a server during the test, in words."""
+    """Yield the time and the cause of each restart of a server during the test, in words."""
     for client in result.get("per_instance", ()):
         server = client.get("server") or {}
         for one in server.get("restarts", ()):
@@ -198,7 +198,7 @@ def _short_answers(result: Mapping[str, Any], servers: Sequence[TestedServer]) -
 def _other_counts(result: Mapping[str, Any], servers: Sequence[TestedServer]) -> str:
     """Return for how many answers servers and clients count different numbers of tokens; "" if for none.
 
-    Clients that count tokens from text are left out: there, different numbers are expected, and the summary
+    Clients that count tokens from text are left out: their numbers are expected to differ, and the summary
     has a line about them.
     """
     clients = [client for client in result.get("per_instance", ()) if not client.get("retokenized")]
@@ -241,7 +241,7 @@ def late_answers(goodput: Mapping[str, Any]) -> str:
 def rates(result: Mapping[str, Any]) -> str:
     """Return a Server test's rates in words; "" for other tests.
 
-    A test's samples/s are lower: they include the time of the last answer.
+    `samples_per_second` is lower, because it includes the time of the last answer.
     """
     offered, answered = result.get("offered_per_second"), result.get("answered_per_second")
     if offered is None or answered is None:

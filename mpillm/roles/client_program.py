@@ -21,14 +21,14 @@ from mpillm.roles.role import Role
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.5
-_GRACE_S = 2.0  # to exit by itself, if the run ends before it
-_OUTLIVES_S = 10.0  # after the kill of one of its processes, it exits within this time, or never
-_MAX_CHARACTERS = 100  # of its last line
-_IDLE = 0.003  # of a CPU core: a program that only waits uses less
+_GRACE_S = 2.0  # for the client to exit after SIGTERM, if the run ends before the client
+_OUTLIVES_S = 10.0  # after one of its processes is killed, the client has this time to exit by itself
+_MAX_CHARACTERS = 100  # displayed characters of the client's last line
+_IDLE = 0.003  # share of a CPU core: a program that only waits uses less
 
 
 def command_of(kind: LoadClientKind, load: LoadSpec) -> Command:
-    """Return the client's command line. Raises ConfigError if it is missing or cannot make this load."""
+    """Return the client's command line. Raises ConfigError if the client cannot run or make this load."""
     try:
         command = kind.command(load)
     except ValueError as error:
@@ -38,7 +38,7 @@ def command_of(kind: LoadClientKind, load: LoadSpec) -> Command:
 
 
 def _past_proxies(urls: Iterable[str]) -> dict[str, str]:
-    """Return the variables that exclude the run's servers from the environment's proxies."""
+    """Return environment variables that exclude these servers from the environment's proxies."""
     proxies = getproxies()
     if not proxies:
         return {}
@@ -49,14 +49,14 @@ def _past_proxies(urls: Iterable[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ClientLimits:
-    """Limits of the client."""
+    """Limits of a load client."""
 
-    stall_s: float  # without output and CPU time
-    max_bytes: float  # of memory
+    stall_s: float  # maximum time without output and without CPU use
+    max_bytes: float  # host memory of all the client's processes
 
 
 class ClientProgram(Role):
-    """Role that owns the client, in addition to the role of the run's own endpoint."""
+    """Role that owns the load client. The run's own endpoint is another role of the same rank."""
 
     owns_processes = True
 
@@ -69,9 +69,9 @@ class ClientProgram(Role):
         limits: ClientLimits,
         wake: Callable[[], None],
     ) -> None:
-        """`prepare`: returns the load, from the URLs of the run's servers.
+        """`prepare`: function that returns the load. It receives the URLs of the run's servers, by index.
 
-        `end`: starts to drain the endpoint.
+        `end`: function that starts to drain the run's endpoint.
         """
         self._kind = kind
         self._prepare = prepare
@@ -83,10 +83,10 @@ class ClientProgram(Role):
         self._load: LoadSpec | None = None
         self._command: Command | None = None
         self._program: OwnedServer | None = None
-        self._progress = (0, 0.0, 0.0)  # bytes of its log, seconds of CPU, and the time of the last change
+        self._progress = (0, 0.0, 0.0)  # log bytes, CPU seconds, time of their last change
         self._looked_at = 0.0
-        self.report_of_client: LoadReport | None = None  # after its successful end
-        self.started = (0.0, 0.0)  # time.monotonic(), time.time()
+        self.report_of_client: LoadReport | None = None  # None until the client has exited successfully
+        self.started = (0.0, 0.0)  # the client's start: time.monotonic(), time.time()
 
     # --- phases ---
 
@@ -142,7 +142,7 @@ class ClientProgram(Role):
         return _LOOK_S if waits else super().quiet_s()
 
     def last_line(self) -> str:
-        """Return its last printed line, shortened, or the last state of a progress bar."""
+        """Return the client's last printed line, shortened, or the last state of its progress bar."""
         if self._program is None:
             return ""
         last = self._program.tail(1).rpartition("\r")[2].strip().removeprefix("|").strip()

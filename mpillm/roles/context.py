@@ -1,4 +1,4 @@
-"""Role of a context instance: compute context and first token, and hand off the request."""
+"""Role of a context instance: compute a request's context and first token, and hand the request off."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mpillm.roles.handoff import HandoffOutcome, HandoffSender
 from mpillm.roles.instance import InstanceRole
 from mpillm.telemetry.recorder import Recorder, SpanTracker
 
-if TYPE_CHECKING:  # its import starts MPI
+if TYPE_CHECKING:  # at run time, this import would start MPI
     from mpillm.comms.transport import Transport
 
-_WARM_UP_IDS = 4096  # more than the requests of any warm-up
+_WARM_UP_IDS = 4096  # ids reserved for each warm-up, which has fewer requests
 
 
 class ContextRole(InstanceRole):
-    """Root rank of a context instance. It keeps a request's prompt until the request is offered."""
+    """Role of a context instance's root rank, which keeps each request until the request is offered."""
 
     works_on = "context"
 
@@ -36,26 +36,26 @@ class ContextRole(InstanceRole):
         receivers: dict[int, int],
         warm_up_receivers: list[int],
     ) -> None:
-        """`receivers`: root rank of each generation instance.
+        """`receivers`: root rank of each generation instance, by instance index.
 
-        `warm_up_receivers`: generation instances that this one warms up.
+        `warm_up_receivers`: generation instances that this context instance warms up.
         """
         super().__init__(core, route, leader, instance)
         assert isinstance(core, TransfersKv)
         self._started = core.started
-        self._transfers: SpanTracker | None = None  # while KV caches are in transfer
+        self._transfers: SpanTracker | None = None  # tracks when KV caches are in transfer
         self._sender = HandoffSender(route, core, receivers)
         self._n_receivers = len(receivers)
         self._warm_up_receivers = warm_up_receivers
-        self._requests: dict[int, Batch] = {}  # not yet offered; the sender has the others
-        self._lost: set[int] = set()  # generation instances
-        self._dropped: set[int] = set()  # requests for these, until the core has cancelled them
+        self._requests: dict[int, Batch] = {}  # requests that are not offered yet, by id
+        self._lost: set[int] = set()  # lost generation instances
+        self._dropped: set[int] = set()  # ids of requests for lost instances, until they end in the core
 
     def warmup(self) -> None:
         batches = []
         for receiver in self._warm_up_receivers:
             requests = self._core.warm_up_requests()
-            # Unique ids: several context instances may warm up a generation instance simultaneously.
+            # Unique ids: several context instances may warm up one generation instance simultaneously.
             requests.rows["id"] += (self._instance * self._n_receivers + receiver) * _WARM_UP_IDS
             requests.rows["generation"] = receiver
             self._sender.announce(receiver, int((requests.rows["max_output"] > 1).sum()))
@@ -74,7 +74,7 @@ class ContextRole(InstanceRole):
     def poll(self) -> bool:
         if self._transfers is not None:
             self._transfers.update(self._sender.n_transfers > 0, time.perf_counter())
-        self._offer()  # before the next step, so that receivers can answer while it computes
+        self._offer()  # before the core's next step, so that receivers can accept during the step
         worked = super().poll()
         outcomes = self._sender.poll()
         if outcomes:
@@ -104,12 +104,12 @@ class ContextRole(InstanceRole):
         super()._enqueue(requests)
 
     def _on_drop(self, source: int, ids: list[int]) -> None:
-        self._offer()  # afterwards, the receiver cancels the request
+        self._offer()  # first: the receivers, not this core, cancel offered requests
         if own := [id_ for id_ in ids if id_ in self._requests]:
             super()._on_drop(source, own)
         if offered := [id_ for id_ in ids if id_ in self._sender]:
             self._sender.cancel(offered)
-        # The leader has already received that these requests have ended here.
+        # These requests have ended here. The leader receives their last rows before CANCEL.
         if ended := [id_ for id_ in ids if id_ not in self._requests and id_ not in self._sender]:
             CANCEL.send(self._route, self._leader, ended)
 
@@ -118,7 +118,7 @@ class ContextRole(InstanceRole):
             self._sender.offer([self._requests.pop(id_) for id_ in started])
 
     def _on_responses(self, responses: Batch) -> None:
-        self._offer()  # the requests that this step started: only they can have a response
+        self._offer()  # first: a request that started in this step may already have a response
         first_tokens: dict[int, int | None] = {}
         for row, start in zip(responses.rows, responses.offsets(), strict=False):
             if row["flags"] & NO_TOKENS:
@@ -139,19 +139,19 @@ class ContextRole(InstanceRole):
             elif final:
                 row["flags"] |= ResponseFlag.FIRST
                 self._requests.pop(id_, None)
-        super()._on_responses(responses)  # the first token leaves before the KV cache does
+        super()._on_responses(responses)  # to the leader first, then to the receivers
         if first_tokens:
             self._sender.send_first_tokens(first_tokens)
 
     def _own_tokens(self, rows: NDArray[np.void], final: NDArray[np.bool_]) -> int:
-        """Return the number of first tokens, also of responses that continue in a generation instance."""
+        """Return the number of first tokens, even of responses that continue in a generation instance."""
         return int(rows["n_tokens"][(rows["flags"] & NO_TOKENS) == 0].sum())
 
     def _on_handoffs(self, outcomes: list[HandoffOutcome]) -> None:
         if not self._in_test:
             self._warming.difference_update(one.id for one in outcomes)
             return
-        self._ended(sum(not one.ended for one in outcomes))  # the others ended with their first token
+        self._ended(sum(not one.ended for one in outcomes))  # the others were counted with their first token
         rows = np.zeros(len(outcomes), RESPONSE)
         rows["id"] = [one.id for one in outcomes]
         rows["flags"] = ResponseFlag.CONTEXT_DONE

@@ -1,4 +1,4 @@
-"""Role of every rank of an instance: start its core, and poll it."""
+"""Base role of every rank of an instance: start and poll the rank's core."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class FollowerRole(Role):
-    """Rank of an instance that is not its root rank: its core follows the root rank's core."""
+    """Role of a rank that is not its instance's root rank. The rank's core follows the root rank's core."""
 
     def __init__(self, core: LLMCore) -> None:
         self._core = core
@@ -35,7 +35,7 @@ class FollowerRole(Role):
         self._core.flush()
 
     def stop(self) -> None:
-        if not self._has_stopped:  # a rank that ends by itself may also receive STOP
+        if not self._has_stopped:  # the rank calls `stop` twice if STOP arrives in phase stop
             self._has_stopped = True
             self._core.notify_stop()
 

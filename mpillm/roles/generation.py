@@ -16,12 +16,12 @@ from mpillm.roles.handoff import HandoffReceiver
 from mpillm.roles.instance import InstanceRole
 from mpillm.telemetry.recorder import Recorder, SpanTracker
 
-if TYPE_CHECKING:  # its import starts MPI
+if TYPE_CHECKING:  # at run time, this import would start MPI
     from mpillm.comms.transport import Transport
 
 
 class GenerationRole(InstanceRole):
-    """Root rank of a generation instance. Its requests come from context instances, not from the leader."""
+    """Role of a generation instance's root rank, which receives requests from context instances."""
 
     works_on = "decode"
 
@@ -34,22 +34,22 @@ class GenerationRole(InstanceRole):
         senders: dict[int, int],
         warm_up_senders: int,
     ) -> None:
-        """`senders`: context instance of each root rank.
+        """`senders`: index of each context instance, by its root rank.
 
-        `warm_up_senders`: number of context instances that warm this one up.
+        `warm_up_senders`: number of context instances that warm this generation instance up.
         """
         super().__init__(core, route, leader, instance)
         assert isinstance(core, TransfersKv)
-        self._transfers: SpanTracker | None = None  # while KV caches are in transfer
+        self._transfers: SpanTracker | None = None  # tracks when KV caches are in transfer
         self._receiver = HandoffReceiver(route, core, senders)
         self._warm_up_senders = warm_up_senders
         self._warmed = 0
-        self._lost: set[int] = set()  # context instances
-        self._inquiries: dict[int, int] = {}  # requests of SETTLE without an answer, and their lost instance
+        self._lost: set[int] = set()  # lost context instances
+        self._inquiries: dict[int, int] = {}  # lost context instance by request id, until SETTLE is answered
         SETTLE.handle(route, self._on_settle)
 
     def warmup(self) -> None:
-        """Do nothing: the requests arrive by the handoff, maybe before this call."""
+        """Do nothing: the warm-up requests arrive by handoff, maybe before this call."""
 
     def done(self, phase: Phase) -> bool:
         announced = self._receiver.announced
@@ -72,7 +72,7 @@ class GenerationRole(InstanceRole):
         return worked
 
     def _on_drop(self, source: int, ids: list[int]) -> None:
-        """Drop requests that a context instance has offered or handed off. It or the leader sends this."""
+        """Drop offered or handed-off requests. A context instance or the leader sends DROP."""
         self._receiver.cancel(ids)
         self._send_flag(ids, ResponseFlag.CANCEL_DONE)
 
@@ -85,8 +85,8 @@ class GenerationRole(InstanceRole):
         self._inquiries |= {pair[0]: pair[1] for pair in requests}
 
     def _answer_inquiries(self) -> None:
-        """Answer which requests this instance completes, and which it does not have."""
-        # Until this rank has received LOST, an offer may still arrive.
+        """Answer SETTLE: CONTEXT_DONE for requests that this instance will complete, LOST for the others."""
+        # Wait until this rank has received LOST: before, the lost instance's offers may still arrive.
         settled = [i for i, lost in self._inquiries.items() if lost in self._lost and i not in self._receiver]
         if not settled:
             return
@@ -106,5 +106,5 @@ class GenerationRole(InstanceRole):
         super()._on_responses(responses)
 
     def _own_tokens(self, rows: NDArray[np.void], final: NDArray[np.bool_]) -> int:
-        """Return the number of tokens without the first ones, which the context instances generated."""
+        """Return the number of generated tokens, without first tokens, which context instances generate."""
         return int((np.maximum(rows["n_tokens"], 1) - 1)[final].sum())

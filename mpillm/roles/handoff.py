@@ -1,21 +1,21 @@
-"""Handoff of a request and its KV cache from a context to a generation instance, each of any layout.
+"""Handoff of a request and its KV cache from a context to a generation instance, with any layouts.
 
-The instances' root ranks negotiate on the route, with many requests per message:
+The instances' root ranks negotiate over the route communicator, with many requests per message:
 
-    OFFER    context to generation: requests whose contexts have memory, a step before their computation
-    ACCEPT   back: all ranks of the generation instance expect the KV cache under this slot
-    FIRST    context to generation: the first token, or that the response ended with it
+    OFFER    context to generation: requests that have memory in the context instance, a step before they run
+    ACCEPT   generation to context: a slot, the number under which all generation ranks expect the KV cache
+    FIRST    context to generation: the first token, or NO_TOKEN if the response ended with its first token
     ACCEPT   with NO_SLOT: the generation instance has dropped a request that ended with its first token
-    DROP     context to generation: offered requests that their sender has cancelled since
+    DROP     context to generation: requests that were cancelled after their offer
 
-The KV cache moves from rank to rank in the handoff communicator (`engine.handoff.transfers`). If the
-acceptance arrives in time, it moves while later layers still compute. The core instructs the ranks of an
-instance what to send and receive.
+The KV cache moves from rank to rank in the handoff communicator (`engine.handoff.transfers`). If ACCEPT
+arrives in time, the cache of the first layers moves while later layers are computed. Each root rank's core
+orders the other ranks of the instance to send or receive.
 
-A generation instance accepts offers in their order of arrival. If it has no free memory, its offers wait,
-without a delay for other instances. Context instances offer only requests that already have memory, so every
-accepted KV cache arrives, whatever else the instances wait for: there is no circular wait. A request's id
-stays in use until both sides have released the request.
+A generation instance accepts offers in their order of arrival. While it has no free memory, its offers wait,
+but offers to other instances do not. Context instances offer only requests that already have memory. So every
+accepted KV cache arrives, and instances cannot wait for each other in a circle. A request's id stays in use
+until both sides have released the request.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from mpillm.comms.messages import (
 )
 from mpillm.cores.capabilities import ReceivesKv, SendsKv
 
-if TYPE_CHECKING:  # its import starts MPI
+if TYPE_CHECKING:  # at run time, this import would start MPI
     from mpillm.comms.transport import Transport
 
 _SLOTS = 256  # maximum number of KV caches in transfer to one receiver
 
 
 class Kv(Enum):
-    """State of an offered request's KV cache, for either instance."""
+    """State of an offered request's KV cache, as either of the two instances records it."""
 
     OFFERED = auto()  # in the context instance, not yet accepted
     TRANSFERRING = auto()
@@ -64,15 +64,15 @@ class First(Enum):
 
 
 class _ReceiverState(Enum):
-    """State of the generation instance, for the context instance's root rank."""
+    """State of an offered request in the generation instance, as the context instance's root rank sees it."""
 
     HOLDS = auto()  # has the request, or will have it
     DROPPED = auto()  # has dropped a request that ended with its first token
-    LOST = auto()  # sends nothing more
+    LOST = auto()  # is lost, and sends nothing more
 
 
 # Receiver states in which the context instance releases a request, by the states of its KV cache and of its
-# first token. In all other states, it waits.
+# first token. In all other states, the context instance waits.
 _RELEASED_FOR: dict[tuple[Kv, First], tuple[_ReceiverState, ...]] = {
     (Kv.TRANSFERRED, First.CONTINUES): tuple(_ReceiverState),
     (Kv.TRANSFERRED, First.ENDED): (_ReceiverState.DROPPED, _ReceiverState.LOST),
@@ -85,11 +85,11 @@ class _End(Enum):
     """End of a request's handoff in the generation instance."""
 
     ADMITTED = auto()
-    RELEASED = auto()  # the memory of its KV cache is released
-    DROPPED = auto()  # it had no memory
+    RELEASED = auto()  # its KV cache has arrived, and is released
+    DROPPED = auto()  # it is dropped before it gets memory
 
 
-# In all other states it waits.
+# End of a handoff, by the states of KV cache and first token. In other states, the instance waits.
 _ENDS: dict[tuple[Kv, First], _End] = {
     (Kv.TRANSFERRED, First.CONTINUES): _End.ADMITTED,
     (Kv.TRANSFERRED, First.ENDED): _End.RELEASED,
@@ -102,13 +102,13 @@ _ENDS_WITHOUT_SENDER: dict[Kv, _End] = {Kv.TRANSFERRED: _End.RELEASED, Kv.OFFERE
 class _SentOffer:
     """State of an offered request in the context instance's root rank."""
 
-    instance: int
-    timed: bool  # measure the duration of the transfer
+    instance: int  # the generation instance
+    timed: bool  # whether to measure the duration of the transfer
     kv: Kv = Kv.OFFERED
     first: First = First.AWAITED  # as sent to the receiver
     receiver: _ReceiverState = _ReceiverState.HOLDS
-    started_at: float = 0.0  # time.perf_counter()
-    transfer_us: int | None = None  # duration, if `timed`
+    started_at: float = 0.0  # arrival of ACCEPT, time.perf_counter()
+    transfer_us: int | None = None  # duration of the transfer, if `timed`
 
     @property
     def done(self) -> bool:
@@ -119,21 +119,21 @@ class HandoffOutcome(NamedTuple):
     """Outcome of a finished handoff in the context instance."""
 
     id: int
-    ended: bool  # with its first token
-    transfer_us: int | None = None  # from both instances being ready to the last byte sent, if requested
+    ended: bool  # whether the response ended with its first token
+    transfer_us: int | None = None  # from the arrival of ACCEPT to the last byte sent; None: not requested
 
 
 @dataclass
 class _ReceivedOffer:
     """State of an offered request in the generation instance's root rank."""
 
-    source: int
+    source: int  # root rank of the context instance
     request: Batch
     kv: Kv = Kv.OFFERED
-    slot: int = NO_SLOT  # until it is accepted
+    slot: int = NO_SLOT  # NO_SLOT until the offer is accepted
     first: First = First.AWAITED
     first_token: int = NO_TOKEN
-    cancelled: bool = False  # before its acceptance
+    cancelled: bool = False  # whether the request was cancelled before ACCEPT
     lost: bool = False  # whether its sender is lost
 
     @property
@@ -142,10 +142,10 @@ class _ReceivedOffer:
 
 
 class HandoffSender:
-    """The context instance's side, on its root rank."""
+    """The context instance's side of handoffs, on its root rank."""
 
     def __init__(self, transport: Transport, core: SendsKv, receivers: dict[int, int]) -> None:
-        """`receivers`: root rank of each generation instance, in the transport's communicator."""
+        """`receivers`: root rank of each generation instance in the transport's communicator, by instance."""
         self._transport = transport
         self._core = core
         self._receivers = receivers
@@ -155,7 +155,7 @@ class HandoffSender:
         ACCEPT.handle(transport, self._on_accept)
 
     def __contains__(self, id_: int) -> bool:
-        """Return whether the request was offered, and a side may not have released it."""
+        """Return whether the request was offered, and its handoff has not finished."""
         return id_ in self._offers
 
     @property
@@ -163,7 +163,7 @@ class HandoffSender:
         return not self._offers
 
     def offer(self, requests: list[Batch]) -> None:
-        """Offer requests, batches of one row and its prompt, to the generation instances that they name."""
+        """Offer requests to the generation instances that their rows name. Each batch has one row."""
         by_instance: dict[int, list[Batch]] = {}
         for request in requests:
             instance = int(request.rows["generation"][0])
@@ -174,13 +174,13 @@ class HandoffSender:
             OFFER.send(self._transport, self._receivers[instance], concat(batches))
 
     def announce(self, instance: int, n_requests: int) -> None:
-        """Send a generation instance the number of warm-up requests."""
+        """Send a generation instance the number of warm-up requests that will arrive by handoff."""
         WARM_UP.send(self._transport, self._receivers[instance], n_requests)
 
     def cancel(self, ids: list[int]) -> None:
         """Forward the cancellation of offered requests.
 
-        Their handoff continues; the receiver drops them afterwards.
+        Their handoff continues; the receiver drops the requests afterwards.
         """
         by_receiver: dict[int, list[int]] = {}
         for id_ in ids:
@@ -189,14 +189,14 @@ class HandoffSender:
             DROP.send(self._transport, receiver, cancelled)
 
     def lost(self, instance: int) -> None:
-        """Release requests that were offered to a lost instance, after their contexts are computed."""
+        """Release the requests that were offered to a lost instance, once their contexts are computed."""
         for id_, offer in self._offers.items():
             if offer.instance == instance:
                 offer.receiver = _ReceiverState.LOST
                 self._maybe_done.append(id_)
 
     def send_first_tokens(self, tokens: dict[int, int | None]) -> None:
-        """Send the first tokens of offered requests, by id; None: the response ended with its first token."""
+        """Send first tokens of offered requests, by id. None: the response ended with its first token."""
         by_receiver: dict[int, list[tuple[int, int]]] = {}
         for id_, token in tokens.items():
             offer = self._offers[id_]
@@ -209,7 +209,7 @@ class HandoffSender:
             FIRST.send(self._transport, receiver, firsts)
 
     def poll(self) -> list[HandoffOutcome]:
-        """Release finished requests; return their outcomes."""
+        """Release requests whose handoff has finished; return the outcomes."""
         for id_ in self._core.poll_kv():
             offer = self._offers[id_]
             offer.kv = Kv.TRANSFERRED
@@ -237,19 +237,19 @@ class HandoffSender:
 
 
 class HandoffReceiver:
-    """The generation instance's side, on its root rank."""
+    """The generation instance's side of handoffs, on its root rank."""
 
     def __init__(self, transport: Transport, core: ReceivesKv, senders: dict[int, int]) -> None:
-        """`senders`: context instance of each root rank in the transport's communicator."""
+        """`senders`: index of each context instance, by its root rank in the transport's communicator."""
         self._transport = transport
         self._core = core
         self._senders = senders
         self._offers: dict[int, _ReceivedOffer] = {}
         self._waiting: deque[_ReceivedOffer] = deque()  # in order of arrival
         self._slots = list(range(_SLOTS))
-        self.admitted = 0  # since the start
-        self.running: set[int] = set()  # admitted; the caller removes them at their final responses
-        self.announced: dict[int, int] = {}  # warm-up requests by sender
+        self.admitted = 0  # number of admitted requests since the start
+        self.running: set[int] = set()  # admitted ids; the caller removes each at its final response
+        self.announced: dict[int, int] = {}  # number of warm-up requests by sending rank
         OFFER.handle(transport, self._on_offer)
         FIRST.handle(transport, self._on_first)
         WARM_UP.handle(transport, self._on_warm_up)
@@ -268,14 +268,14 @@ class HandoffReceiver:
         return _SLOTS - len(self._slots)
 
     def lost(self, instance: int) -> None:
-        """Drop the offers of a lost instance, and accepted ones when the core has released them."""
+        """Drop a lost context instance's offers, but accepted offers only when their transfers have ended."""
         for id_, offer in list(self._offers.items()):
             if self._senders[offer.source] == instance:
                 offer.lost = True
                 self._settle(id_)
 
     def poll(self) -> bool:
-        """Accept offers that fit into memory, and admit arrived requests; return whether there was any."""
+        """Accept offers that fit into memory, and admit arrived requests; return whether there were any."""
         accepted: dict[int, list[tuple[int, int]]] = {}
         while self._waiting and self._slots:
             offer = self._waiting[0]
@@ -297,7 +297,7 @@ class HandoffReceiver:
         return bool(accepted or arrived)
 
     def cancel(self, ids: list[int]) -> None:
-        """Cancel offered requests. The core cancels accepted ones."""
+        """Cancel requests: mark an offer that is not accepted yet; the core cancels an accepted request."""
         for id_ in ids:
             if (offer := self._offers.get(id_)) is not None and offer.kv is Kv.OFFERED:
                 offer.cancelled = True
@@ -305,7 +305,7 @@ class HandoffReceiver:
                 self._core.cancel([id_])
 
     def _settle(self, id_: int) -> None:
-        """Admit the request if KV cache and first token have arrived; drop it if its response has ended."""
+        """If the state of the request allows it, end the handoff: admit, release or drop the request."""
         offer = self._offers[id_]
         if (end := offer.end) is None:
             return

@@ -30,10 +30,10 @@ from mpillm.loadgen.sut import LoadGenTest, Query, sample_responses
 from mpillm.phases import Phase
 from mpillm.roles.role import Role
 
-if TYPE_CHECKING:  # its import starts MPI
+if TYPE_CHECKING:  # at run time, this import would start MPI
     from mpillm.comms.transport import Transport
 
-# Plain ints: a NumPy operation with an enum flag takes three times as long.
+# Plain ints: with an enum flag, a NumPy operation takes three times as long.
 _IGNORE_STOP = int(RequestFlag.IGNORE_STOP)
 _FIRST, _FINAL, _ERROR = int(ResponseFlag.FIRST), int(ResponseFlag.FINAL), int(ResponseFlag.ERROR)
 _CONTEXT_DONE, _LOST = int(ResponseFlag.CONTEXT_DONE), int(ResponseFlag.LOST)
@@ -58,11 +58,11 @@ class SamplingOptions:
 
 @dataclass
 class LossCosts:
-    """Costs of the loss of an instance."""
+    """Costs of an instance's loss."""
 
-    retried: int = 0  # samples
-    waited_s: float = 0.0  # from issue to the loss, summed over the retried samples
-    recovered: float = 0.0  # time.perf_counter() of the last response to a retried sample
+    retried: int = 0  # number of resent samples
+    waited_s: float = 0.0  # from a sample's issue to the loss, summed over the resent samples
+    recovered: float = 0.0  # time.perf_counter() of the last response to a resent sample
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Totals:
 
     @property
     def lasted_s(self) -> float:
-        """Seconds from the test's start to the last answer; 0 without one."""
+        """Seconds from the test's start to the last answer; 0 without an answer."""
         return max(0.0, self.ended - self.started)
 
 
@@ -107,7 +107,7 @@ class Log(Protocol):
 
 
 class Harness(Role):
-    """Role with LoadGen and the data set.
+    """Role that has LoadGen and the data set.
 
     Each open sample has a slot. In messages, the slot number is the id of the sample's request.
     """
@@ -128,9 +128,9 @@ class Harness(Role):
     ) -> None:
         """`leader`: the leader's rank.
 
-        `has_handoff`: context instances hand off requests to generation instances. `on_answer(index in the
-        data set, tokens)` is called for each response. The harness updates `totals`, and adds every response
-        to `log`.
+        `has_handoff`: whether context instances hand off requests to generation instances. The harness calls
+        `on_answer(index in the data set, tokens)` for each response. It updates `totals`, and adds every
+        response to `log`.
         """
         self._route = route
         self._leader = leader
@@ -143,17 +143,17 @@ class Harness(Role):
         self._pending: deque[Query] = deque()
         self._totals = totals
         self._log = log
-        self._free = np.zeros(0, np.uint32)  # its first `_n_free` elements are the stack of free slots
+        self._free = np.zeros(0, np.uint32)  # the first `_n_free` elements are the stack of free slots
         self._n_free = 0
         # Indexed by slot:
-        self._retried: dict[int, LossCosts] = {}  # open requests that were resent
-        self._active = np.zeros(0, np.bool_)  # the sample has no final response yet
-        self._n_senders = np.zeros(0, np.int64)  # instances that may still respond to it
+        self._retried: dict[int, LossCosts] = {}  # open requests that were resent after a loss
+        self._active = np.zeros(0, np.bool_)  # whether the sample has no final response yet
+        self._n_senders = np.zeros(0, np.int64)  # number of instances that may still send rows of the sample
         self._sample_ids = np.zeros(0, np.uint64)
         self._indices = np.zeros(0, np.int64)
         self._issued_at = np.zeros(0)
         self._first_at = np.zeros(0)  # NaN: no token has arrived
-        self._place = np.zeros(0, np.int64)  # scratch of `_on_final`, for a slot that a batch has twice
+        self._place = np.zeros(0, np.int64)  # scratch array with which `_on_final` finds duplicate slots
         self._requests = self._make_requests()
         ANSWER.handle(route, self._on_answers)
         WINDOW.handle(route, self._on_window)
@@ -212,7 +212,7 @@ class Harness(Role):
         QUERY.send(self._route, self._leader, Batch(rows, self._dataset.gather(indices)[1]))
 
     def _make_requests(self) -> NDArray[np.void]:
-        """Return the requests of all samples of the data set, without ids: prepared once, for speed."""
+        """Return the requests of all data set samples, without ids. They are prepared once, for speed."""
         dataset, sampling = self._dataset, self._sampling
         rows = np.zeros(len(dataset), REQUEST)
         rows["n_tokens"] = dataset.lengths()
@@ -273,15 +273,15 @@ class Harness(Role):
             return
         lengths = batch.rows["n_tokens"].astype(np.int64)
         starts = lengths.cumsum() - lengths
-        # Usually all rows are of one kind. Otherwise this changes their order, which does no harm: FIRST,
-        # FINAL and CONTEXT_DONE of a request may come in any order.
+        # Usually all rows have the same flags. Otherwise, grouping by flags changes the order of the rows.
+        # This is harmless: FIRST, FINAL and CONTEXT_DONE of a request may come in any order.
         kinds = np.unique(flags).tolist()
         for kind in kinds:
             part = slice(None) if len(kinds) == 1 else flags == kind
             self._on_kind(kind, ids[part], batch.tokens, starts[part], lengths[part], now)
 
     def _on_one(self, slot: int, kind: int, tokens: NDArray[np.int32], now: float) -> None:
-        """Handle one response as `_on_kind` does. With NumPy arrays it takes four times as long."""
+        """Handle one response as `_on_kind` does, but without NumPy arrays: four times as fast."""
         test, totals, length = self._test, self._totals, len(tokens)
         id_, issued, first = (
             values[slot].item() for values in (self._sample_ids, self._issued_at, self._first_at)
@@ -397,7 +397,7 @@ class Harness(Role):
 
         In a disaggregated run, a request that was offered to a generation instance ends twice, in either
         order: with FINAL, and with CONTEXT_DONE from the context instance. `alone`: these rows have both
-        FIRST and FINAL. Such a request was never offered, so this is its only end.
+        FIRST and FINAL. Such a request was never offered, so no CONTEXT_DONE follows.
         """
         if self._holders > 1:
             at = index_of(slots)

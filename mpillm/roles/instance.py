@@ -18,20 +18,20 @@ from mpillm.phases import Phase
 from mpillm.roles.follower import FollowerRole
 from mpillm.telemetry.recorder import Clock, Kind, Recorder, SpanTracker
 
-if TYPE_CHECKING:  # its import starts MPI
+if TYPE_CHECKING:  # at run time, this import would start MPI
     from mpillm.comms.transport import Transport
 
 _log = logging.getLogger(__name__)
-_FINAL = int(ResponseFlag.FINAL)  # NumPy takes three times as long for an operation on flags
-_MEASURE_S = 0.5  # as often as the heartbeat, which carries the figures
+_FINAL = int(ResponseFlag.FINAL)  # a plain int: with an enum flag, NumPy takes three times as long
+_MEASURE_S = 0.5  # the usual interval of heartbeats, which carry the metrics to rank 0
 _LOG_S = 10.0
 
 
 class InstanceRole(FollowerRole):
-    """Root rank of an instance, which communicates on the route. For an executor, this is the whole role."""
+    """Role of an instance's root rank: exchanges messages with the leader. Executors use this class."""
 
     works_on: Kind = "busy"
-    """Kind of span while requests are open, if the core does not report its steps."""
+    """Kind of the spans recorded while requests are open, if the core does not record its steps."""
 
     def __init__(
         self, core: LLMCore, route: Transport, leader: int, instance: int, clock: Clock = time.perf_counter
@@ -41,7 +41,7 @@ class InstanceRole(FollowerRole):
         self._route = route
         self._leader = leader
         self._instance, self._clock = instance, clock
-        self._in_test = False  # before the test, all requests belong to the warm-up, without the leader
+        self._in_test = False  # False: all requests are warm-up requests, which bypass the leader
         self._warming: set[int] = set()
         # In the test:
         self._n_outstanding = 0  # requests
@@ -50,7 +50,7 @@ class InstanceRole(FollowerRole):
         self._test_started = 0.0
         self._measure_at = self._log_at = math.inf
         self._measured: tuple[float, Metrics] | None = None  # time and metrics
-        self._open: SpanTracker | None = None  # while requests are open
+        self._open: SpanTracker | None = None  # tracks when requests are open
         WORK.handle(route, self._on_work)
         DROP.handle(route, self._on_drop)
 
@@ -90,7 +90,7 @@ class InstanceRole(FollowerRole):
         if self._measured is None:
             return None
         (at, metrics), now = self._measured, self._clock()
-        # During a long step, the counts do not change, so the last ones are still valid.
+        # During a long step, the core's counts do not change, so the last counts are still valid.
         return (now if now - at > 2 * _MEASURE_S else at) - self._test_started, metrics
 
     def report(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class InstanceRole(FollowerRole):
         if now >= self._measure_at:
             self._measure(now)
             if isinstance(self._core, OutlivesServer) and self._core.waits_for_server:
-                self._send_flag([], ResponseFlag.FINAL)  # a sign of life
+                self._send_flag([], ResponseFlag.FINAL)  # no rows: only prevents the leader's stall report
         if not self._core.has_work():
             return False
         responses = self._core.poll_responses()
@@ -151,7 +151,7 @@ class InstanceRole(FollowerRole):
         self._send_flag(ids, ResponseFlag.CANCEL_DONE)
 
     def _send_flag(self, ids: list[int], flag: ResponseFlag) -> None:
-        """Send the leader a row without tokens for each request."""
+        """Send the leader one row with `flag`, without tokens, for each of these requests."""
         rows = np.zeros(len(ids), RESPONSE)
         rows["id"] = ids
         rows["flags"] = flag
@@ -173,5 +173,5 @@ class InstanceRole(FollowerRole):
         self._samples += n_requests
 
     def _own_tokens(self, rows: NDArray[np.void], final: NDArray[np.bool_]) -> int:
-        """Return the number of tokens that this instance generated; `final`: rows with FINAL."""
+        """Return the number of tokens that this instance generated. `final`: which rows have FINAL."""
         return int(rows["n_tokens"][final].sum())

@@ -1,11 +1,12 @@
 """Route requests from the harness to instances, and responses back to the harness.
 
 The leader queues requests (QUERY) until an instance has free credits. `InstancePool` or `PrefixPool` selects
-the instance, and the leader sends it the requests (WORK). It forwards each response (DONE) to the harness
-(ANSWER). The final response returns the request's credits.
+the instance, and the leader sends it the requests (WORK). The leader forwards each response (DONE) to the
+harness (ANSWER). The final response returns the request's credits.
 
 In a disaggregated run, a request takes credits of both a context and a generation instance when it is sent.
-The context instance's credits return after the handoff, the generation instance's with the final response.
+The context instance's credits return after the handoff. The generation instance's credits return with the
+final response.
 
 When an instance is lost, the leader makes the harness resend that instance's requests (see `retries`).
 """
@@ -47,13 +48,13 @@ from mpillm.roles.prefix_pool import PrefixRouting, make_pool
 from mpillm.roles.retries import Retries
 from mpillm.roles.role import Role
 
-if TYPE_CHECKING:  # its import starts MPI
+if TYPE_CHECKING:  # at run time, this import would start MPI
     from mpillm.comms.transport import Envelope, Transport
 
-# Requests that may wait at the leader, or twice what the first instances hold, if that is more.
+# Limit of queued requests: twice the entry instances' request credits, but at least this number.
 _MIN_WINDOW = 2048
 _MAX_BATCH = 2048  # requests per message
-# Plain numbers: NumPy takes three times as long for an operation on flags.
+# Plain ints: with an enum flag, a NumPy operation takes three times as long.
 _FINAL, _LOST = int(ResponseFlag.FINAL), int(ResponseFlag.LOST)
 _CONTEXT_DONE, _CANCEL_DONE = int(ResponseFlag.CONTEXT_DONE), int(ResponseFlag.CANCEL_DONE)
 _ALONE = int(ResponseFlag.FIRST | ResponseFlag.FINAL)
@@ -75,16 +76,16 @@ class Leader(Role):
         *,
         all_at_once: bool = False,
     ) -> None:
-        """Register the handlers of messages.
+        """Register the message handlers.
 
         Args:
             route: transport to the harness and to the root rank of each instance.
             plan: ranks and instances of the run.
-            entry_policy: selects the first instance of a request: a value of --traffic_distribution_policy.
-            generation_policy: selects the generation instance. Unused in aggregated runs.
-            stall_timeout_s: an instance with outstanding requests that sends nothing for so many seconds
+            entry_policy: value of --traffic_distribution_policy that selects a request's first instance.
+            generation_policy: the same for the generation instance. Unused in aggregated runs.
+            stall_timeout_s: seconds without a message after which an instance with outstanding requests
                 counts as stalled.
-            report: sends the failure of a stalled instance to rank 0.
+            report: function that sends the failure of a stalled instance to rank 0.
             prefix_routing: parameters of the policy kv_cache_aware.
             all_at_once: all requests exist when the test starts, as in Offline.
         """
@@ -106,21 +107,21 @@ class Leader(Role):
         self._granted: set[int] = set()
         self._waiting: deque[Batch] = deque()
         self._all_at_once = all_at_once
-        self._n_waiting = self._tokens_waiting = 0  # requests, and their KV tokens
+        self._n_waiting = self._tokens_waiting = 0  # numbers of queued requests and of their KV tokens
         self._window = 0
-        self._dispatched = 0  # since the last grant to the harness
-        # KV tokens by request id; ids are small and reused, so this stays small.
+        self._dispatched = 0  # requests that left the queue since the last grant to the harness
+        # KV tokens of each request, by request id. Ids are small and reused, so the array stays small.
         self._needs = np.zeros(0, np.int64)
         self._retries = Retries(self._entry, self._generation)
-        self._cancelling: dict[int, int] = {}  # cancelled requests, with the instance that must drop them
+        self._cancelling: dict[int, int] = {}  # instance that must drop each cancelled request, by request id
         self._report = report
-        self._lost: set[int] = set()  # instances
+        self._lost: set[int] = set()  # lost instances
         self._silent_since = np.full(len(plan.instances), np.inf)
         self._stall_checked = 0.0
         QUERY.handle(route, self._on_query)
         GRANT.handle(route, self._on_grant)
         CANCEL.handle(route, self._on_cancel)
-        route.handlers[DONE.tag] = self._on_done  # not `handle`: it would pass on only the unpacked message
+        route.handlers[DONE.tag] = self._on_done  # `DONE.handle` would pass on only the unpacked message
 
     def done(self, phase: Phase) -> bool:
         if phase == "ready":
@@ -175,7 +176,7 @@ class Leader(Role):
         instance = self._instance_of[received.source]
         self._silent_since[instance] = time.monotonic()
         buffer, rows = received.buffer, DONE.read(received.buffer).rows
-        if not len(rows):  # only a sign of life
+        if not len(rows):  # the instance waits for its server, and only reports that it is not stalled
             return
         flags = rows["flags"]
         any_of = int(flags[0] if len(flags) == 1 else np.bitwise_or.reduce(flags))
@@ -185,12 +186,12 @@ class Leader(Role):
             if not len(batch):
                 return
             buffer, rows, any_of = batch.pack(), batch.rows, _ENDS
-        if any_of & _ENDS:  # most messages of streams end no request
+        if any_of & _ENDS:  # in streams, most messages end no request
             self._ended(instance, rows)
         self._route.send(self._harness, ANSWER.tag, buffer)
 
     def _ended(self, instance: int, rows: NDArray[np.void]) -> None:
-        """Give back the credits of the requests that end with these rows of `instance`."""
+        """Return the credits of the requests that end with these rows, which `instance` has sent."""
         flags = rows["flags"]
         if self._cancelling:
             for id_ in rows["id"][(flags & _CANCEL_DONE) != 0].tolist():
@@ -201,7 +202,7 @@ class Leader(Role):
         if self._generation is None:
             self._return_credits(self._entry, final)
         else:
-            # These requests have left the context instance: after a handoff, or ended by their first token.
+            # These requests have left the context instance: handed off, or ended by their first token.
             left = rows["id"][((flags & _CONTEXT_DONE) != 0) | ((flags & _ALONE) == _ALONE)]
             if self._retries.any:  # a lost instance's credits are not returned
                 final = final[self._generation.owner[final] >= 0]
@@ -210,13 +211,13 @@ class Leader(Role):
                 self._return_credits(self._entry, left)
 
     def _on_cancel(self, source: int, ids: list[int]) -> None:
-        """Cancel requests: queued ones end here, the others in their instances.
+        """Cancel requests: queued requests end here, the others in their instances.
 
-        In `serve`, the frontend sends this message; LoadGen's harness cancels nothing. A context instance
-        returns the ids of requests that have left it. Their CONTEXT_DONE or final rows arrived earlier, so
-        `_generation` owns them here, or they have ended. Each id that the frontend cancels gets one row with
-        CANCEL_DONE. Before that row, the frontend must not reuse the id: a later request could be cancelled
-        in its place.
+        The frontend of `serve` sends CANCEL; LoadGen's harness cancels nothing. A context instance sends
+        CANCEL back for requests that have left it. Their CONTEXT_DONE or final rows arrived earlier, so each
+        of these requests is outstanding in its generation instance, or has ended. Each id that the frontend
+        cancels gets one row with CANCEL_DONE. Until that row arrives, the frontend must not reuse the id: the
+        cancellation could hit the new request.
         """
         dropped = self._drop_waiting(ids)
         rows = [(id_, 0, int(_ALONE | ResponseFlag.CANCELLED | ResponseFlag.CANCEL_DONE)) for id_ in dropped]
@@ -231,7 +232,7 @@ class Leader(Role):
                     id_
                 )
             else:
-                # Its last row is in transit to the harness.
+                # The request has ended; its last row is in transit to the harness.
                 rows.append((id_, 0, int(ResponseFlag.CANCEL_DONE)))
         for instance, instance_ids in holders.items():
             self._cancelling.update(dict.fromkeys(instance_ids, instance))
@@ -240,7 +241,7 @@ class Leader(Role):
             ANSWER.send(self._route, self._harness, Batch(np.array(rows, RESPONSE), np.zeros(0, np.int32)))
 
     def _drop_waiting(self, ids: list[int]) -> set[int]:
-        """Remove `ids` from the queue; return the removed ones."""
+        """Remove `ids` from the queue; return the removed ids."""
         dropped: set[int] = set()
         n_tokens = 0
         for _ in range(len(self._waiting)):
@@ -262,7 +263,7 @@ class Leader(Role):
         plan = self._retries.lost(instance)
         for generation, ids in plan.to_settle.items():
             SETTLE.send(self._route, self._rank_of[generation], [(id_, instance) for id_ in ids])
-        ended = [(id_, 0, int(ResponseFlag.CONTEXT_DONE)) for id_ in plan.handed_off]
+        ended = [(id_, 0, int(ResponseFlag.CONTEXT_DONE)) for id_ in plan.needs_context_done]
         self._request_resend(plan.resend)
         for id_ in [id_ for id_, holder in self._cancelling.items() if holder == instance]:
             del self._cancelling[id_]
@@ -272,7 +273,7 @@ class Leader(Role):
             ANSWER.send(self._route, self._harness, Batch(rows, np.zeros(0, np.int32)))
 
     def _request_resend(self, by_instance: dict[int, list[int]]) -> None:
-        """Make the harness resend requests. `by_instance`: their ids, by the lost instance that had them."""
+        """Make the harness resend requests. `by_instance`: request ids by lost instance."""
         for instance, ids in by_instance.items():
             rows = np.array([(id_, 1, self._lost_flags(id_)) for id_ in ids], RESPONSE)
             ANSWER.send(self._route, self._harness, Batch(rows, np.full(len(ids), instance, np.int32)))
@@ -290,7 +291,7 @@ class Leader(Role):
         return sent > 0
 
     def _left_queue(self, n: int, n_tokens: int) -> None:
-        """Count requests that left the queue. After each quarter of the window, grant the harness more."""
+        """Count requests that left the queue. After a quarter of the window, grant the harness as many."""
         self._n_waiting -= n
         self._tokens_waiting -= n_tokens
         self._dispatched += n
@@ -303,7 +304,7 @@ class Leader(Role):
         rows = batch.rows[:_MAX_BATCH]
         needs = self._needs[index_of(rows["id"])]
         generation, n = -1, len(rows)
-        # In Offline, a window that stays less than half full means that the harness has no more requests.
+        # In Offline, the harness has no more requests if the queue holds less than half of the window.
         left = self._tokens_waiting if self._all_at_once and 2 * self._n_waiting < self._window else None
         if self._generation is not None:
             generation, n = self._generation.pick(needs, left)
@@ -316,7 +317,7 @@ class Leader(Role):
         rows, needs = rows[:n], needs[:n]
         at = index_of(rows["id"])
         self._entry.owner[at] = self._entry.last_owner[at] = entries
-        if self._generation is not None:  # otherwise each has NO_INSTANCE already
+        if self._generation is not None:  # otherwise, each row already has NO_INSTANCE
             rows = rows.copy()
             self._generation.take(generation, needs)
             self._generation.owner[at] = generation
@@ -368,7 +369,7 @@ class Leader(Role):
                     instance.root_rank,
                     code=ExitCode.TEST_FAILED,
                 )
-                if instance.index in self._lost:  # it can have no open requests: do not wait for ever
+                if instance.index in self._lost:  # a lost instance cannot have requests: do not wait forever
                     raise RunError(dataclasses.replace(failure, rank=self._plan.leader_rank))
-                self._silent_since[instance.index] = now  # rank 0 decides; one report per timeout
+                self._silent_since[instance.index] = now  # report once per timeout; rank 0 decides
                 self._report(failure)

@@ -7,38 +7,38 @@ from numpy.typing import NDArray
 
 from mpillm.comms.messages import Batch, total
 
-_MIN_WEIGHT = 1e-6  # of an instance without credits
-_NEVER = 1 << 62  # more than any load
+_MIN_WEIGHT = 1e-6  # weight of an instance without credits
+_NEVER = 1 << 62  # load of an unavailable instance: above any real load
 
 
 class InstancePool:
     """Instances of one role, with their credits and outstanding requests.
 
     Sending a request uses credits, and its final response returns them, so an instance never receives more
-    than it has granted.
+    requests or KV tokens than it has granted.
     """
 
     def __init__(self, instances: list[int], policy: str) -> None:
-        """`instances`: their indices in the plan; `policy`: a value of --traffic_distribution_policy."""
+        """`instances`: indices in the plan; `policy`: a value of --traffic_distribution_policy."""
         self.instances = np.array(instances, np.int64)
         n = len(instances)
         self.free_requests = np.zeros(n, np.int64)
         self.free_tokens = np.zeros(n, np.int64)
         self.outstanding_requests = np.zeros(n, np.int64)
         self.outstanding_tokens = np.zeros(n, np.int64)
-        # Without cached prompts, `kv_cache_aware` also chooses by load (see `PrefixPool`).
+        # `round_robin` chooses in turn, other policies by load. `PrefixPool` also considers cached prompts.
         self._in_turn = policy == "round_robin"
         self._turn = 0
-        # By request id: position of the instance where it is outstanding, or -1. Ids are small and reused.
+        # Position of the instance where each request is outstanding, or -1, by request id (small and reused).
         self.owner = np.full(0, -1, np.int64)
-        self.last_owner = np.full(0, -1, np.int64)  # of the last or current request with the id
+        self.last_owner = np.full(0, -1, np.int64)  # the same, but kept after the request's end
         self._position = {instance: i for i, instance in enumerate(instances)}
         # The instance with the least load gets the next request. With round_robin, all loads are equal.
         self._loads = np.zeros(n, np.int64)
-        self._weights = np.ones(n)  # of loads, by position: see `set_weights`
-        # To share the last requests of a test without further ones: see `pick`.
+        self._weights = np.ones(n)  # each instance's relative share of requests, see `set_weights`
+        # Used to share the last requests of a test, after which no more follow: see `pick`.
         self._done_tokens = np.zeros(n, np.int64)
-        self._max_outstanding = np.zeros(n, np.int64)  # tokens
+        self._max_outstanding = np.zeros(n, np.int64)  # KV tokens, maximum so far
 
     def __contains__(self, instance: object) -> bool:
         return instance in self._position
@@ -66,8 +66,8 @@ class InstancePool:
     def set_weights(self) -> None:
         """From now on, share requests in proportion to the instances' credits.
 
-        A faster instance gets more requests in any case, because they are outstanding for a shorter time. But
-        with equal shares, small instances would be full while large ones have free capacity.
+        A faster instance gets more requests in any case, because its requests are outstanding for a shorter
+        time. But with equal weights, small instances would be full while large ones have free capacity.
         """
         requests, tokens = (
             self.free_requests + self.outstanding_requests,
@@ -79,16 +79,16 @@ class InstancePool:
             self._note_load(position)
 
     def retire(self, position: int) -> None:
-        """Remove a lost instance: it has no credits and no outstanding requests."""
+        """Set a lost instance's credits and outstanding requests to zero."""
         self._done_tokens[position] = self._max_outstanding[position] = 0
         self.free_requests[position] = self.free_tokens[position] = 0
         self.outstanding_requests[position] = self.outstanding_tokens[position] = 0
 
     def assign(self, needs: NDArray[np.int64], requests: Batch, left: int | None = None) -> NDArray[np.int64]:
-        """Use credits for the first requests; return the position of the instance of each, shape [sent].
+        """Choose instances for the first requests, and use credits; return the positions, shape [sent].
 
-        `needs`: KV tokens of each request; `left`: see `pick`. Empty if no instance has credits for the first
-        request.
+        `needs`: KV tokens of each request; `left`: see `pick`. The result is empty if no instance has credits
+        for the first request.
         """
         position, n = self.pick(needs, left)
         if n:
@@ -96,15 +96,15 @@ class InstancePool:
         return np.full(n, position, np.int64)
 
     def pick(self, needs: NDArray[np.int64], left: int | None = None) -> tuple[int, int]:
-        """Return the position of the instance for the next requests, and their number; (-1, 0) if none fits.
+        """Return an instance's position, and the number of requests for it; (-1, 0) if no instance fits.
 
-        An instance receives consecutive requests up to its fair share, so that one message per instance
-        spreads a large batch. The policy chooses the instance of a single request.
+        The policy chooses the instance, which gets consecutive requests up to its fair share. So a large
+        batch takes one message per instance.
 
         Args:
             needs: KV tokens of the waiting requests, in order.
-            left: KV tokens of all waiting requests, if no more requests follow. An instance that would
-                complete them last then gets none.
+            left: KV tokens of all waiting requests if no more requests follow, otherwise None. If set,
+                an instance that is too slow (see `_is_too_slow`) gets no request.
         """
         need = int(needs[0])
         available = self._with_capacity(need)
@@ -140,7 +140,7 @@ class InstancePool:
     def _choose(self, available: NDArray[np.bool_], start: int) -> int:
         """Return the `available` position with the least load; -1 if none is available.
 
-        Among equal loads, it is the first position from `start` on, and then from 0.
+        Among equal loads, the first position from `start` on wins; if there is none, the first from 0.
         """
         loads = np.where(available, self._loads, _NEVER)
         chosen = int(loads.argmin())
@@ -155,9 +155,10 @@ class InstancePool:
         """Return whether the other instances complete all `left` tokens before this one completes a request.
 
         Instances in `slow` do not count. The request needs `need` KV tokens. The rate of an instance is its
-        completed KV tokens so far. A request takes at least as long as half of the maximum outstanding tokens
-        of the instance: cores grant twice what they compute simultaneously, so that the next requests wait
-        there. Without a completed request, the rate is unknown.
+        completed KV tokens so far. The request takes at least the time that the instance needs for half of
+        its maximum outstanding tokens. The other half is assumed to wait in the core, which may grant twice
+        the tokens that it computes simultaneously. Before its first completed request, an instance is not
+        too slow.
         """
         done, outstanding = self._done_tokens, self.outstanding_tokens
         if not done[position]:
@@ -178,10 +179,10 @@ class InstancePool:
         self._return_to(position, -len(needs), -total(needs))
 
     def return_credits(self, positions: NDArray[np.int64], needs: NDArray[np.int64]) -> None:
-        """Return the credits of ended requests: one entry of `positions` and `needs` each."""
+        """Return the credits of ended requests. `positions`, `needs`: one entry per request."""
         if not len(positions):
             return
-        if len(positions) == 1 or (positions == positions[0]).all():  # usually, one instance has answered
+        if len(positions) == 1 or (positions == positions[0]).all():  # usual: one instance
             self._return_to(int(positions[0]), len(positions), total(needs))
             return
         unique, at = np.unique(positions, return_inverse=True)
@@ -192,7 +193,7 @@ class InstancePool:
             self._return_to(position, n, n_tokens)
 
     def _return_to(self, position: int, n: int, tokens: int) -> None:
-        """Return credits of an instance; negative numbers use them."""
+        """Return credits of an instance; negative `n` and `tokens` use credits."""
         self.free_requests[position] += n
         self.free_tokens[position] += tokens
         self.outstanding_requests[position] -= n

@@ -1,10 +1,10 @@
 """Policy kv_cache_aware: a request goes to the instance where the first blocks of its prompt are cached.
 
-This is the policy of TensorRT-LLM's router of that name (`KvCacheAwareRouter` in
-tensorrt_llm/serve/router.py). The instance with the highest *cached part of the prompt - open requests /
-max_batch_size* gets the request. Among equals, it is the instance without a new request for the longest time.
-TensorRT-LLM's router requests cache events from its servers. This policy uses the requests that it has sent,
-and assumes that a full cache evicts the least recently used blocks.
+This is the policy of TensorRT-LLM's `KvCacheAwareRouter` (tensorrt_llm/serve/router.py). A request goes to
+the instance with the highest score: *cached part of the prompt - open requests / max_batch_size*. Among
+instances without cached blocks and with equally few open requests, the one with the oldest last request wins.
+TensorRT-LLM's router requests cache events from its servers. This policy instead records the prompts that the
+leader has sent, and assumes that a full cache evicts the least recently used blocks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from mpillm.comms.messages import Batch
 from mpillm.roles.pool import InstancePool
 
-_MAX_BLOCKS = 1 << 20  # recorded for all instances together: about 250 MB
-_MAX_HOLDERS = 8  # compared instances with the same blocks, besides the one with the least load
-_CACHES_GRANTED = 2  # a core grants more credits than its cache holds, so that the next requests wait there
+_MAX_BLOCKS = 1 << 20  # maximum number recorded for all instances together, in about 250 MB
+_MAX_HOLDERS = 8  # maximum number of instances with cached blocks to compare with the least loaded instance
+_CACHES_GRANTED = 2  # the embedded engine grants the tokens of two caches, so that requests wait in the core
 
 
 class PrefixRouting(NamedTuple):
@@ -35,16 +35,16 @@ class PrefixRouting(NamedTuple):
 class PrefixPool(InstancePool):
     """Pool that records which prompt blocks each instance has cached.
 
-    A request requires a lookup of each block of its prompt, and compares at most nine instances. Only single
-    operations on arrays, and on integers with a bit per instance, grow with the number of instances.
+    For each request, the pool looks up each block of the prompt, and compares at most nine instances. So
+    the number of instances hardly matters: it only sets the size of arrays, and of integers used as bit sets.
     """
 
     def __init__(self, instances: list[int], routing: PrefixRouting) -> None:
         super().__init__(instances, "kv_cache_aware")
         self._routing = routing
         n = len(instances)
-        self._holders: dict[int, int] = {}  # by hash of a block: a bit for each position with the block
-        # By position: its blocks, least recently used first.
+        self._holders: dict[int, int] = {}  # positions that have each block (a bit each), by the block's hash
+        # Hashes of each instance's cached blocks, least recently used first, by position.
         self._blocks: list[OrderedDict[int, None]] = [OrderedDict() for _ in instances]
         self._max_blocks = np.zeros(n, np.int64)
         self._served_at = np.zeros(n, np.int64)
@@ -73,11 +73,11 @@ class PrefixPool(InstancePool):
         return np.array(chosen, np.int64)
 
     def _note_load(self, position: int) -> None:
-        """Order by the number of open requests, then by the time of the last request."""
+        """Set the load, which orders instances by open requests, then by the time of the last request."""
         self._loads[position] = (self.outstanding_requests[position] << 40) + self._served_at[position]
 
     def _hashes(self, prompt: NDArray[np.int32]) -> list[int]:
-        """Return a hash of each full block with all blocks before it. The last token is never cached."""
+        """Return one hash per full block, which covers all blocks up to it. The last token is not cached."""
         size = 4 * self._routing.tokens_per_block
         data = prompt[:-1].tobytes()
         hashes, before = [], 0
@@ -91,7 +91,7 @@ class PrefixPool(InstancePool):
         best, best_score, seen, left = idlest, self._score(idlest, 0.0), 0, _MAX_HOLDERS
         for n_cached, holders in reversed(self._levels(blocks)):
             if holders >> idlest & 1:
-                # Among instances with these blocks, or fewer of them, none has less load.
+                # The least loaded instance has these blocks: no instance with as many or fewer scores higher.
                 candidates = [idlest]
             else:
                 candidates = list(islice(_bits(holders & ~seen, self._n_served % len(self.instances)), left))
@@ -110,7 +110,7 @@ class PrefixPool(InstancePool):
         return cached - int(self.outstanding_requests[position]) / self._routing.max_batch_size
 
     def _levels(self, blocks: list[int]) -> list[tuple[int, int]]:
-        """Return numbers of cached first blocks, ascending, with the instances that have them (a bit each).
+        """Return pairs, ascending: a number of first blocks, and the instances that have them (a bit each).
 
         An instance with more blocks is also in the levels with fewer blocks.
         """
@@ -127,7 +127,7 @@ class PrefixPool(InstancePool):
 
     def _remember(self, position: int, blocks: list[int]) -> None:
         own, bit, holders = self._blocks[position], 1 << position, self._holders
-        for block in reversed(blocks):  # a block is useless without the ones before it, so evict these later
+        for block in reversed(blocks):  # evict the first blocks last: later blocks are useless without them
             own[block] = None
             own.move_to_end(block)
             holders[block] = holders.get(block, 0) | bit
@@ -144,7 +144,7 @@ def make_pool(instances: list[int], policy: str, routing: PrefixRouting) -> Inst
 
 
 def _bits(mask: int, first: int) -> Iterator[int]:
-    """Yield the numbers of the bits that are set, from `first` upwards and then from 0."""
+    """Yield the positions of the set bits of `mask`, from `first` upwards, then from 0 to `first`."""
     for part, offset in ((mask >> first, first), (mask & ((1 << first) - 1), 0)):
         while part:
             lowest = part & -part

@@ -1,16 +1,17 @@
 """Requests of lost instances: decide when the harness can resend them.
 
-The harness may resend a request when the remaining instance sends nothing more of it. With one kind of
-instance, this is immediately the case. In a disaggregated run, it depends on the lost instance:
+The harness may resend a request when no remaining instance will send more response rows for the request. In
+an aggregated run, this is immediately the case. In a disaggregated run, the lost instance's role decides:
 
-    context     The generation instance may have received everything, or not, even if the context instance
-                has reported the end of the handoff. The leader sends SETTLE. For each request, the generation
-                instance answers CONTEXT_DONE if it will complete the request, or LOST if it has nothing.
-    generation  The context instance sends LOST for requests that it has not started. The others end there
-                as after a handoff: with CONTEXT_DONE, or with their first token.
+    context     The generation instance may lack the KV cache or the first token, even after CONTEXT_DONE. The
+                leader sends SETTLE to the generation instance, which answers CONTEXT_DONE for requests that
+                it will complete, and LOST for others. The harness resends incomplete LOST requests.
+    generation  The context instance sends LOST for requests that it has not started, and the harness resends
+                them. If a started request ends with its first token, its response is complete. Otherwise, the
+                context instance sends CONTEXT_DONE, and the harness resends the request.
 
-Messages of different ranks may overtake each other, so an instance may answer before the leader detects the
-loss.
+A context instance may detect a generation instance's loss before the leader does. If LOST arrives so early,
+the leader treats the request's generation instance as lost.
 """
 
 from __future__ import annotations
@@ -31,17 +32,18 @@ _LOST, _CONTEXT_DONE, _FINAL = int(ResponseFlag.LOST), int(ResponseFlag.CONTEXT_
 class RetryPlan:
     """Actions for the requests of a lost instance."""
 
-    resend: dict[int, list[int]] = field(default_factory=dict)  # by lost instance
-    to_settle: dict[int, list[int]] = field(default_factory=dict)  # for SETTLE, by generation instance
-    handed_off: list[int] = field(default_factory=list)  # completed; only CONTEXT_DONE was missing
+    resend: dict[int, list[int]] = field(default_factory=dict)  # ids to resend, by lost instance
+    to_settle: dict[int, list[int]] = field(default_factory=dict)  # ids for SETTLE, by generation instance
+    # Ids of requests whose response is complete, and whose missing CONTEXT_DONE the leader must send.
+    needs_context_done: list[int] = field(default_factory=list)
 
 
 class _Inquiry(NamedTuple):
-    """A SETTLE for a request without an answer so far."""
+    """An unanswered SETTLE for one request."""
 
-    context: int  # the lost instance
+    context: int  # the lost context instance
     generation: int  # the instance that must answer
-    handed_off: bool  # the harness has received CONTEXT_DONE
+    handed_off: bool  # whether the leader forwarded CONTEXT_DONE to the harness before the loss
 
 
 class Retries:
@@ -51,12 +53,12 @@ class Retries:
         self._entry = entry
         self._generation = generation
         self.any = False  # whether an instance is lost
-        # Requests in a context instance whose generation instance is lost: the lost instance.
+        # Lost generation instance of each request that is still in a context instance, by request id.
         self._in_context: dict[int, int] = {}
         self._inquiries: dict[int, _Inquiry] = {}
 
     def lost(self, instance: int) -> RetryPlan:
-        """Remove the outstanding requests of a lost instance from the pools."""
+        """Remove a lost instance's outstanding requests from its pool; return the actions for them."""
         self.any = True
         generation = self._generation
         if generation is not None and instance in generation.instances:
@@ -78,7 +80,7 @@ class Retries:
             if (first_lost := self._in_context.pop(id_, None)) is not None:
                 plan.resend.setdefault(first_lost, []).append(id_)
             else:
-                plan.handed_off.append(id_)
+                plan.needs_context_done.append(id_)
         return plan
 
     def _lost_generation(self, generation: InstancePool, instance: int) -> RetryPlan:
@@ -94,15 +96,15 @@ class Retries:
                 plan.resend.setdefault(instance, []).append(id_)
         for id_ in [id_ for id_, inquiry in self._inquiries.items() if inquiry.generation == instance]:
             if not self._inquiries.pop(id_).handed_off:
-                plan.handed_off.append(id_)
+                plan.needs_context_done.append(id_)
         return plan
 
     def filter(
         self, instance: int, responses: Batch, needs: NDArray[np.int64]
     ) -> tuple[Batch, dict[int, list[int]]]:
-        """Return an instance's responses that the harness must receive, and the requests to resend.
+        """Return the response rows to forward to the harness, and the ids to resend, by lost instance.
 
-        Requests to resend are by the lost instance. `needs`: KV tokens by request id.
+        `responses`: rows from `instance`. `needs`: KV tokens of each request, by request id.
         """
         resend: dict[int, list[int]] = {}
         generation = self._generation
@@ -117,7 +119,7 @@ class Retries:
                 inquiry = self._inquiries.get(id_)
                 if not flags & (_LOST | _CONTEXT_DONE):
                     if inquiry is not None and inquiry.handed_off and flags & _FINAL:
-                        del self._inquiries[id_]  # from now on, another request may have the id
+                        del self._inquiries[id_]  # the harness may now reuse the id for another request
                     continue
                 keep[i] = False
                 if inquiry is None or inquiry.context != responses.tokens[offsets[i]]:
@@ -132,7 +134,7 @@ class Retries:
                 keep[i] = False
                 _release(self._entry, id_, needs)
                 lost = self._in_context.pop(id_, -1)
-                if lost < 0:  # the leader has not detected the loss yet
+                if lost < 0:  # the leader has not yet detected the loss of the generation instance
                     lost = int(generation.instances[generation.owner[id_]])
                     _release(generation, id_, needs)
                 resend.setdefault(lost, []).append(id_)

@@ -1,4 +1,4 @@
-"""Role: a rank's work in each phase. Roles of the same rank share its event loop."""
+"""Role: a rank's work in each phase. All roles of a rank share the rank's event loop."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Role:
-    """Base class with a method per phase, which is called once. Then `poll` is called until `done(phase)`."""
+    """Base class. In each phase, the rank calls the phase's method once, then `poll` until `done(phase)`."""
 
-    sends_requests: ClassVar[bool] = False  # to the leader: its rank polls it first
-    owns_processes: ClassVar[bool] = False  # for which only the main thread may poll it
+    sends_requests: ClassVar[bool] = False  # to the leader: the rank polls this role before its other roles
+    owns_processes: ClassVar[bool] = False  # has child processes: only the main thread may poll this role
 
     def load(self) -> None: ...
     def health(self) -> None: ...
@@ -28,51 +28,51 @@ class Role:
     def stop(self) -> None: ...
 
     def poll(self) -> bool:
-        """Do the available work, without waiting; return whether there was any."""
+        """Do the available work, without waiting; return whether there was any work."""
         return False
 
     def quiet_s(self) -> float:
-        """Return the seconds for which `poll` has no work without a message or a wake-up."""
+        """Return the seconds for which `poll` has no work unless a message or a wake-up arrives."""
         return math.inf
 
     def lost(self, instance: int) -> None:
-        """Continue without this instance: its ranks receive and send no more messages."""
+        """Continue without this instance: all messages from and to its ranks are dropped."""
 
     def done(self, phase: Phase) -> bool:
         """Return whether this role's part of `phase` is done."""
         return True
 
     def measured(self) -> tuple[float, Metrics] | None:
-        """Return the seconds of the test, and the metrics of this role's instance at that time.
+        """Return seconds since the test's start, and the metrics of this role's instance at that time.
 
         The heartbeat's thread calls this.
         """
         return None
 
     def doing(self) -> str:
-        """Return the progress of a phase before the test, or what it waits for, in a few words; "": unknown.
+        """Return the progress of a phase before the test, or the cause of a wait, in words; "": unknown.
 
-        Text below the first line is printed once. The heartbeat's thread calls this.
+        The console prints all lines after the first only once. The heartbeat's thread calls this.
         """
         return ""
 
     def serves(self) -> dict[int, str]:
-        """Return the URLs of the servers that this role owns, by index, after it has loaded."""
+        """Return the URLs of this role's own servers, by server index. Called when the role has loaded."""
         return {}
 
     def find_servers(self, urls: Mapping[int, str]) -> None:
         """Use the run's own servers at these URLs. Called after all ranks have loaded."""
 
     def record(self, recorder: Recorder) -> None:
-        """From the start of the test on, record in `recorder` when this rank computes."""
+        """From now on, record in `recorder` when this rank computes. Called at the start of the test."""
 
     def report(self) -> dict[str, Any]:
-        """Return this rank's report on the test, after it has drained."""
+        """Return this role's report on the test. Called at the end of phase drain."""
         return {}
 
 
 class Importer(Role):
-    """Imports a package before any role of its rank loads: the import waits for all of MPI.COMM_WORLD."""
+    """Imports a package before the rank's other roles load. The import is collective over MPI.COMM_WORLD."""
 
     def __init__(self, package: str) -> None:
         self._package = package

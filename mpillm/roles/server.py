@@ -26,17 +26,17 @@ from mpillm.programs.servers.kind import PORT_IN_USE, ServerSpec
 from mpillm.roles.role import Role
 
 _log = logging.getLogger(__name__)
-_CHECK_S = 0.2  # between health checks
-_TRIES = 3  # if other processes take the ports first
+_CHECK_S = 0.2  # interval of health checks
+_TRIES = 3  # maximum number of starts, if other processes take the server's ports
 MAX_RESTARTS = 3
 """Maximum number of restarts of a server in a test, with --on_instance_loss restart."""
-_GRACE_S = 10.0  # to exit by itself, after a successful run
-_SHORT_GRACE_S = 2.0  # after another run: rank 0 waits for the ranks only this long
+_GRACE_S = 10.0  # for the server to exit after SIGTERM, in a successful run
+_SHORT_GRACE_S = 2.0  # in other cases: rank 0 waits for this rank only for --grace
 _LOOPBACK = "127.0.0.1"
-_LOG_LINES = 9  # read from the end of its log: the last may be a table's border
-_MAX_CHARACTERS = 60  # characters of its last line
-_SILENT_S = 5.0  # without output, until it is reported
-# Prefixes of log messages: a process, a level, a time, a file. Triton has another order.
+_LOG_LINES = 9  # lines read from the end of the server's log: the last ones may be a table's border
+_MAX_CHARACTERS = 60  # maximum displayed characters of the server's last message
+_SILENT_S = 5.0  # time without output after which the console displays the silence
+# Prefix of a log message: process, level, time, file. Triton's logs have another order.
 _PREFIX = re.compile(
     r"^(\([^)]* pid=\d+\) ?)?(\[[^\]]*\] ?)*((DEBUG|INFO|WARNING|ERROR):? +)?"
     r"([\d:,./ -]{5,} )?(\[[\w.]+:\d+\] ?)?"
@@ -48,16 +48,16 @@ def last_message(log: str) -> str:
     """Return a server's last message, from the end of its log (see `OwnedServer.tail`); "" if none."""
     for line in reversed(log.splitlines()):
         if (line := line.strip().removeprefix("|").strip()).startswith("$ "):
-            break  # its command
+            break  # the server's command line
         if any(map(str.isalpha, line := _PREFIX.sub("", line))):
             return line if len(line) <= _MAX_CHARACTERS else f"{line[: _MAX_CHARACTERS - 1]}…"
     return ""
 
 
 def doing(name: str, message: str, server: OwnedServer) -> str:
-    """Return the activity of a server that is not ready; `message`: its last one.
+    """Return the activity of a server that is not ready; `message`: its last message.
 
-    While it imports, it may print nothing for a minute. Its CPU time is then a sign of life.
+    A server may print nothing for its first minute, while it imports packages. Its CPU time shows progress.
     """
     if not message:
         return f"{name}: starts, {server.cpu_s:.0f} s of CPU so far"
@@ -66,7 +66,7 @@ def doing(name: str, message: str, server: OwnedServer) -> str:
 
 
 class ServerRole(Role):
-    """Role that owns a server, or its part on this node."""
+    """Role that owns a server, or this node's part of a server over several nodes."""
 
     owns_processes = True
 
@@ -83,11 +83,11 @@ class ServerRole(Role):
 
         Args:
             spec: the server.
-            folder: the run directory, for its log.
-            deadline_s: maximum time until it is ready.
+            folder: the run directory, for the server's log.
+            deadline_s: maximum seconds until the server is ready.
             wake: wakes this rank's event loop.
-            announce: see `RankControl`.
-            secret: see `ServerKind.secret`.
+            announce: see `RankControl.announce`.
+            secret: value of the environment variable `ServerKind.secret`.
         """
         self._spec = spec
         self._folder = folder
@@ -97,15 +97,15 @@ class ServerRole(Role):
         secret_in = spec.kind.secret if spec.role else ""
         self._secret = {} if not secret_in or secret_in in os.environ else {secret_in: secret}
         self._server: OwnedServer | None = None
-        self._ports: list[ReservedPort] = []  # HTTP's, and the kind's others
+        self._ports: list[ReservedPort] = []  # HTTP port, then the ports of `more_ports`
         self._tries = 0
         self._started = 0.0
         self._check: HealthCheck | None = None
         self._is_ready = self._ends_well = False
-        self._has_api = not spec.node.number  # the API is on the first node, when all are ready
+        self._has_api = not spec.node.number  # the first node's part serves the API, once all parts are ready
         self._startup_s = 0.0
-        self.dependent: OutlivesServer | None = None  # client of a server that may be restarted
-        self._test_started: float | None = None  # only in the test
+        self.dependent: OutlivesServer | None = None  # this rank's client, if the server may be restarted
+        self._test_started: float | None = None  # None: not in the test
         self._restarts: list[dict[str, Any]] = []
 
     # --- phases ---
@@ -118,7 +118,7 @@ class ServerRole(Role):
         return phase != "load" or self._is_ready or not self._has_api
 
     def health(self) -> None:
-        if not self._has_api:  # the first node's part has checked it
+        if not self._has_api:  # phase load has ended, so the first node's part has found the server ready
             self._note_ready()
 
     def test(self) -> None:
@@ -174,10 +174,10 @@ class ServerRole(Role):
         self._check = None
 
     def _resolved(self) -> ServerSpec:
-        """Return the server with its ports, address and folder. Raises ConfigError."""
+        """Return the server's specification with ports, address and folder. Raises ConfigError."""
         spec = self._spec
         try:
-            address = socket.gethostbyname(spec.reached_at)  # not every server listens at a name
+            address = socket.gethostbyname(spec.reached_at)  # some servers accept no host name
         except OSError as error:
             raise ConfigError(f"{spec.title}: {spec.reached_at} has no address: {error}") from None
         if spec.reached_at != _LOOPBACK and address.startswith("127."):  # as in Debian's /etc/hosts
@@ -212,7 +212,7 @@ class ServerRole(Role):
     def _note_ready(self) -> None:
         assert self._server is not None
         self._is_ready = True
-        self._startup_s = time.monotonic() - self._started  # the latest
+        self._startup_s = time.monotonic() - self._started  # since the latest start
         self._server.ready()
         _log.info("%s is ready after %.1f s", self._spec.title, self._startup_s)
 
@@ -243,7 +243,8 @@ class ServerRole(Role):
     def _is_cause(self) -> bool:
         """Return whether the server's end is the cause of a failure, not a consequence.
 
-        A server of one node and both phases does not end because another one has, unless a signal stops it.
+        A server on one node with both phases depends on no other server. Its end is the cause, unless
+        its first process exited by itself or by a stop signal.
         """
         assert self._server is not None
         spec, code = self._spec, self._server.code
@@ -262,6 +263,6 @@ class ServerRole(Role):
         cause = self._server.cause(self._spec.title, event, self._spec.kind.explain)
         was_ready = self._is_ready or bool(self._restarts)
         code = ExitCode.INSTANCE_LOST if was_ready else ExitCode.NOT_READY
-        # A part usually exits because another part has exited.
+        # A part of a server usually exits because another part has exited.
         may_follow = self._spec.node.n > 1 and event == f"ended with exit code {self._server.code}"
         return RunError(Failure(cause, self._spec.rank, code=code, may_follow=may_follow, seen=seen))

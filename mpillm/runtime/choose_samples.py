@@ -27,9 +27,9 @@ def load_samples(
 ) -> tuple[Dataset, Tokenizer]:
     """Return the data set and the tokenizer of a run.
 
-    `models`: what each instance allows. Raises ConfigError if a sample does not fit one of them. For a
-    scaled-down workload without --dataset_path a data set is written to `run_directory()`; `config` then says
-    where.
+    `models`: limits of each instance's model. Raises ConfigError if a sample exceeds one of them. For a
+    scaled-down workload without --dataset_path, this writes a data set to `run_directory()`, and its path to
+    `config`.
     """
     core_class = BackendRegistry.get(config.core_type)
     tokenizer = tokenizer_of(config)
@@ -55,8 +55,11 @@ def load_samples(
 
 
 def _of_a_server(config: RunConfig, core_class: type[LLMCore]) -> Tokenizer:
-    """Return the tokenizer of a server's model that has no folder here: bytes for a preset of the embedded
-    engine, behind Triton or in the run's own `mpillm serve`; otherwise none."""
+    """Return the tokenizer of a server's model without a folder on this machine.
+
+    For a preset of the embedded engine, served by Triton or by the run's own `mpillm serve`, it is the byte
+    tokenizer. Other models have none.
+    """
     if config.model_path and (config.server == "mpillm" or not core_class.takes_text):
         return ByteTokenizer()
     named = config.named("model_path") if config.model_path else "without --model_path"
@@ -64,7 +67,7 @@ def _of_a_server(config: RunConfig, core_class: type[LLMCore]) -> Tokenizer:
 
 
 def _as_text(dataset: Dataset, config: RunConfig, tokenizer: NoTokenizer) -> Dataset:
-    """Return a data set whose texts servers are sent as they are. Raises ConfigError if tokens are needed."""
+    """Return a data set whose texts go to the servers unchanged. Raises ConfigError if tokens are needed."""
     if len(dataset.texts) < len(dataset):
         tokenizer.refuse()
     tokens = {name: bool(config[BY_NAME[name]]) for name in ("save_outputs", "compliance_test", "audit_conf")}
@@ -76,9 +79,9 @@ def _as_text(dataset: Dataset, config: RunConfig, tokenizer: NoTokenizer) -> Dat
 
 
 def tokenizer_of(config: RunConfig) -> Tokenizer:
-    """Return the tokenizer of the run's model: of bytes for a preset, and for a core without a model.
+    """Return the tokenizer of the run's model: the byte tokenizer for a preset, or a core without a model.
 
-    A server's model without a folder here has none: bytes are not its tokens.
+    If a server's model has no folder on this machine, see `_of_a_server`.
 
     Raises ConfigError if the user names a folder that is missing. A workload's own folder may be missing: the
     workload's data set has token ids.
@@ -96,7 +99,7 @@ def tokenizer_of(config: RunConfig) -> Tokenizer:
 
 
 def limits_of(config: RunConfig, known: Sequence[ModelLimits]) -> PromptLimits:
-    """Return what the options and the models of all instances allow."""
+    """Return the prompt limits that the options and the models of all instances set."""
     lengths = [section.max_seq_len for section in config.sections.values() or [config] if section.max_seq_len]
     return PromptLimits(
         min((model.vocab_size for model in known), default=None),

@@ -24,13 +24,13 @@ CORE_ROLES = {"ctx": "context", "gen": "generation", "executor": "executor"}
 def core_configs(
     config: RunConfig, plan: WorldPlan, ranks: Iterable[int], gpus: Mapping[int, OwnGpu]
 ) -> list[CoreConfig]:
-    """Return the configurations of the cores on `ranks`, all of instances; `gpus`: see `devices.assign`."""
+    """Return the core's configuration for each of `ranks`, all workers; `gpus`: see `devices.assign`."""
     workers = Counter(rank.node for rank in plan.ranks if rank.instance is not None)
     return [_core_config(config, plan, rank, gpus, workers[plan.ranks[rank].node]) for rank in ranks]
 
 
 def with_settings(config: RunConfig, plan: WorldPlan, cores: Sequence[CoreConfig]) -> list[CoreConfig]:
-    """Add the settings that the cores' class reads of the options. ConfigError: see `LLMCore.settings`."""
+    """Add the settings that the core class reads from the options. ConfigError: see `LLMCore.settings`."""
     core_class = BackendRegistry.get(config.core_type)
     sections = [plan.instances[core.instance].section for core in cores]
     settings = {
@@ -40,7 +40,7 @@ def with_settings(config: RunConfig, plan: WorldPlan, cores: Sequence[CoreConfig
 
 
 def check_flags(config: RunConfig, plan: WorldPlan) -> None:
-    """Raise ConfigError if runtime flags exceed the limits of the build flags."""
+    """Raise ConfigError if runtime flags exceed limits that the build flags set."""
     for section in dict.fromkeys(instance.section for instance in plan.instances):
         of = config.in_section(section)
         with of.explained():
@@ -50,7 +50,7 @@ def check_flags(config: RunConfig, plan: WorldPlan) -> None:
 def check_handoff(cores: Iterable[CoreConfig], models: Iterable[object]) -> None:
     """Raise ConfigError if context and generation instances would hold KV caches of different types.
 
-    `models`: what the check of each of `cores` returned.
+    `models`: result of `LLMCore.check` for each of `cores`.
     """
     dtypes = dict.fromkeys(
         (core.role, dtype)
@@ -69,12 +69,12 @@ def check_handoff(cores: Iterable[CoreConfig], models: Iterable[object]) -> None
 def effective_yaml(
     config: RunConfig, yaml: DisaggConfig, plan: WorldPlan, cores: Iterable[CoreConfig]
 ) -> DisaggConfig:
-    """Return `yaml` with the values in force, and, if it was generated, the hosts of `plan`.
+    """Return `yaml` with the resolved values. A generated `yaml` also gets the hosts of `plan`.
 
-    `cores`: at least one of each section.
+    `cores`: at least one core of each section.
     """
     if config.yaml is None and len({rank.node for rank in plan.ranks}) > 1:
-        from disagg import with_hosts  # takes time to import, and most ranks need nothing else of its file
+        from disagg import with_hosts  # slow to import, and most ranks need nothing else from that file
 
         hosts = [plan.ranks[instance.root_rank].node for instance in plan.instances]
         yaml = with_hosts(yaml, plan.ranks[plan.leader_rank].node, hosts)
@@ -91,7 +91,7 @@ def effective_yaml(
 def _core_config(
     config: RunConfig, plan: WorldPlan, rank: int, gpus: Mapping[int, OwnGpu], node_ranks: int
 ) -> CoreConfig:
-    """Return the configuration of a rank's core. `node_ranks`: ranks of its node with an instance."""
+    """Return the configuration of a rank's core. `node_ranks`: number of worker ranks on the rank's node."""
     own, gpu = plan.ranks[rank], gpus.get(rank)
     instance = next(instance for instance in plan.instances if rank in instance.ranks)
     node_ranks = config.instance_run.node_ranks if config.instance_run else node_ranks
@@ -135,12 +135,12 @@ def _client_config(config: RunConfig, plan: WorldPlan, instance: int, server: in
     )
 
 
-_SERVER_WAIT_S = 60.0  # other people's servers usually run already
+_SERVER_WAIT_S = 60.0  # servers that the run does not start usually run already
 _FIRST_TOKEN_WAIT_S = 30.0
 
 
 def _thread_share(node_ranks: int) -> int:
-    """Return this rank's share of its node's CPU cores: all that its launcher has bound it to, if it has."""
+    """Return this rank's share of its node's CPU cores, or all to which its launcher has bound it."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if allowed < (os.cpu_count() or 1):
         return allowed

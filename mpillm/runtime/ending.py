@@ -1,10 +1,10 @@
 """End of a run on one rank: a state machine, shared by the main thread and the watch's thread.
 
-    RUNNING ──► TELLING ──► STOPPING ──► EXITING
+    RUNNING ──► REPORTING ──► STOPPING ──► EXITING
 
 A successful run goes from RUNNING to EXITING. A run that rank 0 stops goes from RUNNING to STOPPING. Only the
-thread that leaves RUNNING continues: usually the main thread, or the watch's if the main thread hangs in a
-backend or in MPI. `comms.rank0_control` decides the exit code after the loss of a rank.
+thread that leaves RUNNING continues. Usually it is the main thread. If the main thread hangs in a backend or
+in MPI, it is the watch's thread. `comms.rank0_control` decides the exit code after the loss of a rank.
 """
 
 from __future__ import annotations
@@ -48,14 +48,16 @@ if TYPE_CHECKING:
     from mpillm.runtime.rank0 import Rank0
 
 _log = logging.getLogger("mpillm")
-_BEATS_A_LOOK = 4  # rank 0 sends one or two in the time between two
+_BEATS_A_LOOK = 4  # rank 0 sends one or two heartbeats between two calls of `_look`
 
 
 class State(enum.Enum):
     """State of a rank's end."""
 
     RUNNING = "the phases proceed"
-    TELLING = "rank 0 collects failures and prints the message; another rank has reported and waits for STOP"
+    REPORTING = (
+        "rank 0 collects failures and prints the message; another rank has reported and waits for STOP"
+    )
     STOPPING = "rank 0 has sent STOP and waits for all ranks; another rank stops its roles"
     EXITING = "finalizes MPI, if no rank is lost, and exits"
 
@@ -78,12 +80,12 @@ def failures_of(
     _log.error("%s", text)
     if isinstance(error, MPI.Exception):
         return (Failure(f"MPI: {error}", rank, code=ExitCode.INSTANCE_LOST),)
-    # Any file may be the next one.
+    # The cause is the limit of open files, not the file that exceeds it.
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return (Failure(f"{error.strerror}: this process may open {limit}; raise ulimit -n", rank),)
     if isinstance(error, OSError) and error.filename:
-        if isinstance(error, PermissionError) and phase == "join":  # on a file that an option names
+        if isinstance(error, PermissionError) and phase == "join":  # an option names the file
             return (Failure(f"{error.filename}: {error.strerror}", rank_or_run, code=ExitCode.USAGE),)
         return (Failure(f"{error.filename}: {error.strerror}", rank),)
     if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:  # not a programming error
@@ -99,33 +101,33 @@ def _explained(failure: Failure) -> Failure:
         from mpillm.doctor.local_checks import explain  # few runs need it
 
         return replace(failure, doctor=explain(failure.cause))
-    except Exception:  # noqa: BLE001 - looking may fail for the same reason: no file or memory is left
+    except Exception:  # noqa: BLE001 - the checks may fail for the same reason: no file or memory is left
         _log.exception("in the checks of mpillm doctor")
         return failure
 
 
 class Ending(ABC):
-    """End of a rank: by the main thread (`finish`, `stop`, `fail`), or the watch (`end_stuck`, `abort`)."""
+    """End of a rank. The main thread calls `finish`, `stop`, `fail`; the watch's, `end_stuck` and `abort`."""
 
     def __init__(self, control: RankControl, beats: Transport, roles: Sequence[Role]) -> None:
-        """`beats`: the watch's own transport; `roles`: this rank's, including those added later."""
+        """`beats`: the watch's own transport; `roles`: this rank's list of roles, to which it adds later."""
         self.state = State.RUNNING
-        self._lock = threading.Lock()  # to leave RUNNING
+        self._lock = threading.Lock()  # held to leave RUNNING
         self._control = control
         self._watch = control.watch
         self._timeouts = control.timeouts
         self._beats = beats
         self._roles = roles
-        self.directory: Path | None = None  # the run's, once it is known
-        self.last_report: Callable[[], DrainReport] | None = None  # of this rank, once it has its roles
+        self.directory: Path | None = None  # the run directory, once it is known
+        self.last_report: Callable[[], DrainReport] | None = None  # this rank's, once it has roles
 
     # --- the main thread ---
 
     def finish(self, code: int, comms: Communicators | None) -> int:
         """Leave the run after the last phase; return the exit code.
 
-        `comms`: None if a rank is lost. As after the loss of an instance, communicators are then not freed,
-        because that and MPI_Finalize would wait for the lost ranks.
+        `comms`: None if a rank is lost. Communicators are then not freed, as after the loss of an instance:
+        freeing them and MPI_Finalize would wait for the lost ranks.
         """
         self._begin(State.EXITING)
         if self._control.transport.rank == 0:
@@ -135,7 +137,7 @@ class Ending(ABC):
             self._leave(RunStopped(code, finalize=False))
         try:
             comms.free()
-        except MPI.Exception:  # a rank is lost in this moment
+        except MPI.Exception:  # a rank has just been lost
             self._leave(RunStopped(code, finalize=False))
         self._watch.quiet()
         self._finalize()
@@ -149,7 +151,7 @@ class Ending(ABC):
 
     def fail(self, failures: tuple[Failure, ...]) -> NoReturn:
         """End the run on every rank, because of `failures`."""
-        self._begin(State.TELLING)
+        self._begin(State.REPORTING)
         self._watch.enter(self._watch.phase, 3 * self._timeouts.grace)
         for failure in failures:
             _log.error("%s", failure.cause)
@@ -162,7 +164,7 @@ class Ending(ABC):
         self._leave(stopped)
 
     def _begin(self, state: State) -> None:
-        """Leave RUNNING; if the watch's thread has done so, wait until it ends the process."""
+        """Leave RUNNING. If the watch's thread has done so before, wait until it ends the process."""
         for number in stop_signals():
             signal.signal(number, signal.SIG_IGN)  # the rank is already ending, under deadlines
         patience = 3 * self._timeouts.grace
@@ -189,7 +191,7 @@ class Ending(ABC):
             return None
         try:
             return self.last_report()
-        except Exception:  # noqa: BLE001 - the signal has come at any moment; the run ends without it
+        except Exception:  # noqa: BLE001 - the signal can come at any moment; the run ends without a report
             _log.exception("in the report of this rank")
             return None
 
@@ -202,7 +204,7 @@ class Ending(ABC):
                 _log.exception("while stopping")
 
     def _leave(self, stopped: RunStopped) -> NoReturn:
-        """Finalize MPI, if no rank is lost, and exit the process with LoadGen's threads."""
+        """Finalize MPI, if no rank is lost, and exit the process, including LoadGen's threads."""
         self.state = State.EXITING
         self._watch.quiet()
         rank_registry.deregister()
@@ -221,7 +223,7 @@ class Ending(ABC):
         signal.setitimer(signal.ITIMER_REAL, self._timeouts.grace)
         try:
             MPI.Finalize()
-        except MPI.Exception as error:  # for ULFM, a faster rank is lost; all is reported by now
+        except MPI.Exception as error:  # ULFM counts an earlier exit as a loss; all is reported
             _log.warning("MPI_Finalize: %s", error)
         segments.forget()
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -230,7 +232,7 @@ class Ending(ABC):
     # --- the watch's thread ---
 
     def end_stuck(self) -> int | None:
-        """Return the exit code to end this rank with now, while the main thread is stuck, or None.
+        """Return the exit code if this rank must end now, although its main thread is stuck; otherwise None.
 
         The rank ends if rank 0 has sent STOP, or if a rank is lost.
         """
@@ -247,7 +249,7 @@ class Ending(ABC):
         """Implement `end_stuck`. Before it returns a code, do everything that must precede the exit."""
 
     def abort(self, message: str) -> NoReturn:
-        """Abort MPI: a limit of the main thread has passed, and rank 0 has not ended the run."""
+        """Abort MPI: the main thread has exceeded its time limit, and rank 0 has not ended the run."""
         with self._lock:
             self.state = State.EXITING
         code = self._report_stuck(message)
@@ -274,8 +276,8 @@ class RankEnding(Ending):
 
     def _look(self) -> int | None:
         try:
-            # Limited: on busy CPU cores, the next heartbeat may always arrive before the reads end, and this
-            # thread must send its own.
+            # The number of reads is limited: on busy CPU cores, heartbeats may arrive as fast as this thread
+            # reads them, and it must also send its own.
             for _ in range(_BEATS_A_LOOK):
                 if BEAT.take(self._beats, 0) is None:
                     break
@@ -297,8 +299,8 @@ class RankEnding(Ending):
     def _report_rank0_lost(self, cause: str) -> None:
         """Report the loss of rank 0.
 
-        If rank 0 has exited, its launcher reports it. Under srun, which only reports tasks, one rank does. If
-        rank 0 is silent, rank 1 reports it, and kills it.
+        If rank 0 has exited, its launcher reports the loss. srun reports only tasks, so under srun one rank
+        reports the loss. If rank 0 is silent, rank 1 reports the loss and kills rank 0.
         """
         rank0 = self._control.rank0
         if rank0 is None:
@@ -327,7 +329,7 @@ class Rank0Ending(Ending):
     def __init__(self, control: RankControl, beats: Transport, roles: Sequence[Role], rank0: Rank0) -> None:
         super().__init__(control, beats, roles)
         self._rank0 = rank0
-        self._code: int | None = None  # once the failure is reported
+        self._code: int | None = None  # exit code, once the failure is reported
 
     def _report(self, failures: tuple[Failure, ...]) -> RunStopped:
         if (report := self._interrupted_report(failures)) is not None:
@@ -344,10 +346,10 @@ class Rank0Ending(Ending):
 
     def _look(self) -> int | None:
         lost = self._rank0.control.exited()
-        # If the run continues, the main thread waits for none of them.
+        # If the run continues, the main thread waits for none of the lost ranks.
         if not lost or self._rank0.control.may_continue:
             return None
-        # The main thread may be waiting for them in MPI.
+        # The main thread may be waiting for the lost ranks in MPI.
         code = self._report_to_user(self._rank0.control.losses(lost))
         for rank in set(range(1, len(self._rank0.control.ranks))) - set(lost):
             with suppress(MPI.Exception):

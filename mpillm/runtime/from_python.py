@@ -47,7 +47,7 @@ class RunFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Run:
-    """Run directory: figures, requests and HTML report. A notebook displays the report."""
+    """A run, read from its directory: figures, requests and HTML report. A notebook displays the report."""
 
     path: Path
     files: RunFiles
@@ -78,25 +78,25 @@ class Run:
 
     @property
     def per_instance(self) -> list[dict[str, Any]]:
-        """Each instance's share and metrics."""
+        """Each instance's share of the test, and its metrics."""
         return list(self.result.get("per_instance", ()))
 
     def option(self, name: str) -> Any:
-        """Return the value of an option of the run; None if it had none."""
+        """Return the value of an option of the run; None if the option had no value."""
         return self.files.value(name)
 
     @property
     def requests(self) -> NDArray[np.void]:
         """A record for each request, in order of issue: issued, ttft, latency (s), index, tokens, error.
 
-        Raises ConfigError if the run left none.
+        Raises ConfigError if the run left no records.
         """
         return read_requests(self.path)
 
     def frame(self) -> pandas.DataFrame:
         """Return `requests` as a data frame, with `tpot`, seconds per token after the first.
 
-        Raises ConfigError if the run left none, or without the package pandas.
+        Raises ConfigError if the run left no records, or without the package pandas.
         """
         with needs_extra("Run.frame", "datasets"):
             import pandas
@@ -144,8 +144,8 @@ def run(
 ) -> Run:
     """Run a test on `ranks` ranks, as ``mpirun -n ranks python -m mpillm run``, and return it.
 
-    A verdict INVALID is a result. Raises ConfigError for wrong options, RunFailed without a verdict, and
-    KeyboardInterrupt after Ctrl-C. In all cases, the run has ended.
+    A run with the verdict INVALID is returned. Raises ConfigError for wrong options, RunFailed without a
+    verdict, and KeyboardInterrupt after Ctrl-C. In all cases, the run has ended.
 
     Args:
         model_path: as the option of this name.
@@ -153,7 +153,7 @@ def run(
         log_dir: the run directory; by default a new one in mpillm-runs.
         mpirun_options: options of mpirun, as one text.
         echo: print the run's output.
-        deadline_s: of the whole run, in addition to the deadline of each phase.
+        deadline_s: deadline of the whole run, in addition to the deadline of each phase.
         options: options of `run --help` by name (``mode="disaggregated"``): text, numbers, bools, or a dict
             for options of flags.
     """
@@ -187,8 +187,8 @@ def serve(
 ) -> Iterator[RunningServer]:
     """Serve a model on `ranks` ranks inside a ``with`` block, on a free port unless `port` is set.
 
-    Arguments as for `run`, but `echo` and `deadline_s` apply until it is ready. Raises ConfigError if it does
-    not become ready.
+    Arguments as for `run`, but `echo` and `deadline_s` apply until the server is ready. Raises ConfigError if
+    the server does not become ready.
     """
     folder = series_folder(log_dir, "serve")
     with (
@@ -217,7 +217,7 @@ def _args(model_path: str | Path | None, options: Mapping[str, Any]) -> list[str
 
 
 def _echo(log: Path) -> Callable[[], str]:
-    """Return a `watch` that prints the new complete lines of a log."""
+    """Return a function that prints the new complete lines of a log (`watch` of `run_in`)."""
     printed = 0
 
     def follow() -> str:

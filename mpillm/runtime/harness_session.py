@@ -1,4 +1,4 @@
-"""Rank 0's view of a run whose load another client makes: the endpoint, the client, and what it reports."""
+"""Rank 0's view of a run with a load client instead of LoadGen: endpoint, client, and its report."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class HarnessSession(ServeSession):
     def __init__(
         self, prepared: RunSetup, record: Callable[[], RunRecord], console: Console, control: Rank0Control
     ) -> None:
-        """Raises ConfigError if the client is missing, or cannot make this load."""
+        """Raises ConfigError if the load client is not installed, or cannot make this load."""
         planned = prepared.planned
         self._prepared = prepared
         self._client_config = planned.config
@@ -97,7 +97,7 @@ class HarnessSession(ServeSession):
         self._order = _order(prepared)
         self.n_servers = _servers_of(planned)
         self.direct = bool(self.n_servers) and (self.n_servers == 1 or self.kind.many_urls)
-        self.takes_text = not self.direct  # otherwise the client sends its texts elsewhere
+        self.takes_text = not self.direct  # a direct client sends its texts to the servers
         self.sends_text = prepared.dataset.sends_text
         for name in ("stop_words", "end_ids"):
             if self.direct and planned.config.is_user_set(name):
@@ -115,7 +115,7 @@ class HarnessSession(ServeSession):
     # --- the load ---
 
     def how(self) -> str:
-        """Describe the number of requests and their times."""
+        """Describe the number of requests and when the client sends them."""
         n, config = f"{len(self._order):,} requests", self._client_config
         if config.scenario == "Server":
             return f"{n} at {self._prepared.settings.test.server_target_qps:g} per second"
@@ -141,7 +141,7 @@ class HarnessSession(ServeSession):
         return self._load_of([server.url for server in servers], self._model_at(servers[0]))
 
     def _model_at(self, server: RemoteServer) -> str:
-        """Return a server's name of its model."""
+        """Return the name under which a server serves its model."""
         config = self._client_config
         thread = ClientThread("mpillm-ask")
         try:
@@ -196,7 +196,7 @@ class HarnessSession(ServeSession):
         return False
 
     def drain(self) -> bool:
-        """Refuse to end early: a signal ends a test's run."""
+        """Refuse to drain: a signal ends the run immediately."""
         return False
 
     def drained(self, reports: dict[int, DrainReport]) -> str:
@@ -219,7 +219,7 @@ class HarnessSession(ServeSession):
         return f"{self.kind.title}: {report.completed:,} of {len(self._order):,} requests answered"
 
     def _figures(self, report: LoadReport) -> dict[str, Any]:
-        """Return the result.json figures of a LoadGen test, from the client's records or sums."""
+        """Return the figures that LoadGen's tests have in result.json, from the client's records or sums."""
         sums = report.to_json()
         figures: dict[str, Any] = {
             "samples": report.completed + report.failed,
@@ -262,9 +262,9 @@ class HarnessSession(ServeSession):
         return figures
 
     def _in_test(self, requests: Sequence[RequestRecord]) -> list[RequestRecord]:
-        """Return the client's records by time of issue, in seconds of the test.
+        """Return the client's records in order of issue, with times in seconds since the test's start.
 
-        Clients read one of two clocks. With another clock, the first request is the test's start.
+        Clients read the monotonic or the system clock. With any other clock, the first request is the start.
         """
         assert self._client is not None
         rows = sorted(requests)
@@ -288,7 +288,7 @@ class HarnessSession(ServeSession):
 
 
 def _order(prepared: RunSetup) -> NDArray[np.int64]:
-    """Return the samples in LoadGen's order of issue; in an accuracy run, each one once."""
+    """Return the sample indices in LoadGen's order of issue; in an accuracy run, each index once."""
     n = len(prepared.dataset)
     if prepared.planned.config.test_mode == "AccuracyOnly":
         return np.arange(n)
@@ -328,7 +328,7 @@ class _PromptSamples(Sequence[PromptSample]):
 
 
 def _servers_of(planned: RunPlan) -> int:
-    """Return the number of servers that the client can use directly; 0: only the run's own endpoint."""
+    """Return the number of servers that the client can use directly; 0 if it must use the run's endpoint."""
     config = planned.config
     # A request of a disaggregated run goes to two servers, which only the run's own clients support.
     if config.core_type not in TRTLLM_ENDPOINT or planned.plan.n_context_servers:
@@ -337,7 +337,7 @@ def _servers_of(planned: RunPlan) -> int:
 
 
 def _of_endpoint(config: RunConfig) -> RunConfig:
-    """Return the configuration of an endpoint for the client only: on this host, at any port."""
+    """Return the configuration of an endpoint for the client only: on this host, on any free port."""
     endpoint = copy.copy(config)
     values = {"host": "127.0.0.1", "port": 0, "api_key": None, "max_queue_size": 1 << 30}
     endpoint.option_values = config.option_values | {

@@ -47,13 +47,13 @@ class RunPlan:
     config: RunConfig
     reports: dict[int, JoinReport]  # by rank
     plan: WorldPlan
-    yaml: DisaggConfig  # with the values in force
-    gpus: dict[int, OwnGpu]  # by rank; empty: CPUs
+    yaml: DisaggConfig  # with the resolved values
+    gpus: dict[int, OwnGpu]  # by rank; empty: the ranks use CPUs
     cores: list[CoreConfig]  # of the instances' root ranks
     models: list[Any]  # result of the check of each core: `ModelInfo`, or None
     notes: list[str]  # on parts of the configuration without effect
-    outlives_losses: bool  # it continues without a lost instance
-    server_gpus: dict[int, tuple[int, ...]]  # of servers that ranks own, by rank
+    outlives_losses: bool  # the run continues after the loss of an instance
+    server_gpus: dict[int, tuple[int, ...]]  # GPUs of the server that a rank owns, by rank
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class RunSetup:
 
     @property
     def shows_text(self) -> bool:
-        """Whether the console displays responses: their tokens are a model's."""
+        """Whether the console displays responses: only a model's tokens can be displayed as text."""
         return isinstance(self.tokenizer, FileTokenizer)
 
     def dataset_lines(self) -> list[str]:
@@ -120,7 +120,7 @@ def _of_round(config: RunConfig, settings: LoadGenSettings) -> list[str]:
 def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves: bool = False) -> RunPlan:
     """Plan the run. Raises ConfigError if the ranks differ, or cannot run the configuration.
 
-    `config`: rank 0's; None if its command line is wrong.
+    `config`: rank 0's configuration; None if rank 0's command line is wrong.
     """
     config = _agreed(config, reports)
     ranks = range(len(reports))
@@ -139,7 +139,7 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
     gpus = assign(config.device, plan, visible) if core_class.uses_gpus else {}
     server_gpus: dict[int, tuple[int, ...]] = {}
     if config.server:
-        from mpillm.runtime import own_servers  # few runs have any
+        from mpillm.runtime import own_servers  # few runs start servers
 
         server_gpus = own_servers.gpus_of_servers(config, plan, visible)
         notes += own_servers.server_lines(plan, own_servers.server_specs(config, plan, server_gpus))
@@ -152,7 +152,7 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
     _check_abilities(config, core_class, plan, cores)
     check_handoff(cores, models)
     yaml = effective_yaml(config, yaml, plan, cores)
-    if not core_class.is_client:  # the servers' sizes are their own
+    if not core_class.is_client:  # servers have their own limits of requests
         notes += share_lines(cores)
     outlives_losses = config.on_instance_loss == "continue"
     if outlives_losses and (why := _why_a_loss_ends_it(plan, reports[0].versions["MPI"], bool(gpus), serves)):
@@ -208,8 +208,8 @@ def prepare(planned: RunPlan, run_directory: Callable[[], Path]) -> RunSetup:
 def _agreed(config: RunConfig | None, reports: dict[int, JoinReport]) -> RunConfig:
     """Return the configuration of all ranks.
 
-    Raises ConfigError with the rank that has another one, another version of a package, or a wrong command
-    line.
+    Raises ConfigError, which names the ranks with another configuration, other code or versions, or a wrong
+    command line.
     """
     hosts = {rank: report.host for rank, report in reports.items()}
     errors: dict[str, list[int]] = {}

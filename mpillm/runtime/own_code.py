@@ -1,4 +1,4 @@
-"""Check that all nodes run the same code: the files of a version may be edited, or partly copied."""
+"""Check that all nodes run the same code: files of the same version may be edited, or copied in part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PACKAGES = ("disagg", "launch", "mpillm")
 def reports_code(env: Mapping[str, str] = os.environ) -> bool:
     """Return whether this rank reports its code: the first of each node, where there are several nodes.
 
-    Reading it takes 20 ms, which a run on one node need not wait for.
+    Reading the code takes 20 ms. A run on one node need not wait for that.
     """
     launcher = find_launcher(env)
     if launcher is None or launcher.size is None or launcher.size == ranks_here():
@@ -28,7 +28,7 @@ def reports_code(env: Mapping[str, str] = os.environ) -> bool:
 
 def code_digest(folder: Path = _FOLDER) -> str:
     """Return a digest of all Python files of mpillm in `folder`, by their paths in it."""
-    import hashlib  # OpenSSL: milliseconds at the start of every rank
+    import hashlib  # it loads OpenSSL, which takes milliseconds
 
     digest = hashlib.blake2b(digest_size=16)
     for package in _PACKAGES:

@@ -23,17 +23,18 @@ from mpillm.programs.servers.kind import ServerKind, ServerNode, ServerSpec
 from mpillm.programs.servers.kinds import kind_of
 from mpillm.roles.server import MAX_RESTARTS
 
-_MAX_LISTED = 4  # servers of a role
+_MAX_LISTED = 4  # servers of each role
 
 
 def gpus_of_servers(
     config: RunConfig, plan: WorldPlan, gpus: Sequence[tuple[Gpu, ...]]
 ) -> dict[int, tuple[int, ...]]:
-    """Return the GPUs of each owner's server, or its part, by number in its process; none: CPUs.
+    """Return the GPUs that each owner rank gives to its server, or to its node's part of a server.
 
+    GPUs are numbered as the rank sees them. A rank without GPUs is missing: its server uses CPUs.
     `gpus`: visible GPUs of each rank. Raises ConfigError if a node with GPUs has too few.
     """
-    used_on: dict[str, set[str]] = {}  # UUIDs, by node
+    used_on: dict[str, set[str]] = {}  # UUIDs of used GPUs, by node
     by_owner: dict[int, tuple[int, ...]] = {}
     if not config.server or not kind_of(config.server).takes_gpus:
         return by_owner
@@ -62,7 +63,7 @@ def gpus_of_servers(
 
 
 def _gpus_of_a_node(config: RunConfig, role: str) -> int:
-    """Return the number of GPUs of a role's server on each of its nodes."""
+    """Return the number of GPUs that a server of this role uses on each of its nodes."""
     return math.prod(_layout(config, role).values()) // config.server_nodes
 
 
@@ -72,7 +73,7 @@ def server_specs(
     gpus: Mapping[int, tuple[int, ...]],
     ports: Mapping[int, int] = MappingProxyType({}),
 ) -> list[ServerSpec]:
-    """Return the servers of a run, or their parts; `gpus`: see `gpus_of_servers`, `ports`: `Setup`."""
+    """Return a run's servers, one spec per node of each. `gpus`: see `gpus_of_servers`; `ports`: `Setup`."""
     if not config.server:
         return []
     kind = kind_of(config.server)
@@ -113,7 +114,7 @@ def server_specs(
 
 
 def _values(config: RunConfig, kind: ServerKind, role: str) -> dict[str, Any]:
-    """Return the explicit values for the servers of a role that the kind accepts."""
+    """Return the explicit values for a role's servers that this kind of server accepts."""
     of = config.in_section(ROLE_SECTIONS[role]) if role else config
     values = {
         field.name: value
@@ -125,13 +126,13 @@ def _values(config: RunConfig, kind: ServerKind, role: str) -> dict[str, Any]:
 
 
 def _layout(config: RunConfig, role: str) -> dict[str, int]:
-    """Return the sizes of a server, by the options of an aggregated server."""
+    """Return the parallel sizes of a role's server, under the option names of an aggregated server."""
     names = zip(SERVER_SIZES[""], SERVER_SIZES[role], strict=True)
     return {name: config[BY_NAME[other]] or 1 for name, other in names}
 
 
 def _llm_args(config: RunConfig, role: str) -> dict[str, Any]:
-    """Return TensorRT-LLM's arguments in the section of a role that correspond to no option."""
+    """Return the TensorRT-LLM arguments in a role's YAML section that correspond to no option."""
     sections = dict(config.yaml.sections) if config.yaml else {}
     if role not in ROLE_SECTIONS or (section := sections.get(ROLE_SECTIONS[role])) is None:
         return {}
@@ -142,9 +143,9 @@ def _llm_args(config: RunConfig, role: str) -> dict[str, Any]:
 
 
 def server_lines(plan: WorldPlan, specs: Sequence[ServerSpec]) -> list[str]:
-    """Return lines with the ranks of the servers, and their command lines.
+    """Return lines with the ranks and the command lines of the servers.
 
-    Raises ConfigError for a value that the kind does not support.
+    Raises ConfigError for a value that the kind of server does not support.
     """
     try:
         commands = [tuple(one.command().shell_args()) for one in specs]

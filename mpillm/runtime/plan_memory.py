@@ -1,4 +1,4 @@
-"""Memory and GPUs of a plan, before a start: required memory, whether it fits, and idle GPUs."""
+"""Memory and GPUs of a plan, before the run starts: required memory, whether it fits, and idle GPUs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def idle_gpus(
 ) -> list[str]:
     """Return a line for each node with unused GPUs, if ranks use GPUs.
 
-    `seen`: visible GPUs of each rank; `gpus`: used GPUs of ranks, or of their servers.
+    `seen`: visible GPUs of each rank; `gpus`: GPUs that a rank or its server uses, by rank.
     """
     used = {seen[rank][device].uuid for rank, devices in gpus.items() for device in devices}
     on_node: dict[str, list[str]] = {}  # UUIDs by node, in the order of the node's first rank
@@ -44,8 +44,8 @@ def idle_gpus(
 def memory_lines(config: RunConfig, plan: WorldPlan) -> list[str]:
     """Return lines on the memory of each instance's ranks, and whether it fits this machine.
 
-    The fit is checked if the ranks would run on this host. Only the embedded engine's memory is known. For
-    other cores, a line names a missing model folder.
+    The fit is checked only if all ranks would run on this host. Only the embedded engine's memory is known.
+    For other cores, a line names a missing model folder.
     """
     if not config.model_path:
         return []
@@ -58,7 +58,7 @@ def memory_lines(config: RunConfig, plan: WorldPlan) -> list[str]:
     seen = [core_class.gpus() if here and core_class.uses_gpus else () for _ in plan.ranks]
     root_ranks = [instance.root_rank for instance in plan.instances]
     by_need: dict[str, list[int]] = {}
-    refused = ""  # the first error, as in a run
+    refused = ""  # the first error, which would end a run
     idle: list[str] = []
     try:
         gpus = assign(config.device if here else "cpu", plan, seen)
@@ -83,7 +83,7 @@ _REFUSED = "here a run would be refused: {}"
 
 
 def _missing_folder(config: RunConfig, model_path: str) -> list[str]:
-    """Return a line if a run would refuse the user's --model_path: `choose_samples.tokenizer_of`."""
+    """Return a line if `choose_samples.tokenizer_of` would refuse the user's --model_path in a run."""
     from mpillm.engine.shape.find_model import model_folder  # few plans name a model
 
     try:
@@ -96,11 +96,11 @@ def _missing_folder(config: RunConfig, model_path: str) -> list[str]:
 def share_lines(cores: Sequence[CoreConfig]) -> list[str]:
     """Return a line for each role whose instances differ in their number of simultaneous requests.
 
-    It contains each instance's share of the open requests. `cores`: one of each instance.
+    The line contains each instance's share of the open requests. `cores`: one core of each instance.
     """
     lines = []
     for role in dict.fromkeys(core.role for core in cores):
-        sizes: dict[int, list[int]] = {}  # instances, by their size
+        sizes: dict[int, list[int]] = {}  # instances, by number of simultaneous requests
         for core in cores:
             if core.role == role:
                 sizes.setdefault(core.engine.scheduler.max_batch_size, []).append(core.instance)
@@ -126,7 +126,7 @@ def _needs(info: ModelInfo, engine: EngineConfig) -> str:
     text = (
         f"holds {_size_text(info.n_bytes)} of weights, and {_size_text(per_token)} of KV cache for each token"
     )
-    # Without a number, the cache uses the free memory.
+    # If no size is known, the cache takes the free memory of the GPU.
     tokens = info.kv_cache_tokens if engine.gpu_bytes or engine.kv_cache_tokens else None
     if tokens is None:
         return text

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from mpillm.runtime.rank0 import Rank0
     from mpillm.runtime.run_session import RunSession
 
-# Until a rank's log is open, records are dropped: rank 0 reports the failure itself.
+# Until a rank's log is open, log records are dropped: rank 0 reports a failure anyway.
 logging.getLogger("mpillm").addHandler(logging.NullHandler())
 _log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class _RankResources(NamedTuple):
 
     comms: Communicators
     route: Transport | None
-    machine: dict[str, Any] | None  # this node, if this is its first rank
+    machine: dict[str, Any] | None  # description of this node, on the node's first rank only
 
 
 class Rank:
@@ -76,10 +76,10 @@ class Rank:
         *,
         serves: bool,
     ) -> None:
-        """`config`: None if the command line is wrong; `usage_error` is then its error.
+        """`config`: None if the command line is wrong; `usage_error` is then the error.
 
         `purpose`: imports and returns the session's class; only rank 0 calls it. `serves`: the test has no
-        deadline, and the first signal drains it.
+        deadline, and the first signal drains the run.
         """
         comm = comms.control
         self.rank, self.size = comm.rank, comm.size
@@ -96,34 +96,34 @@ class Rank:
         self._drain_requested = False
         self._watch = Watch(comm.rank)
         self._control = RankControl(Transport(comm), self._watch, timeouts)
-        self._beats = Transport(comm)  # the watch's: a transport belongs to one thread
+        self._beats = Transport(comm)  # the watch's own, because a transport belongs to one thread
         self._wakeup = WakeupSocket()
         self._loop = EventLoop(self._watch, self._wakeup)
         self._loop.pollers.append(self._control.poll)
         self._loop.quiet_s.append(self._control.quiet_s)
         self._roles: list[Role] = []
-        self._inline_tasks: list[Callable[[], object]] = []  # of the test
-        self._senders: set[int] = set()  # ranks that send this rank messages, once the plan exists
-        self._first_of_node = False  # until the plan exists
+        self._inline_tasks: list[Callable[[], object]] = []  # used in the test only
+        self._senders: set[int] = set()  # ranks that send messages to this rank; empty until the plan exists
+        self._first_of_node = False  # also False until the plan exists
         self.log_dir = ""  # the run directory, after rank 0 has created it
         self._test_started = 0.0
         self._cpu: CpuMeter | None = None  # from the start of the test
-        self._gpu_uuid = ""  # of its GPU, if it has one
+        self._gpu_uuid = ""  # of this rank's GPU; empty without a GPU
         self._gpu_watch: GpuWatch | None = None  # from the start of the test
         self._recorder = Recorder()
         self._sampler = RankSampler(self._recorder)
-        # Reserved to the end, without a listener: the first part of a server listens on this port.
+        # If a server spans nodes, its process on the first node listens here. The rank only reserves it.
         self._meeting = ReservedPort("0.0.0.0") if config is not None and config.server_nodes > 1 else None
         self._rank0: Rank0 | None = None
         self._ending: Ending = RankEnding(self._control, self._beats, self._roles)
         if self.rank == 0:
             from mpillm.report.console import Console
-            from mpillm.runtime.rank0 import Rank0  # imports LoadGen and the data set: for this rank only
+            from mpillm.runtime.rank0 import Rank0  # it imports LoadGen and data sets: rank 0 only
 
             started = time.monotonic() - _process_age_s()
             self._rank0 = Rank0(self._control, self.size, config, started, Console(), purpose(config))
             self._ending = Rank0Ending(self._control, self._beats, self._roles, self._rank0)
-            # First: it must report a lost rank before MPI's error does.
+            # First in the list: it must report a lost rank before another poller raises MPI's error.
             self._loop.pollers.insert(0, self._rank0.control.poll)
         self._watch.connect(self._beat, self._ending.end_stuck, self._ending.abort, self.size)
 
@@ -141,9 +141,9 @@ class Rank:
         return self._ending.finish(code, comms)
 
     def drain(self) -> bool:
-        """Start to drain the run, if it can; return whether. Signal handlers call this.
+        """Start to drain the run, if possible; return whether it has started. Signal handlers call this.
 
-        At the first signal, rank 0 of a run that serves drains it. A second signal ends it immediately.
+        In a run that serves, the first signal lets rank 0 drain the run. A second signal ends it immediately.
         """
         if not self._serves or self._watch.phase != "test" or self._drain_requested:
             return False
@@ -170,12 +170,12 @@ class Rank:
 
     def _phase(self, phase: Phase, report: Callable[[], Any] | None = None) -> Any:
         def work() -> None:
-            # In other phases, rank 0 reports a stuck rank soon after its heartbeat.
+            # In other phases, sleeps are short, so rank 0 soon reports a rank whose heartbeat shows it stuck.
             self._wakeup.may_sleep_long = phase == "test"
-            # In other phases, the main thread waits for their results.
+            # In other phases, the main thread waits for the results of these tasks.
             self._loop.inline_tasks[:] = self._inline_tasks if phase == "test" else ()
             if phase == "test":
-                # Objects from the start-up live to the end. Collections in the test need not visit them.
+                # Objects from the start-up live to the end, so garbage collections need not visit them.
                 gc.freeze()
                 gc.enable()
                 self._test_started = time.perf_counter()
@@ -188,7 +188,7 @@ class Rank:
                 self._wakeup.probe_peers(self._senders)
                 how = "sleeps until a wake-up" if self._wakeup.is_reliable else "polls"
                 _log.info("when idle, this rank %s", how)
-            # A client stops before its server, which may wait for it.
+            # A client stops before its server, because the server may wait for its clients.
             for role in reversed(self._roles) if phase == "stop" else self._roles:
                 getattr(role, phase)()
 
@@ -227,12 +227,12 @@ class Rank:
         )
 
     def _set_up(self, setup: Setup) -> _RankResources:
-        if self._config is None:  # rank 0 has the error, and releases no rank
+        if self._config is None:  # rank 0 reports the error, and does not release any rank
             raise ConfigError(self._usage_error)
         self._control.joined(setup.rank0)
         rank_registry.report_joined()
         if (gpu := setup.gpus.get(self.rank)) is not None:
-            with contextlib.suppress(OSError):  # without samples of the GPU
+            with contextlib.suppress(OSError):  # the run then has no samples of this GPU
                 self._sampler.meter = GpuMeter(gpu.device)
                 self._gpu_uuid = self._gpus[gpu.device].uuid
         self.log_dir, ranks = setup.log_dir, setup.plan.ranks
@@ -241,7 +241,7 @@ class Rank:
         self._first_of_node = all(rank.node != ranks[self.rank].node for rank in ranks[: self.rank])
         if self._first_of_node:
             packages = BackendRegistry.get(self._config.core_type).packages
-            # Read now: packages may be replaced while the test runs.
+            # Versions are read now: packages may be replaced while the test runs.
             from mpillm.report.machine import describe_machine
 
             machine = describe_machine(self._gpus, packages)
@@ -279,14 +279,14 @@ class Rank:
             self._loop,
             serves=serves,
         )
-        # Senders of requests come first: the leader gets their requests in the same turn.
+        # Senders of requests come first, so the leader gets their requests in the same turn of the loop.
         senders, others = (
             [one.poll for one in self._roles if one.sends_requests is it] for it in (True, False)
         )
         self._loop.pollers += [*senders, *([route.dispatch] if route else []), *others]
         self._loop.quiet_s += [*([route.quiet_s] if route else []), *(role.quiet_s for role in self._roles)]
         in_any = serves and issubclass(BackendRegistry.get(self._config.core_type), WorksInAnyThread)
-        # Other cores need the main thread.
+        # Inline tasks exist only with such a core or without any: other cores need the main thread.
         if route and (in_any or (session and ranks[self.rank].instance is None)):
             others = [one.poll for one in self._roles if not (one.sends_requests or one.owns_processes)]
             self._inline_tasks = [*senders, route.dispatch_own, *others, route.dispatch_own]
@@ -321,7 +321,7 @@ class Rank:
     def _beat(self, beat: Beat) -> None:
         """Send a heartbeat: rank 0 to all ranks, the others to rank 0. The watch's thread calls this.
 
-        None is sent to an exited process: MPICH's UCX would crash, while this rank may report the lost rank.
+        An exited process gets none: MPICH's UCX would crash this rank, which may have to report the loss.
         """
         self._sampler.sample()
         beat = beat._replace(
@@ -337,7 +337,7 @@ class Rank:
             dests = [] if self._control.rank0_has_exited() else [0]
         written = BEAT.write(beat)
         for dest in dests:
-            with contextlib.suppress(MPI.Exception):  # it is lost, as its missing heartbeat will show
+            with contextlib.suppress(MPI.Exception):  # `dest` is lost, as its missing heartbeat will show
                 self._beats.send(dest, BEAT.tag, written)
         with contextlib.suppress(MPI.Exception):
             self._beats.reap()

@@ -39,7 +39,7 @@ class Rank0:
         console: Console,
         purpose: type[RunSession],
     ) -> None:
-        """`config`: None if the command line is wrong; `started`: when the process was (time.monotonic)."""
+        """`config`: None if the command line is wrong; `started`: start of this process (time.monotonic)."""
         self._purpose = purpose
         self._config = config
         self._console = console
@@ -48,7 +48,7 @@ class Rank0:
         self.control = Rank0Control(control, size, started, self._phase_done, self._event)
 
     def _phase_done(self, phase: Phase, seconds: float, reports: dict[int, Any]) -> Any:
-        """Return the release value of `phase`, after all ranks have done their part."""
+        """Return the value that rank 0 sends to all ranks to end `phase`, which all have completed."""
         note = ""
         value: Any = None
         if self.session is None:
@@ -78,7 +78,7 @@ class Rank0:
     def _joined(self, reports: dict[int, JoinReport]) -> Setup:
         planned = plan_run(self._config, reports, serves=self._purpose.serves)
         self.control.label(planned.plan)
-        record = partial(self._create_record, planned)  # created at the first call: not if an option is wrong
+        record = partial(self._create_record, planned)  # created at first call: not if an option is wrong
         self.session, lines = self._purpose.open(planned, record, self._console, self.control)
         for line in lines:
             if "\n" in line:  # the table of the plan
@@ -103,7 +103,7 @@ class Rank0:
         )
 
     def _lost(self, instance: InstancePlan, failure: Failure) -> None:
-        """Note the loss of an instance without which the run continues."""
+        """Record the loss of an instance in a run that continues."""
         if self._record is None or self.session is None:
             raise RunError(failure)
         failure = self._with_its_end(failure)
@@ -146,7 +146,7 @@ class Rank0:
         return self._record
 
     def _without_consequences(self, failures: tuple[Failure, ...]) -> tuple[Failure, ...]:
-        """Return the failures without ranks that Open MPI has ended because of another failure."""
+        """Return the failures, except those of ranks that Open MPI ended because of another failure."""
         record = self._record
         if record is None or len(failures) == 1:
             return failures

@@ -15,7 +15,7 @@ from mpillm.comms.mover import MpiMover, Peer
 from mpillm.comms.transport import Transport
 from mpillm.cores.base import LLMCore
 from mpillm.cores.capabilities import OutlivesServer, TransfersKv, WorksInAnyThread
-from mpillm.cores.clients import EARLIER
+from mpillm.cores.clients import DEADLINE_SHARE
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import Failure
 from mpillm.options.disagg_values import router_arguments
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def prefix_routing(config: RunConfig) -> PrefixRouting:
-    """Return the YAML's router arguments; by default, the block size of the first instances."""
+    """Return the arguments of the YAML's router; without a YAML, the tokens per block of the KV cache."""
     from mpillm.roles.prefix_pool import PrefixRouting
 
     tokens_per_block = config.entry_section.tokens_per_block
@@ -60,11 +60,11 @@ def make_roles(
         config: the run's configuration.
         setup: values from rank 0.
         comms: this rank's communicators.
-        route: transport of the route, if this rank uses it.
+        route: transport for requests and responses; None on a rank that uses neither.
         session: rank 0's session.
         report: see `Leader`.
         announce: see `RankControl`.
-        loop: this rank's. Its pollers so far raise errors that end the run.
+        loop: this rank's event loop. Its present pollers raise the errors that end the run.
         serves: requests come from HTTP clients, not from LoadGen.
     """
     plan = setup.plan
@@ -74,12 +74,12 @@ def make_roles(
     roles: list[Role] = [Importer(core_class.world_import)] if core_class.world_import else []
     server = None
     if "server" in own.roles:
-        from mpillm.roles.server import ServerRole  # few runs have one
+        from mpillm.roles.server import ServerRole  # few runs start servers
         from mpillm.runtime.own_servers import server_specs
 
         specs = server_specs(config, plan, setup.server_gpus, setup.server_ports)
         spec = next(one for one in specs if one.rank == rank)
-        folder, deadline_s = Path(setup.log_dir), EARLIER * config.load_deadline
+        folder, deadline_s = Path(setup.log_dir), DEADLINE_SHARE * config.load_deadline
         server = ServerRole(spec, folder, deadline_s, loop.wake, announce, setup.server_secret)
         roles.append(server)
     if own.instance is not None:
@@ -144,7 +144,7 @@ def _instance_role(
         others = generations if instance.role == "ctx" else contexts
         peers = {i.index: Peer(members.index(i.root_rank), i.tp_size, i.pp_size) for i in others}
         mover = MpiMover(comms.handoff, outlives_others=outlives_others)
-        assert isinstance(core, TransfersKv)  # `join` has checked its class
+        assert isinstance(core, TransfersKv)  # `join` has checked the core's class
         core.connect(mover, peers)
     if route is None or rank != instance.root_rank:
         return FollowerRole(core)

@@ -45,25 +45,25 @@ S = TypeVar("S")
 class RunSession(ABC):
     """Rank 0's objects of a run: its statistics, and the files of the run directory."""
 
-    serves: ClassVar[bool] = False  # until a signal ends it
-    sends_text = False  # prompts are texts, which the servers tokenize
+    serves: ClassVar[bool] = False  # True: the run serves until a signal ends it
+    sends_text = False  # True: prompts are texts, which the servers tokenize
 
     @classmethod
     @abstractmethod
     def open(
         cls, planned: RunPlan, record: Callable[[], RunRecord], console: Console, control: Rank0Control
     ) -> tuple[RunSession, list[str]]:
-        """Create the session, and lines for the console. The first `record()` creates the run directory."""
+        """Create the session and lines for the console. The first `record()` creates the run directory."""
 
     @classmethod
     def directory_name(cls, config: RunConfig) -> str:
-        """Return the part of the directory's name after the time."""
+        """Return the part of the run directory's name that follows the time."""
         return run_name(config)
 
     @classmethod
     @abstractmethod
     def about(cls, config: RunConfig) -> dict[str, object]:
-        """Return the initial values of the result."""
+        """Return the initial values for result.json."""
 
     def __init__(
         self,
@@ -103,13 +103,13 @@ class RunSession(ABC):
     def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> list[Role]:
         """Return the role that sends requests, and other roles. `leader`: the leader's rank.
 
-        `loop`: to wake the rank from other threads.
+        `loop`: other threads wake the rank through it.
         """
 
     def make_disagg_role(
         self, core: LLMCore, route: Transport, leader: int, instance: int
     ) -> InstanceRole | None:
-        """Return the role of the instance's first rank, if this run is a context or a generation server."""
+        """Return the role of the instance's root rank, if this run is a context or a generation server."""
         return None
 
     @abstractmethod
@@ -123,22 +123,22 @@ class RunSession(ABC):
                 self._timeline.add(instance.index, *measured)
 
     def lose(self, instance: int) -> float:
-        """Note the loss of an instance in a run that continues; return the seconds since the test's start."""
+        """Record a lost instance in a run that continues; return the seconds since the test's start."""
         self._timeline.lose(instance)
         return time.perf_counter() - self.started if self.started else 0.0
 
     def drain(self) -> bool:
-        """Start to drain the test, if possible; return whether. Signal handlers call this."""
+        """Start to drain the test, if possible; return whether it has started. Signal handlers call this."""
         return False
 
     def ready(self) -> str:
-        """Note that all ranks are ready; return a note for the console."""
+        """Record that all ranks are ready; return a note for the console."""
         startup = time.time() - self._last_start
         self._record.result["startup_s"] = round(startup, 4)
         return f"{startup:.2f} s after the last rank was started"
 
     def tested(self) -> None:  # noqa: B027 - a run that serves has no verdict
-        """Note the test's outcome. The ranks report afterwards."""
+        """Record the test's outcome. The ranks report afterwards."""
 
     @abstractmethod
     def drained(self, reports: dict[int, DrainReport]) -> str:
@@ -157,7 +157,7 @@ class RunSession(ABC):
         return doubts(result, others_serve=others_serve, **rules)
 
     def keep_reports(self, reports: Mapping[int, DrainReport]) -> None:
-        """Store the ranks' telemetry; write the machines, and the software including servers and load client.
+        """Store the ranks' telemetry; write files on the machines and on the software that took part.
 
         Raises OSError.
         """
@@ -183,24 +183,24 @@ class RunSession(ABC):
 
     def leave_result(self) -> tuple[str, str]:
         """Write the result and the HTML report; return the summary's row for the report."""
-        # Not earlier: an instance may be lost after the test.
+        # Costs are added last: an instance may be lost after the test.
         add_costs(self._record.result, self.totals, self._timeline)
         self._record.write_result()
         return self.page()
 
     def page(self) -> tuple[str, str]:
-        """Write the HTML report; return its row of the summary. Never raises."""
+        """Write the HTML report; return the summary's row for it. Never raises."""
         write_telemetry = partial(self._telemetry.write, totals=self.totals)
         return leave_page(self._record.path, write_telemetry, self._config.price_per_gpu_hour)
 
     def figures(self, reports: dict[int, DrainReport]) -> dict[str, Any]:
-        """Return the figures for the result. `reports`: of the ranks, if they have ended."""
+        """Return the figures for the result. `reports`: the ranks' reports, if the ranks have ended."""
         return test_result(self.totals, reports, self._timeline, len(self._plan.ranks))
 
     def failed(self, reports: dict[int, DrainReport]) -> str:
-        """Complete the result of a failed run; return a further line for the console, or "".
+        """Complete the result of a failed run; return an additional line for the console, or "".
 
-        `reports`: of ranks that a signal has ended.
+        `reports`: reports of ranks that a signal has ended.
         """
         self._record.result |= {"samples": self.totals.samples, "errors": self.totals.errors}
         add_costs(self._record.result, self.totals, self._timeline)
@@ -216,7 +216,7 @@ def opened(make: Callable[[], S], planned: RunPlan, record: Callable[[], RunReco
 
 
 def announced(planned: RunPlan, directory: Path, lines: Sequence[str], model: str = "") -> list[str]:
-    """Return the console's text before the load phase: versions, plan, run directory, further lines."""
+    """Return the console's text before the load phase: versions, plan, run directory, then `lines`."""
     plan, config = planned.plan, planned.config
     lines = [f"run directory {display_path(directory)}", *planned.notes, *lines]
     nodes = len({rank.node for rank in plan.ranks})

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_SAVE_S = 10.0  # between writes of the statistics
+_SAVE_S = 10.0  # time between two writes of the statistics
 _TIMELINE_S = 0.5
 
 
@@ -74,7 +74,7 @@ class ServeSession(RunSession):
     ) -> None:
         """Open the port.
 
-        Raises ConfigError if that is impossible, or an option is wrong; OSError like `write_plan`.
+        Raises ConfigError if the port cannot be opened or an option is wrong, and OSError like `write_plan`.
         """
         try:
             from mpillm.endpoint.admission import guard_of
@@ -89,7 +89,7 @@ class ServeSession(RunSession):
         self._disagg: DisaggServer | None = None
         bound = bind(config.host, config.port)
         self.url = url(bound)
-        timeline = None if self.serves else record().path / TIMELINE  # a server's would grow without limit
+        timeline = None if self.serves else record().path / TIMELINE  # a server's would grow without end
         super().__init__(planned, record(), console, control, timeline)
         self._record.result["url"] = self.url
         mailbox = Mailbox()
@@ -158,7 +158,7 @@ class ServeSession(RunSession):
         self._saved_samples = totals.samples
         so_far = self.figures({})
         so_far |= {"per_instance": self._timeline.per_instance(), "aborted": self._metrics.aborted}
-        so_far["compiled"] = None  # the ranks report it at their end
+        so_far["compiled"] = None  # the ranks report it when they end
         try:
             self._telemetry.write(self._record.path / TELEMETRY, totals, ends=False)
         except OSError as error:  # a full disk does not end the server
@@ -169,7 +169,7 @@ class ServeSession(RunSession):
         return self._frontend is not None and self._frontend.end_early()
 
     def _kv_cache_usage(self) -> float | None:
-        """Return the usage of the fullest instance. Called in the HTTP thread."""
+        """Return the KV cache usage of the fullest instance. Called in the HTTP thread."""
         measured = [self._control.ranks[instance.root_rank].measured for instance in self._plan.instances]
         usages = [
             one[1].kv_cache_usage for one in measured if one is not None and one[1].kv_cache_usage is not None
@@ -242,11 +242,11 @@ def _served(planned: RunPlan, takes_text: bool) -> ServedModel:
 
 
 def _block_tokens(planned: RunPlan) -> int | None:
-    """Return the tokens of a KV cache block, for the counts of cached tokens."""
+    """Return the tokens per KV cache block, to count cached tokens; 0: no reuse, None: unknown."""
     config, cores = planned.config, planned.cores
     core_class = BackendRegistry.get(config.core_type)
     if core_class.is_client:
-        return None  # the servers' own
+        return None  # each server has its own block size
     if not any(core.engine.scheduler.enable_kv_cache_reuse for core in cores):
         return 0
     is_aggregated = all(core.role == "executor" for core in cores) and not config.disagg_role

@@ -65,8 +65,8 @@ class Session(RunSession):
         self._prepared = prepared
         self.sends_text = prepared.dataset.sends_text
         self._totals = Totals()
-        # LoadGen's audit.config, or ""
         scaled = config.workload.n_samples if config.workload and config.workload.scaled else None
+        # Path of LoadGen's audit.config, or "".
         self._audit = prepare_audit(config.compliance_test, config.audit_conf, record.path, scaled)
         super().__init__(prepared.planned, record, console, control, record.path / TIMELINE)
         (record.path / "user.conf").write_text(prepared.settings.user_conf, encoding="utf-8")
@@ -96,7 +96,7 @@ class Session(RunSession):
     def poll(self) -> bool:
         """In the test, record the instances' metrics, and draw the progress.
 
-        This also happens without open requests: with few short requests, none is open most of the time.
+        This also happens while no request is open: a test of few short requests mostly has none open.
         """
         now, totals = time.monotonic(), self._totals
         if not totals.started or now - self._progress_at <= _PROGRESS_S:
@@ -127,10 +127,10 @@ class Session(RunSession):
                 )
         return False
 
-    # --- after a phase of all ranks: its note for the console ---
+    # --- after a phase of all ranks: a note for the console ---
 
     def tested(self) -> None:
-        """Read LoadGen's verdict now, so that it is reported even if a rank is lost before the reports."""
+        """Read LoadGen's verdict now: it is reported even if a rank is lost before the ranks report."""
         directory = self._record.path
         judged = verdict(directory, self._config.test_mode)
         if judged is None:
@@ -161,7 +161,7 @@ class Session(RunSession):
         return f"{self._totals.samples} of {self._totals.issued} samples answered"
 
     def _of_server(self) -> dict[str, Any]:
-        """Return the result.json figures on whether the system kept up, and met the limits."""
+        """Return the result.json figures that show whether the system kept up and met the latency limits."""
         if not self._totals.samples:
             return {}
         settings, limits = self._record.result["loadgen"], self._config.goodput

@@ -1,4 +1,4 @@
-"""Runs and servers of mpillm as child processes of a program, with the command lines of a user."""
+"""Runs and servers of mpillm as child processes of a program, started as a user starts them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from mpillm.loadgen.logs import latencies_ms
 from mpillm.report.numbers import duration
 from mpillm.report.run_directory import HAS_FIGURES, keep_results
 
-_DEADLINE_S = 600.0  # of a run, and of a server until it is ready
+_DEADLINE_S = 600.0  # for a complete run, and for a server to become ready
 _LOOK_S = 0.1
-_LINES = 8  # from the end of a run's output, with its last phase or progress
+_LINES = 8  # so many last lines of a run's output contain its phase or progress
 _SHOW_S = 1.0
 _WAITS = re.compile(r"\w+ after \d+ s ")
 _BAR = re.compile(r"\[#*\.*\] ")
 _URL = re.compile(r"serving (?:(?!serving ).)* at (http://\S+)")
-CONSOLE = "console.txt"  # in the run directory: the run's output
+CONSOLE = "console.txt"  # file in the run directory with the run's output
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class EndedRun:
 
     folder: Path
     code: int
-    result: dict[str, Any]  # its result.json; {} if missing
-    stopped: str = ""  # text of the caller's `watch` that ended it
-    tail: str = ""  # the end of its output
-    message: str = ""  # the cause in its output
+    result: dict[str, Any]  # contents of result.json; {} if missing
+    stopped: str = ""  # text with which the caller's `watch` ended the run
+    tail: str = ""  # the end of the run's output
+    message: str = ""  # the cause of a failure, read from the output
 
     @property
     def cause(self) -> str:
-        """Cause of missing figures; "" after a successful test."""
+        """Why the run has no figures; "" after a successful test."""
         if self.result.get("status") in HAS_FIGURES:
             return ""
         causes = dict.fromkeys(str(one.get("cause")) for one in self.result.get("failures", ()))
@@ -56,7 +56,7 @@ class EndedRun:
 
     @property
     def failure(self) -> str:
-        """The cause with the run directory, and the end of the output; "" after a successful test."""
+        """The cause, the run directory and the end of the output; "" after a successful test."""
         if not self.cause:
             return ""
         tail = "" if self.cause == self.message else self.tail
@@ -73,14 +73,14 @@ def run_in(
 ) -> EndedRun:
     """Run ``mpirun … run``; its output goes to a file in the run directory.
 
-    Raises ConfigError after the deadline, and if `folder` contains the results of a test.
+    Raises ConfigError after the deadline, and if `folder` already contains the results of a test.
 
     Args:
         folder: the run directory.
         mpirun: options of mpirun (``-n 4 --hostfile hosts``).
         options: options of ``run``.
-        watch: called often; a text ends the run.
-        deadline_s: of the whole run, in addition to the run's deadlines for each phase.
+        watch: called often; if it returns a text, the run ends.
+        deadline_s: deadline of the whole run, in addition to the run's deadlines for each phase.
         adopts: see `Children`.
     """
     if "--force" not in options:
@@ -116,7 +116,7 @@ def run_in(
 def _progress_of(folder: Path, log: Path) -> Iterator[Callable[[], None]]:
     """Yield a function that displays the progress of a run from its log.
 
-    Without a terminal, it only prints what the run waits for before its test.
+    Without a terminal, the function only prints what the run waits for before its test.
     """
     lines, began, due, printed = LiveLines(sys.stdout, sys.stderr), time.monotonic(), 0.0, ""
     draws = sys.stdout.isatty()
@@ -141,9 +141,9 @@ def _progress_of(folder: Path, log: Path) -> Iterator[Callable[[], None]]:
 
 
 def _last_line(log: Path) -> str:
-    """Return the last line of a run's output that is not a continuation line, without its bar."""
+    """Return the last line of a run's output that is not a continuation line, without its progress bar."""
     lines = [line.removeprefix("  | ") for line in tail(log, _LINES).splitlines()]
-    # The mpirun command has several lines, which all but the last end with a backslash.
+    # The mpirun command has several lines. All but the last line end with a backslash.
     firsts = (line for line in reversed(lines) if not line.startswith("    ") and not line.endswith("\\"))
     return " ".join(_BAR.sub("", next(firsts, "starts")).split())
 
@@ -151,7 +151,7 @@ def _last_line(log: Path) -> str:
 def run_once(ranks: int, *options: str) -> dict[str, Any]:
     """Run a test on `ranks` ranks; return its result.json with `latencies_ms` and `rank_cores`.
 
-    Raises ConfigError if it fails.
+    Raises ConfigError if the run fails.
     """
     with tempfile.TemporaryDirectory(prefix="mpillm-bench-") as directory:
         folder = Path(directory)
@@ -173,8 +173,8 @@ def served_in(
 ) -> Iterator[str]:
     """Run ``mpirun … serve`` in a context; yield its URL when it is ready.
 
-    The server ends with the context. Arguments as for `run_in`; `deadline_s`: until it is ready. Raises
-    ConfigError if it fails.
+    The server ends with the context. Arguments as for `run_in`, but `deadline_s` is the time until the server
+    must be ready. Raises ConfigError if it is not.
     """
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / CONSOLE
@@ -194,7 +194,7 @@ def served_in(
 
 
 def rank_cores(telemetry: Mapping[str, Any]) -> list[float]:
-    """Return each rank's CPU cores in the test, from telemetry.json; 0 if the test was too short."""
+    """Return the CPU cores that each rank used in the test; 0 if too short. `telemetry`: telemetry.json."""
     cores = []
     for rank in telemetry["ranks"].values():
         begin, end = next(ends for name, *ends in rank["phases"] if name == "test")

@@ -1,4 +1,4 @@
-"""Ranks of one mpirun as the servers of a disaggregation YAML: each instance is a separate run."""
+"""Ranks of one mpirun as the servers of a disaggregation YAML: each instance is a separate run and server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WorkerRun(NamedTuple):
     """Configuration and communicators of a rank of a worker's mpirun."""
 
     config: RunConfig
-    comms: RunComms  # of its instance's ranks
+    comms: RunComms  # communicators of the ranks of its instance
 
 
 def worker_run(config: RunConfig, control: MPI.Intracomm) -> WorkerRun:
@@ -63,7 +63,7 @@ def worker_run(config: RunConfig, control: MPI.Intracomm) -> WorkerRun:
     where = f"{path}: {own.section}.urls"
     instance_config = copy.copy(config)
     instance_config.disagg_role, instance_config.instance_run = own.kind, part
-    instance_config.launch_secret = control.bcast(secrets.token_hex(), 0)  # rank 0's
+    instance_config.launch_secret = control.bcast(secrets.token_hex(), 0)  # rank 0's secret
     instance_config.option_values = config.option_values | {
         name: OptionValue(value, Source.YAML, where) for name, value in values.items()
     }
@@ -71,9 +71,9 @@ def worker_run(config: RunConfig, control: MPI.Intracomm) -> WorkerRun:
 
 
 def _keep_own_gpus(config: RunConfig, control: MPI.Intracomm, ranks: Sequence[int]) -> None:
-    """Make only the GPUs of this rank's instance visible, before CUDA starts: the run divides visible GPUs.
+    """Make only the GPUs of this rank's instance visible, because its run divides all visible GPUs.
 
-    Collective over `control`. Raises EveryRankError if a node has too few.
+    Call before CUDA starts. Collective over `control`. Raises EveryRankError if a node has too few GPUs.
     """
     core = BackendRegistry.get(config.core_type)
     if not core.uses_gpus:

@@ -1,6 +1,6 @@
-"""Settings of a disaggregation YAML without effect. `plan`, `run` and `serve` name or refuse them.
+"""Settings of a disaggregation YAML that have no effect. `plan`, `run` and `serve` name or refuse them.
 
-A setting has its effect, or a line names it. If its absence would change the measurement, it is refused.
+A line of output names such a setting. If ignoring it would change the measurement, the command refuses it.
 `unused_options` checks settings that correspond to an option.
 """
 
@@ -28,7 +28,7 @@ from mpillm.workloads.rounds import speculation_rule
 
 
 def check_yaml(config: RunConfig) -> list[str]:
-    """Return a line for each part of a run's YAML with settings that have no effect here.
+    """Return a line for each section of a run's YAML with settings that have no effect in this run.
 
     Raises ConfigError if a setting must not be ignored.
     """
@@ -56,7 +56,7 @@ def check_yaml(config: RunConfig) -> list[str]:
         _check_speculation(config)
         for each in config.sections.values() or [config]:
             if each.speculative_config:
-                from mpillm.engine.shape.speculative_config import SpeculativeConfig  # few runs have any
+                from mpillm.engine.shape.speculative_config import SpeculativeConfig  # few runs use it
 
                 SpeculativeConfig.read(each.speculative_config)
     if core.needs_model and _finds_nothing(config):
@@ -76,7 +76,7 @@ def check_leaders_yaml(config: RunConfig) -> list[str]:
 
 
 def _check_lists(config: RunConfig, of_servers: bool) -> None:
-    """Raise ConfigError for a list of sections for servers, or a list with different routers."""
+    """Raise ConfigError if a section for servers is a list, or a list's entries have different routers."""
     assert config.yaml is not None
     routers: dict[str, tuple[str, object]] = {}
     for section, server in config.yaml.sections:
@@ -147,7 +147,7 @@ def _check_section(
 
 
 def _check_speculation(config: RunConfig) -> None:
-    """Raise ConfigError if tokens are guessed for a workload whose rules forbid it."""
+    """Raise ConfigError for speculative decoding in a workload whose rules forbid it."""
     each = config.sections.values() or [config]
     if config.workload is not None and any(section.speculative_config for section in each):
         why = f"--speculative_config: {speculation_rule(config.workload)}; leave out --benchmarks, or this"
@@ -155,6 +155,6 @@ def _check_speculation(config: RunConfig) -> None:
 
 
 def _finds_nothing(config: RunConfig) -> bool:
-    """Return whether requests are to go where caches can be reused, but start at instances without reuse."""
+    """Return whether routing is by cached prompts although the first instances do not reuse caches."""
     of = config.entry_section
     return of.traffic_distribution_policy == "kv_cache_aware" and not of.enable_kv_cache_reuse

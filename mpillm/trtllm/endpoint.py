@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError, about
 from mpillm.cores.base import CoreConfig, NumericLimits
-from mpillm.cores.clients import EARLIER
+from mpillm.cores.clients import DEADLINE_SHARE
 from mpillm.cores.openai_client.endpoint_core import EndpointCore
 from mpillm.nvidia.configs import TrtllmDisaggEndpointConfig, TrtllmEndpointConfig
 from mpillm.options.mitten import configured
@@ -44,7 +44,7 @@ class TrtllmDisaggCore(EndpointCore):
         super().__init__(config, comms)
         path = config.settings.disagg_config_path
         if path is not None and config.client.server is None:
-            self.starts = RecordedStarts(Path(path), EARLIER * self._harness.load_deadline)
+            self.starts = RecordedStarts(Path(path), DEADLINE_SHARE * self._harness.load_deadline)
 
     @classmethod
     @about("core_type", "disagg_config")

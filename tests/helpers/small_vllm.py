@@ -73,7 +73,7 @@ class _Context:
         self._host = os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"]
         self._port = int(os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"])
         listener = socket.create_server((self._host, self._port), backlog=512)
-        threading.Thread(target=self._hand_over, args=(listener,), daemon=True).start()
+        threading.Thread(target=self._hands_off, args=(listener,), daemon=True).start()
 
     def answer(self, request: Request, asked: dict[str, Any]) -> Reply:
         params = asked.get("kv_transfer_params") or {}
@@ -95,7 +95,7 @@ class _Context:
             made["kv_transfer_params"] = {"do_remote_prefill": True, "do_remote_decode": False, **kept, **at}
         return plain(made)
 
-    def _hand_over(self, listener: socket.socket) -> None:
+    def _hands_off(self, listener: socket.socket) -> None:
         while True:
             connection, _ = listener.accept()
             with connection, connection.makefile("rw") as file:

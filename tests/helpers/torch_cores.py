@@ -133,7 +133,7 @@ def make_pair(
     )
 
 
-def hand_over(
+def hands_off(
     context: TorchCore, generation: TorchCore, batch: Batch, streamed: dict[int, list[int]] | None = None
 ) -> Tokens:
     """Run contexts on one core, generation on the other, as the roles do: offers in order.

@@ -18,7 +18,7 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class EventStream:
-    """Bytes in, the data of whole events out. Lines end with LF, CR LF or CR."""
+    """Parser of server-sent events: returns the data of whole events. Lines end with LF, CR LF or CR."""
 
     def __init__(self) -> None:
         self._line_start: list[bytes] = []  # pieces of an incomplete line
@@ -36,7 +36,7 @@ class EventStream:
             plain = data[len(_PLAIN) : -2].split(_BETWEEN)
             self._waited = 0
             if data.count(b"\n") == 2 * len(plain) and b"\r" not in data:
-                return plain  # complete events of one line each, the usual case: a fifth of the time
+                return plain  # usual: complete events of one line each, in a fifth of the time
         if self._after_cr or b"\r" in data:
             ends, data = data.endswith(b"\r"), data[self._after_cr and data.startswith(b"\n") :]
             self._after_cr, data = ends, data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
@@ -72,7 +72,7 @@ class EventStream:
 
 
 _DONE = b"[DONE]"
-_MAX_PIECES = 64  # of text, for each requested token
+_MAX_PIECES = 64  # pieces of text, for each requested token
 REQUEST_STATUSES = (400, 404, 413, 422, 429)  # caused by one request, unlike 401
 _MAX_MODELS, _MAX_NAME = 4, 4096  # names of models that one answer may have, and their characters
 _MAX_CHARS = 300  # characters of an error
@@ -96,10 +96,10 @@ class CompletionResponse:
         self.tokens: list[int] = []
         self.texts: list[str] = []
         self.finish_reason: str | None = None
-        self.prompt_tokens: int | None = None  # as the server counts, if it does
+        self.prompt_tokens: int | None = None  # by the server's count; None: it gives none
         self.completion_tokens: int | None = None
         self.models: set[str] = set()  # named in the response
-        self.times: list[float] = []  # of each piece of the stream with tokens
+        self.times: list[float] = []  # of each stream piece with tokens or text
         self._max_tokens = max_tokens
         self._events = EventStream() if stream else None
         self._body = bytearray()
@@ -210,7 +210,7 @@ class CompletionResponse:
 
 
 def text_of(pieces: Sequence[str]) -> str:
-    """Return an encodable text: joins surrogates of two pieces; a single surrogate becomes U+FFFD."""
+    """Return an encodable text: join surrogate pairs that pieces split; replace others by U+FFFD."""
     return "".join(pieces).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -221,7 +221,7 @@ def _count(value: Any) -> int | None:
 
 
 def _together(events: list[bytes]) -> list[Any] | None:
-    """Parse several events together, in half the time; None if one is invalid.
+    """Parse several events together, in half the time of single ones; None if one is invalid.
 
     A DONE at the end is left out.
     """

@@ -1,8 +1,8 @@
 """Send many requests to one or several servers: choose a server, retry, and watch for silence.
 
-A request is sent again only while no part of its answer has arrived: after a connection that failed or ended
-without a status line, and after HTTP 429 or 503, by which the server reports that it did not begin. Parts of
-a broken answer are never mixed with another answer.
+A request is sent again only while no part of its answer has arrived. This is the case after a connection that
+failed or ended without a status line. It is also the case after HTTP 429 or 503, by which the server reports
+that it did not begin. Parts of a broken answer are never mixed with another answer.
 
 In disaggregated serving, a request goes first to a context server, and with its response to a generation
 server (`DisaggProtocol`). Both steps are one call: they are retried, watched and cancelled in the same way.
@@ -31,7 +31,7 @@ from mpillm.cores.openai_client.disagg_protocol import DisaggProtocol
 from mpillm.cores.openai_client.endpoint import EndpointError, RemoteServer, ServerUnreachable
 from mpillm.cores.openai_client.http_connection import HttpConnection, NothingSentBack
 
-_BUSY = (429, 503)  # the server has not begun, but may do so later
+_BUSY = (429, 503)  # the server has not begun the request, but may accept it later
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 _N_PROMPT_TOKENS = 12  # of a prompt, in messages
@@ -123,7 +123,7 @@ class Call:
 
     @property
     def stale(self) -> bool:
-        """Whether the attempt used a connection that may have ended before."""
+        """Whether the attempt used a connection that the server may have closed before the attempt."""
         return self._reused
 
     # --- Receiver ---
@@ -189,7 +189,7 @@ class Client:
             silence_s: Longest silence of a server with outstanding requests.
             retry_s: Longest time from a request's first failure to its last attempt.
             contexts: Context servers for `endpoints`.
-            protocol: Between context and generation servers.
+            protocol: Protocol between context and generation servers.
         """
         self.endpoints = endpoints
         self.contexts = deque(contexts)
@@ -198,11 +198,11 @@ class Client:
         self.stream = stream
         self.calls: dict[int, Call] = {}  # open, by id
         self.retries = 0
-        self.handed_over = 0  # contexts
+        self.handed_over = 0  # requests that went on from a context server
         # Whether the server may be restarted: failed requests are then sent again, from the beginning.
         self.outlives_server = False
-        self._parked = False  # until it is available again
-        self.generated_tokens = 0  # so far; of streamed text, the pieces
+        self._parked = False  # whether calls wait for a restarted server
+        self.generated_tokens = 0  # so far; for streamed text, the number of pieces
         self._text_of = text_of
         self._silence_s = silence_s
         self._retry_s = retry_s
@@ -329,9 +329,9 @@ class Client:
         call.endpoint.release(call, call.connection, is_complete)
 
     def _start(self, call: Call) -> None:
-        """Send `call` to the server with the fewest outstanding requests, if possible not where it failed."""
+        """Send `call` to the server with the fewest outstanding requests, but rather not where it failed."""
         failed = call.endpoint
-        self.contexts.rotate(-1)  # of equally loaded servers, another one each time
+        self.contexts.rotate(-1)  # so equally loaded servers take turns
         servers = self.contexts if call.at_context else self.endpoints
         endpoint = min(servers, key=lambda one: (one is failed, len(one.calls)))
         call.endpoint = endpoint
@@ -413,7 +413,7 @@ class Client:
         self._watching = asyncio.get_running_loop().call_later(pause, self._watch)
 
     def _hangs(self, call: Call, now: float) -> bool:
-        """Return whether an answer stopped in the middle, or has not begun although later answers have."""
+        """Return whether an answer stopped midway, or has not begun although later requests were answered."""
         if call.endpoint is None or call not in call.endpoint.calls or not call.sent_at:
             return False
         if now - call.last_received <= self._silence_s:
@@ -430,7 +430,7 @@ class Client:
 
 
 def seconds_of(retry_after: str | None) -> float | None:
-    """Return the seconds in Retry-After (RFC 9110, 10.2.3); None without them."""
+    """Return the seconds in Retry-After (RFC 9110, 10.2.3); None if it has none."""
     if retry_after is None:
         return None
     try:

@@ -21,7 +21,7 @@ class ClientCore(LLMCore):
     def __init__(
         self, config: CoreConfig, comms: InstanceComms | None, urls: Sequence[str], at_once: int | None
     ) -> None:
-        """`urls`: of servers outside the run. `at_once`: requests of one server; None or 0: the default."""
+        """`urls`: of servers outside the run. `at_once`: requests at one server; None or 0: the default."""
         super().__init__(config, comms)
         client, at_once = config.client, at_once or MAX_PER_SERVER
         self.streams = config.settings.streaming or config.serves
@@ -43,7 +43,7 @@ class ClientCore(LLMCore):
         return Credits(self._at_once * len(self._urls), 1 << 40)
 
     def _metrics(self, own: Metrics) -> Metrics:
-        """Return the servers' own metrics if this is their only client, otherwise the client's."""
+        """Return the server's metrics if this is its only client; otherwise `own` with its KV cache usage."""
         if self._reader is None:
             return own
         client = self.config.client

@@ -28,8 +28,10 @@ class ClientThread:
         failed: Callable[[], None] = lambda: None,
         uncaught: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None = None,
     ) -> None:
-        """`failed` is called on the thread when there is an `error`; `uncaught` handles exceptions of
-        connections' callbacks, which then do not count as errors."""
+        """`failed` is called on the thread when there is an `error`.
+
+        `uncaught` handles exceptions of connections' callbacks, which then do not count as errors.
+        """
         self._failed = failed
         self._users = 1
         self.error: BaseException | None = None
@@ -54,7 +56,7 @@ class ClientThread:
     ) -> T:
         """Return the result of `work`, or raise its exception. Raises TimeoutError after `timeout_s`.
 
-        `poll` is called periodically until then; an exception of it also ends the work.
+        `poll` is called periodically meanwhile. An exception of `poll` also ends the work.
         """
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         end = time.monotonic() + timeout_s
@@ -82,13 +84,13 @@ class ClientThread:
             self._uncaught(self.loop, {"exception": error})
 
     def shared(self) -> ClientThread:
-        """Return this thread for a further user: it ends when all users have stopped it."""
+        """Return this thread for one more user. The thread ends when all users have stopped it."""
         self._users += 1
         return self
 
     @property
     def runs(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the thread has not ended."""
         return self._thread.is_alive()
 
     def cpu_s(self) -> float:

@@ -1,6 +1,4 @@
-"""Tokens of answers as they arrive: the delivered and the new ones. If the server sends text, it is tokenized
-here.
-"""
+"""Tokens of answers as they arrive: delivered and new ones. A server's text is tokenized here."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from mpillm.cores.openai_client.answer import AnswerError, text_of
 from mpillm.cores.openai_client.client import Call
 from mpillm.data.tokenizer import Tokenizer
 
-UNKNOWN = 0  # in place of a token id that only the server knows
+UNKNOWN = 0  # in place of a token id that the server does not send
 _HIGH_SURROGATES = tuple(map(chr, range(0xD800, 0xDC00)))  # the first surrogates of characters in two pieces
 
 
@@ -22,20 +20,22 @@ class DeliveredTokens:
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         self.tokens = [*tokens]
         self.n_texts = 0  # pieces of text that became these tokens
-        self.again = False  # another server starts the answer again: the other tokens follow at its end
+        self.again = False  # a restarted server begins the answer again: other tokens follow at its end
 
 
 class AnswerTokens:
     """Tokens of the answers of a client's servers."""
 
     def __init__(self, tokenizer: Tokenizer | None, counted: bool = False) -> None:
-        """`tokenizer`: None if no server sends text; `counted`: the servers count the tokens of a text, whose
-        ids are unknown."""
+        """`tokenizer`: None if no server sends text.
+
+        `counted`: servers send text, and count its tokens; the token ids are unknown.
+        """
         self._tokenizer, self._counted = tokenizer, counted
         self._by_pieces = tokenizer is not None and keeps_pieces(tokenizer)
 
     def of(self, call: Call) -> list[int]:
-        """Return the tokens so far."""
+        """Return the tokens of the answer so far."""
         assert call.endpoint is not None
         if call.endpoint.dialect.token_ids:
             return call.answer.tokens
@@ -45,7 +45,7 @@ class AnswerTokens:
         return self._tokenizer.encode_plain(call.answer.text)
 
     def _n_counted(self, call: Call) -> int:
-        """Return the number of tokens: until the end of the answer, 1 if there is a text."""
+        """Return the number of tokens; before the end of the answer, 1 if there is any text."""
         answer = call.answer
         if answer.finish_reason is None:
             return min(1, answer.size)
@@ -65,7 +65,7 @@ class AnswerTokens:
         return self._encoded(text_of(pieces))
 
     def final(self, call: Call, delivered: DeliveredTokens | None) -> list[int]:
-        """Return the complete answer; a restarted server's may not begin with `delivered`."""
+        """Return the complete answer. That of a restarted server may not begin with `delivered`."""
         if delivered is not None and delivered.n_texts and not delivered.again:
             return delivered.tokens + self._encoded(text_of(call.answer.texts[delivered.n_texts :]))
         return self.of(call)

@@ -23,9 +23,9 @@ class Dialect:
     token_prompts: bool = True  # prompts are token ids; otherwise text
     token_ids: bool = True  # answers have token ids; otherwise text, which is tokenized here
     extra: Mapping[str, Any] = field(default_factory=dict)
-    options: bool = True  # it has min_tokens, top_k and stop_token_ids
-    sends_text: bool = False  # the tokens of a prompt are the bytes of its text, which the server counts
-    usage_option: bool = True  # a stream has its usage if `stream_options` requests it
+    options: bool = True  # requests may have min_tokens, top_k and stop_token_ids
+    sends_text: bool = False  # a prompt's tokens here are the bytes of its text; the server counts tokens
+    usage_option: bool = True  # a stream has usage (token counts) if `stream_options` requests it
 
 
 # In the order of the probes: the first that a server understands is used.
@@ -41,7 +41,7 @@ def _text(name: str, **more: Any) -> Dialect:
     return Dialect(name, token_prompts=False, sends_text=True, **more)
 
 
-# The same without a tokenizer here: the answer has token ids, or the server counts its tokens.
+# For runs without a tokenizer: the answer has token ids, or the server counts the answer's tokens.
 TEXT_DIALECTS = (
     _text("text prompts, return_token_ids", extra={"return_token_ids": True}),
     _text("text prompts, detokenize: false", extra={"detokenize": False}),
@@ -53,7 +53,7 @@ TEXT_DIALECTS = (
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to generate one answer; defaults are not sent."""
+    """Options of one answer. Defaults are not sent, except the temperature."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -88,7 +88,7 @@ def body(
     if sampling.stop:
         request["stop"] = list(sampling.stop)
     options = {
-        "min_tokens": sampling.min_tokens if sampling.min_tokens > 1 else None,  # there is always one
+        "min_tokens": sampling.min_tokens if sampling.min_tokens > 1 else None,  # at least 1 in any case
         "top_k": sampling.top_k or None,
         "stop_token_ids": list(sampling.stop_token_ids) or None,
         "ignore_eos": sampling.ignore_eos or None,

@@ -2,7 +2,7 @@
 
 With vLLM's `kv_transfer_params` (`nixl/pull_scheduler.py`, and the proxy of its NIXL test), the generation
 server reads the KV cache, and computes the first token again. With TensorRT-LLM's `disaggregated_params`
-(`openai_disagg_service.py`), it continues after the first token.
+(`openai_disagg_service.py`), the generation server continues after the first token.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 CONTEXT_ONLY, GENERATION_ONLY = "context_only", "generation_only"
 _INCOMPLETE = ("length", "not_finished")  # TensorRT-LLM's finish reasons of an answer that continues
-_IDS = 1 << 42  # of requests, for each client; TensorRT-LLM's own ids are smaller
+_IDS = 1 << 42  # request ids of each client; TensorRT-LLM's own ids are smaller
 
 
 class DisaggProtocol(ABC):
-    """The additional parts of the two requests, and of the answer between them."""
+    """The additional fields of the requests to both servers, and of the context server's answer."""
 
     name: str  # the key in requests and answers
     # A generation server that gets no KV cache computes the prompt again, and does not report it.
@@ -30,9 +30,9 @@ class DisaggProtocol(ABC):
 
     @abstractmethod
     def handoff_params(self, answer: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the part of a context server's answer for the other server; None: the answer is complete.
+        """Return the fields of a context server's answer for the generation server; None: it is complete.
 
-        Raises ValueError for an answer that has none, or several.
+        Raises ValueError for an invalid answer.
         """
 
     def for_generation(self, request: Mapping[str, Any], handed: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class DisaggregatedParams(DisaggProtocol):
     may_recompute = False
 
     def __init__(self, first_id: int) -> None:
-        """`first_id`: of the requests; other clients of the servers have other ids."""
+        """`first_id`: of this client's requests. Other clients of the servers use other ids."""
         self._ids = itertools.count(first_id)
 
     def for_context(self, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,18 +48,18 @@ class OutstandingRequest(Receiver, Protocol):
     """A request that was sent, without a complete response."""
 
     def sent(self, connection: HttpConnection, reused: bool, at: float) -> None:
-        """Record that it is sent at `at` (time.perf_counter()); `reused`: the connection is not new."""
+        """Record the time of sending, `at` (time.perf_counter()); `reused`: the connection is not new."""
 
 
 class RemoteServer:
     """A server. Everything but the address belongs to the event loop's thread."""
 
     def __init__(self, url: str, strict_model: bool = False) -> None:
-        """`url`: host:port, or http(s)://host[:port][/path]. Raises ValueError for another.
+        """`url`: host:port, or http(s)://host[:port][/path]. Raises ValueError for any other form.
 
         `strict_model`: see `ServerTally`.
         """
-        # Messages append a path that begins with /v1.
+        # Error messages append a path that begins with /v1.
         self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         try:
             parts = urlsplit(self.url)
@@ -86,7 +86,7 @@ class RemoteServer:
         self.tally = ServerTally(strict_model)
         self.calls: set[OutstandingRequest] = set()  # outstanding
         self.last_received = 0.0  # time of the last data, or of the first request after a pause
-        self.answered = 0.0  # time when the latest answered request was sent
+        self.answered = 0.0  # time when the newest answered request was sent
         self.connections = 0  # opened so far
         self._idle: list[HttpConnection] = []
         self._used: set[HttpConnection] = set()
@@ -98,7 +98,7 @@ class RemoteServer:
     # --- calls ---
 
     def start(self, call: OutstandingRequest, body: bytes) -> None:
-        """Send the request of `call`, over a connection that is free or a new one."""
+        """Send the request of `call`, over a free connection or a new one."""
         if not self.calls:
             self.last_received = time.perf_counter()
         self.calls.add(call)

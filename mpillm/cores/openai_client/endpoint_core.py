@@ -14,7 +14,7 @@ from disagg.errors import ConfigError, about
 from mpillm.comms.messages import WAITING, Batch, Refusal, RequestFlag, ResponseFlag
 from mpillm.cores.base import CoreConfig, Metrics, NumericLimits, short_requests
 from mpillm.cores.clients import (
-    EARLIER,
+    DEADLINE_SHARE,
     allow_files,
     longest_first_token_s,
     longest_wait_s,
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Answers that arrive within this time are sent together. A message for each would cost the
+# Answers that arrive within this time are sent together. A message for each answer would cost the
 # other ranks and the client's thread a quarter more CPU time per request.
 _GATHER_S = 1e-3
-_MAX_LOGGED = 100  # failed single requests: clients may send any number
+_MAX_LOGGED = 100  # failed single requests in the log: HTTP clients may send any number
 _BROKEN = Refusal(502, "the server behind this one did not answer; its rank's log has the cause")
 _LONGER = "--health_deadline"
 _AGAIN_S = 0.5  # between attempts to warm up a restarted server
@@ -78,7 +78,7 @@ class EndpointCore(ClientCore):
         self._frameworks: list[str | None] = []  # of the servers
         self._handed_on = 0.0  # time.perf_counter()
         self._delivered: dict[int, DeliveredTokens] = {}  # by id, of open calls
-        self._may_fail_alone = False  # a request; warm-up requests may not
+        self._may_fail_alone = False  # whether a request may; warm-up requests may not
         self._n_failed = 0  # single requests
         self._began(0.0)
 
@@ -121,7 +121,7 @@ class EndpointCore(ClientCore):
         def report_wait(waiting: str) -> None:
             self.awaits = f"{waiting}\n{until_when(self.starts.wait_s(deadline))}"
 
-        for endpoint in self._endpoints:  # one deadline for all, as the rank's phase has one
+        for endpoint in self._endpoints:  # one deadline for all servers, because the phase has one
             ready = until_ready(endpoint, deadline, report_wait, began, "--load_deadline", self.starts)
             self._run(ready, self._harness.load_deadline + 60)
         self.awaits = ""
@@ -147,7 +147,7 @@ class EndpointCore(ClientCore):
             self,
             self._text,
             self._harness.streaming,
-            EARLIER * self._harness.stall_timeout,
+            DEADLINE_SHARE * self._harness.stall_timeout,
             self._options.retry_s,
             self._contexts,
             protocol_of(self.config.client.protocol, self.config.instance) if self._contexts else None,
@@ -162,7 +162,7 @@ class EndpointCore(ClientCore):
         self._thread.post(self._park)
 
     def _park(self) -> None:
-        for task in self._warming:  # lost again
+        for task in self._warming:  # the server is lost again
             task.cancel()
         self._client.park()
 
@@ -180,14 +180,14 @@ class EndpointCore(ClientCore):
 
     async def _warm_up(self, endpoint: RemoteServer) -> None:
         """Probe a restarted server, have it answer a request, and resume the calls there."""
-        limit = EARLIER * self._harness.health_deadline
+        limit = DEADLINE_SHARE * self._harness.health_deadline
         end = time.monotonic() + limit
         while True:
             try:
                 endpoint.model = await self._find_model(endpoint, limit)
                 await self._choose_dialect(endpoint, limit)
                 break
-            except EndpointError as error:  # it may be lost again: then `server_lost` follows
+            except EndpointError as error:  # if the server is lost again, `server_lost` follows
                 if time.monotonic() > end:
                     self._failed = error
                     self.wake()
@@ -202,7 +202,7 @@ class EndpointCore(ClientCore):
     def run_health_check(self) -> None:
         """Find the model and generate a token on each server."""
         endpoints = [*self._contexts, *self._endpoints]
-        limit = EARLIER * self._harness.health_deadline / (2 * len(endpoints))
+        limit = DEADLINE_SHARE * self._harness.health_deadline / (2 * len(endpoints))
         limit = longest_first_token_s(self.config, limit)
         for endpoint in endpoints:
             self.awaits = f"{WAITING}{endpoint.url}: a first token (POST {COMPLETIONS})"
@@ -228,7 +228,7 @@ class EndpointCore(ClientCore):
         )
 
     def _index_of(self, error: EndpointError) -> int | None:
-        """Return the index of the run's context server that a message names; None: another server."""
+        """Return the index of the run's context server that an error names; None: it names another server."""
         contexts = zip(self._contexts, self.config.client.context_servers, strict=True)
         return next((index for one, index in contexts if str(error).startswith(f"{one.url}/")), None)
 
@@ -247,7 +247,7 @@ class EndpointCore(ClientCore):
             return self._thread.run(work, limit_s, self.check_run)
         except EndpointError as error:
             raise RunError(Failure(self._cause(error), self.config.rank)) from None
-        except TimeoutError as error:  # long after its own deadline: the thread hangs
+        except TimeoutError as error:  # long after the work's own deadline: the thread hangs
             urls = ", ".join(self._urls)
             raise RunError(Failure(f"the HTTP client of {urls}: {error}", self.config.rank)) from None
 
@@ -274,14 +274,14 @@ class EndpointCore(ClientCore):
     def statistics(self) -> dict[str, Any]:
         """Return retries, re-tokenized answers, latencies at the socket, and the client's use of a CPU core.
 
-        - `handed_over`: requests whose context another server has computed.
-        - `other_prompt_length`, `other_answer_length`: answers with other token counts of the server.
+        - `handed_over`: requests whose context a context server has computed.
+        - `other_prompt_length`, `other_answer_length`: answers for which the server counts other numbers of
+          tokens than this client.
         - `short_answers`: answers with fewer tokens than required.
         - `servers`: see `server_records`.
         - `server_…`, from the first client of each server: the server's counts in the test, for all its
-        clients;
-          see `ServerCounts`. `server_context_…`: of context servers, from the first client of all. During the
-          test, these are the last readings.
+          clients; see `ServerCounts`. `server_context_…`: counts of all context servers, from the run's first
+          client. During the test, these are the last readings.
         """
         assert self._thread is not None
         elapsed = time.perf_counter() - self._started[0]
@@ -386,7 +386,7 @@ class EndpointCore(ClientCore):
         """Report the first token, unless it is also the last."""
         if not self.config.client.sends_text:
             self._prompt_tokens += len(call.prompt)
-        if (delivered := self._delivered.get(call.id)) is not None:  # by a server that was lost later
+        if (delivered := self._delivered.get(call.id)) is not None:  # before the server was lost
             delivered.again = True
         elif call.on_more is not None:
             self._report_tokens(call)
@@ -448,7 +448,7 @@ class EndpointCore(ClientCore):
         self.wake()
 
     def _is_alone(self, error: EndpointError) -> bool:
-        """Return whether the error is about one request only: if an owned server exits, all break."""
+        """Return whether the error is about one request only. If an owned server exits, all requests fail."""
         return self.config.client.server is None or error.refusal is not None
 
     def on_cancelled(self, call: Call) -> None:
@@ -461,7 +461,7 @@ class EndpointCore(ClientCore):
             self._hand_on()
 
     def _hand_on(self) -> None:
-        """Wake the rank for the answers; a serving client gathers them first."""
+        """Wake the rank for the answers. In a run that serves, gather answers first."""
         if not self.config.serves or self.has_work():
             self.wake()
         elif self._answers:

@@ -19,10 +19,10 @@ class HarnessValues(Protocol):
     def endpoint_urls(self) -> tuple[str, ...]: ...
 
     @property
-    def max_concurrency(self) -> int | None: ...  # simultaneous requests of one server; None: no limit
+    def max_concurrency(self) -> int | None: ...  # simultaneous requests per server; None: `MAX_PER_SERVER`
 
     @property
-    def load_deadline(self) -> float: ...  # seconds, as below
+    def load_deadline(self) -> float: ...  # seconds, like the next two
 
     @property
     def health_deadline(self) -> float: ...
@@ -38,7 +38,7 @@ class HarnessValues(Protocol):
 class EndpointOptions:
     """--core_options of these cores: ``key:value,key:value``."""
 
-    model: str | None = None  # its name at the servers; None: by --model_path, or the only model
+    model: str | None = None  # its name at the servers; None: found by --model_path, or the only model
     retry_s: float = 10.0  # longest time from a request's first failure to its last attempt
 
     @staticmethod

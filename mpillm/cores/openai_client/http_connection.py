@@ -48,7 +48,7 @@ class Receiver(Protocol):
 
 
 class HttpConnection(asyncio.Protocol):
-    """Sends one request at a time. `reusable`: the server leaves the connection open for another one."""
+    """Sends one request at a time. `reusable`: the server keeps the connection open for the next request."""
 
     def __init__(self) -> None:
         self.reusable = True
@@ -58,14 +58,14 @@ class HttpConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._in_body = False
         self._interim = 0
-        # bytes of the body to come; None: in chunks, or until the connection ends
+        # bytes of the body still to come; None: the body has chunks, or ends with the connection
         self._left: int | None = None
         self._chunked = False
 
     def send(self, request: bytes, receiver: Receiver) -> None:
         """Send a complete request, head and body; `receiver` gets the response."""
         assert self._receiver is None and self._transport is not None
-        if self.closed:  # after it was opened: the listener closed it, or sent data first
+        if self.closed:  # since it was opened: the server closed it, or sent data first
             receiver.on_broken(NothingSentBack("it closed the connection before a request"))
             return
         self._receiver = receiver
@@ -143,7 +143,7 @@ class HttpConnection(asyncio.Protocol):
                 raise HttpError(f"it sent something that is not HTTP: {first[:60]!r}")
             status = int(code)
             if status >= 200:
-                break  # informational responses, such as 100 (Continue), may precede it
+                break  # final; informational responses, such as 100 (Continue), may precede it
             self._interim += 1
             if self._interim > _MAX_INTERIM:
                 raise HttpError(f"it sent {self._interim} times HTTP {status} and no answer")

@@ -23,7 +23,7 @@ _PAUSE_S = 0.2
 _FIRST_LOG_S, _LOG_S = 2.0, 10.0
 _FETCH_S = 10.0  # longest wait for one answer of a server that may not be up
 _REFUSES_S = 3.0  # patience with a server that refuses: a proxy may detect the server late
-_LOADS_S = 27.0  # minimum patience with a server whose answers are its own errors
+_LOADS_S = 27.0  # minimum patience with a server that answers with its own errors (HTTP 5xx)
 _BUSY_S = {429: _REFUSES_S, 503: _LOADS_S}  # patience with a server that does not begin a request yet
 _KEY = (401, 403)
 _NO_SUCH_PATH = (404, 405)
@@ -41,7 +41,7 @@ class ServerStarts(Protocol):
         """Return which servers failed to start, and why; "" if none is known."""
 
     def wait_s(self, default_s: float) -> float:
-        """Return how long a client waits for them."""
+        """Return how long a client waits for these servers."""
 
 
 class _UnknownStarts:
@@ -65,9 +65,9 @@ async def until_ready(
 ) -> None:
     """Wait until the server is healthy (`/health`, else `/v1/models`); report obstacles with `report_wait`.
 
-    A server that refuses is up: the wait ends after seconds. A server with its own errors may be loading: it
-    has half of the time, or 27 s. `longer`: the option that extends the deadline. `starts`: after a failure
-    reported there, the wait ends.
+    A server that refuses requests (HTTP 4xx) is up: the wait ends within 3 s. A server that answers HTTP 5xx
+    may be loading: it has half of the deadline, but at least 27 s. `longer`: the option that extends the
+    deadline. `starts`: if it reports a failure, the wait ends.
 
     Raises EndpointError `deadline_s` after `began` (time.monotonic); None: after the call.
     """
@@ -83,7 +83,7 @@ async def until_ready(
         if left <= 0:
             why = last or "no request was sent"
             raise EndpointError(f"{endpoint.url} was not ready within {deadline_s:g} s{option}: {why}")
-        patience_s = math.inf  # without an answer: the deadline
+        patience_s = math.inf  # without an answer, only the deadline ends the wait
         try:
             answer = await _health(endpoint, min(left, _FETCH_S))
             if answer is None:
@@ -93,7 +93,7 @@ async def until_ready(
         except UntrustedError as error:
             raise EndpointError(f"{endpoint.url}: {error}") from None
         except (NothingSentBack, NoAnswer) as error:
-            # An attempt that the deadline cuts short is less useful than the answer before it.
+            # The error of an attempt that the deadline cuts short is less useful than the result before it.
             if not last or time.monotonic() < start + deadline_s - _PAUSE_S:
                 last = str(error)
         except HttpError as error:
@@ -157,9 +157,9 @@ async def find_model(
     *,
     strict: bool = False,
 ) -> str:
-    """Return the model's name at this server: `model`, or the match of `model_path` there, or the only model.
+    """Return the model's name at this server: `model`, or the match of `model_path`, or the only model.
 
-    `strict`: the run has started the server with `model_path`, so that another model is an error.
+    `strict`: the run has started the server with `model_path`, so another model is an error.
     """
     where = f"{endpoint.url}/v1/models"
     try:
@@ -239,10 +239,11 @@ async def choose_dialect(
     texts: bool = False,
     stream: bool = False,
 ) -> None:
-    """Request one token in each dialect; set the endpoint's to the first that works. Raises EndpointError.
+    """Request a token in each dialect; set `endpoint.dialect` to the first that works. Raises EndpointError.
 
-    `has_tokenizer`: there is a tokenizer here, to convert between text and tokens; `longer`: the option that
-    extends the deadline. `texts`: prompts are texts, and the server counts tokens; `stream`: also in streams.
+    `has_tokenizer`: there is a tokenizer here, to convert between text and tokens. `longer`: the option that
+    extends the deadline. `texts`: prompts are texts, and the server must count tokens. `stream`: the server
+    must also count the tokens of streams.
     """
     start, where = time.monotonic(), f"{endpoint.url}{COMPLETIONS}"
     end = start + timeout_s
@@ -299,7 +300,7 @@ async def choose_dialect(
 
 
 async def _counts(endpoint: RemoteServer, dialect: Dialect, end: float) -> bool:
-    """Return whether a stream of this server has usage."""
+    """Return whether a stream of this server has usage (token counts)."""
     request = body(dialect, endpoint.model, _PROBE, Sampling(max_tokens=1), stream=True)
     left = max(0.0, end - time.monotonic())
     try:

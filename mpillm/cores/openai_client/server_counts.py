@@ -24,7 +24,7 @@ class ServerCounts(NamedTuple):
     running: float | None = None  # requests
     waiting: float | None = None  # requests
     kv_cache_usage: float | None = None  # 0 to 1; of the engine with the fullest cache
-    prompt_tokens: float | None = None  # since its start, like all further counts
+    prompt_tokens: float | None = None  # since the server's start, like all counts below
     generated_tokens: float | None = None
     cached_tokens: float | None = None  # of prompts, from its own prefix cache
     accepted_guesses: float | None = None  # tokens
@@ -34,11 +34,11 @@ class ServerCounts(NamedTuple):
     received_tokens: float | None = None  # of prompts, in KV caches from other servers
     computed_tokens: float | None = None  # of prompts, computed by this server
     expired_leases: float | None = None  # KV caches that it dropped before another server had read them
-    late_reads: float | None = None  # of KV caches that it had dropped before
+    late_reads: float | None = None  # reads of KV caches after it had dropped them
 
 
-# Servers' names of these, in Prometheus' text format. Tokens that a KV connector brings to a generation
-# server (vllm:external_prefix_cache_hits_total) are not among them.
+# Servers' names of these counts, in Prometheus' text format. `cached_tokens` excludes tokens that a KV
+# connector brings to a generation server (vllm:external_prefix_cache_hits_total).
 _NAMES = {
     "running": ("vllm:num_requests_running", "sglang:num_running_reqs", "mpillm:num_requests_running"),
     "waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "mpillm:num_requests_waiting"),
@@ -64,14 +64,14 @@ _NAMES = {
     ),
     "expired_leases": ("vllm:nixl_num_kv_expired_reqs_total",),
     "late_reads": ("vllm:nixl_num_notifications_after_expiry_total",),
-    # Every connector of vLLM has these. The name includes the relevant label.
+    # Every KV connector of vLLM has these two. The name includes the relevant label.
     "received_tokens": ('vllm:prompt_tokens_by_source_total{source="external_kv_transfer"}',),
     "computed_tokens": ('vllm:prompt_tokens_by_source_total{source="local_compute"}',),
 }
 _BY_SOURCE, _SOURCE = "vllm:prompt_tokens_by_source_total", re.compile(r'\bsource="\w*"')
 _MEANINGS = {name: meaning for meaning, names in _NAMES.items() for name in names}
 _COUNTS = ServerCounts._fields[3:]
-# SGLang's counts: each is missing from its page, and is 0, until it grows.
+# SGLang's counts. The server's page omits each of them while it is 0.
 _SGLANG = "sglang:"
 _SGLANG_COUNTS = {
     **{name: of for name, of in _MEANINGS.items() if name.startswith(_SGLANG) and name.endswith("_total")},
@@ -107,10 +107,10 @@ def reading_of(text: str) -> ServerCounts:
 
 
 def _sglang_counts(counts: dict[str, float]) -> dict[str, float]:
-    """Return the counts with the missing zeros, and accepted draft tokens derived from other counts."""
+    """Return the counts with the missing zeros. Accepted draft tokens are derived from other counts."""
     all_counts = dict.fromkeys(_SGLANG_COUNTS.values(), 0.0) | counts
     verified, requests = all_counts.pop("verified"), all_counts.pop("requests")
-    # A prompt yields a token, and each verification one besides the accepted draft tokens.
+    # Each prompt yields one token. Each verification yields the accepted draft tokens and one more.
     accepted = all_counts["generated_tokens"] - requests - verified if verified else 0.0
     return all_counts | {"accepted_guesses": max(0.0, accepted)}
 
@@ -184,8 +184,10 @@ async def read_one(endpoint: RemoteServer) -> ServerCounts:
 
 
 def grown(before: Sequence[ServerCounts], after: Sequence[ServerCounts]) -> dict[str, float]:
-    """Return the growth of each count, over the servers that reported it both times; without counts that none
-    reported."""
+    """Return the growth of each count, summed over the servers that reported the count both times.
+
+    Counts without such a server are left out.
+    """
     growth = {}
     for name in _COUNTS:
         pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(before, after, strict=True)]

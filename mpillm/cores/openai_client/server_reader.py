@@ -11,7 +11,7 @@ from mpillm.cores.base import Metrics
 from mpillm.cores.openai_client.endpoint import RemoteServer
 from mpillm.cores.openai_client.server_counts import MAX_READ_S, ServerCounts, grown, read_one
 
-_READ_S, _READ_RARELY_S = 1.0, 30.0  # between readings of servers with counts, and of others
+_READ_S, _READ_RARELY_S = 1.0, 30.0  # between readings, if any server has counts, or if none has
 _FRESH_S = 5.0  # the time for which a reading is valid
 
 _MAX_REREADS, _REREAD_S = 4, 0.25  # of counts that a server updates shortly after its answers
@@ -26,7 +26,7 @@ def _lags(server: RemoteServer, before: ServerCounts, after: ServerCounts) -> bo
 
 
 class ServerReader:
-    """Belongs to the client's loop, except `start`, `counted`, `is_over` and `metrics`."""
+    """Used on the client's event loop, except `start`, `counted`, `is_over` and `metrics`."""
 
     def __init__(
         self, servers: Sequence[RemoteServer], contexts: Sequence[RemoteServer] = (), read: Read = read_one
@@ -41,7 +41,7 @@ class ServerReader:
         self.by_server: dict[str, dict[str, float]] = {}
         """Growth of each server's counts at the last `counted`, by URL; without servers that report none."""
         self.is_over = False
-        """Whether the test is over: then it is worth waiting for the final counts."""
+        """Whether the test is over. `counted` then waits for the final counts."""
 
     @property
     def reads(self) -> list[str]:
@@ -49,7 +49,7 @@ class ServerReader:
         return [one.url for one in self._servers]
 
     def start(self, run: Callable[[Coroutine[Any, Any, None], float], object]) -> None:
-        """Start the readings, before the test; `run` waits for the first, as in `counted`."""
+        """Start the readings, before the test. `run`, as in `counted`, waits for the first reading."""
         run(self._start(), MAX_READ_S + 60)
 
     async def _start(self) -> None:
@@ -71,11 +71,11 @@ class ServerReader:
     def counted(
         self, run: Callable[[Coroutine[Any, Any, list[ServerCounts]], float], Any]
     ) -> dict[str, float]:
-        """Return the growth of their counts in the test, as `server_…`, and as `server_context_…` for context
-        servers. `server_silent`: the number of servers without counts, then or now.
+        """Return the growth of the servers' counts in the test: `server_…`, `server_context_…`.
 
-        After the test, `run` waits at most so many seconds for the final counts. During the test, the last
-        reading is used.
+        The latter are of context servers. `server_silent`: number of servers without counts at the start of
+        the test or now. During the test, the last reading counts. After the test, `run(work, seconds)` waits
+        at most so many seconds for the final counts.
         """
         after = run(self._last(), MAX_READ_S + 60) if self.is_over else self._latest[1]
         if not (self._before and after):
@@ -106,7 +106,7 @@ class ServerReader:
     def metrics(self, own: Metrics, *, is_only_client: bool) -> Metrics:
         """Return the servers' metrics, in place of the client's `own`.
 
-        `is_only_client`: otherwise only the KV cache usage is the servers'.
+        `is_only_client`: if False, only the KV cache usage is the servers'.
         """
         at, readings = self._latest[0], self._latest[1][: self._n]
         usage = max((one.kv_cache_usage for one in readings if one.kv_cache_usage is not None), default=None)
@@ -114,7 +114,7 @@ class ServerReader:
             return own._replace(kv_cache_usage=usage)
         counted = grown(self._before[:1], readings)
         (now,) = readings
-        # Some servers count an answer's tokens at its end.
+        # Some servers count an answer's tokens only at its end.
         return Metrics(
             int(max(counted.get("prompt_tokens", 0.0), own.prompt_tokens)),
             int(max(counted.get("generated_tokens", 0.0), own.generated_tokens)),

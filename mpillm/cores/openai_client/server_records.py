@@ -25,8 +25,8 @@ def server_records(
 ) -> list[dict[str, Any]]:
     """Return a record for each server: its URL, role and model, this client's counts, and the server's own.
 
-    `counted`: growth of the server's counts during the test (see `ServerCounts`), from the one client that
-    reads them; {} if the server gives none. `reader`: None for other clients. `may_recompute`: see
+    `counted`: growth of the server's counts during the test (see `ServerCounts`), as only one client of the
+    server reads it; {} if the server gives none. `reader`: None for the other clients. `may_recompute`: see
     `DisaggProtocol`.
     """
     role = "generation" if contexts else ""

@@ -32,7 +32,7 @@ class ServerTally:
     """Counts of one server's answers to one client."""
 
     def __init__(self, strict_model: bool = False) -> None:
-        """`strict_model`: an answer of another model than the requested one is an error."""
+        """`strict_model`: an answer of another model than the requested model is an error."""
         self._strict_model = strict_model
         self.clear()
 
@@ -40,8 +40,8 @@ class ServerTally:
         """Start at 0, before a test."""
         self.answers = 0
         self.prompt_tokens = self.generated_tokens = 0  # of these answers, by the server's definition
-        self.uncounted = 0  # answers with only text
-        self.lost_prompt_tokens = self.lost_tokens = 0  # upper limits, of requests without an answer
+        self.uncounted = 0  # answers with text only, without the server's token counts
+        self.lost_prompt_tokens = self.lost_tokens = 0  # upper limits for requests without an answer
         self.handed_over = 0  # answers to requests with a KV cache of a context server
         self.other_model, self.other_models = "", 0  # an unrequested name in answers; number of such answers
         self.cut_answers = 0
@@ -50,9 +50,9 @@ class ServerTally:
     def add(self, request: Request, dialect: Dialect, model: str, n_tokens: int | None) -> None:
         """Count an answer.
 
-        `model`: the requested one; `n_tokens`: of the complete answer here, None for the answer of a
-        context server whose KV cache goes to another server. Raises AnswerError if the answer is of another
-        model and that is an error.
+        `model`: the requested model. `n_tokens`: tokens of the complete answer; None for a context server's
+        answer whose KV cache goes to another server. Raises AnswerError if another model has answered, and
+        `strict_model` is set.
         """
         answer, sampling, counts = request.answer, request.sampling, self.counts
         self._check_model(answer.models, model)
@@ -90,7 +90,7 @@ class ServerTally:
         self.lost_tokens += request.sampling.max_tokens
 
     def values(self) -> dict[str, Any]:
-        """Return the counts for `result.json`; null: not known."""
+        """Return the counts for `result.json`; None: not known."""
         known = not self.uncounted
         return {
             "answers": self.answers,

@@ -28,15 +28,15 @@ from mpillm.files import cache_folder, replace_folder
 
 Arrays = Mapping[str, NDArray[Any]]
 
-_FORMAT = 1  # of the arrays: a higher number converts every file again
+_FORMAT = 1  # of the arrays; a higher number makes mpillm convert every file again
 _WORTHWHILE = 1 << 20  # bytes; smaller files read as fast as arrays
-_CONTENTS = "contents.json"  # names of all arrays: a program that cleans the disk may delete some files
-_SAMPLE, _SAMPLES = 4096, 64  # bytes of a sample of the content, and how many samples the key has
+_CONTENTS = "contents.json"  # names of all arrays, because a program that cleans the disk may delete some
+_SAMPLE, _SAMPLES = 4096, 64  # the key covers 64 samples of the content, with 4096 bytes each
 _STALE_S = 3600.0  # no conversion takes longer
 
 
 def converted(file: Path, purpose: str, convert: Callable[[], Arrays]) -> tuple[Arrays, str]:
-    """Return the arrays that `convert` makes of `file`, mapped if an earlier run stored them, and a note.
+    """Return the arrays that `convert` makes of `file`, and a note. Arrays of an earlier run are mapped.
 
     The note is a line for the user, or empty. `purpose` identifies the inputs of `convert` other than the
     file. A failure to store the conversion is not an error.
@@ -67,7 +67,7 @@ def converted(file: Path, purpose: str, convert: Callable[[], Arrays]) -> tuple[
 
 
 def _key(file: Path, purpose: str) -> str:
-    """Return a hash of the size, times and samples of the content. Copy programs set mtime, but not ctime."""
+    """Return a hash of size, times and samples of the content. Copy programs can set mtime, but not ctime."""
     stat = file.stat()
     digest = hashlib.sha256(f"{_FORMAT} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}".encode())
     with file.open("rb", buffering=0) as stream:
@@ -102,7 +102,7 @@ def load_npy(file: Path, is_mapped: bool) -> Any:
 
 
 def _read(folder: Path) -> Arrays | None:
-    """Return a stored conversion; None if there is none or it is damaged."""
+    """Return a stored conversion; None if it is missing or damaged."""
     try:
         arrays: dict[str, NDArray[Any]] = {}
         for name in json.loads((folder / _CONTENTS).read_text(encoding="utf-8")):
@@ -115,7 +115,7 @@ def _read(folder: Path) -> Arrays | None:
 
 
 def _write(folder: Path, arrays: Arrays) -> None:
-    """Store a conversion. Raises OSError if it cannot be written."""
+    """Store a conversion. Raises OSError if that fails."""
     work = folder.with_name(f".{secrets.token_hex(8)}")
     damaged = work.with_suffix(".damaged")
     work.mkdir(parents=True)
@@ -132,7 +132,7 @@ def _write(folder: Path, arrays: Arrays) -> None:
         shutil.rmtree(work, ignore_errors=True)
         shutil.rmtree(damaged, ignore_errors=True)
         with contextlib.suppress(OSError):
-            folder.parent.rmdir()  # if it is empty
+            folder.parent.rmdir()  # fails unless the folder is empty
 
 
 def _remove_old(folder: Path) -> None:

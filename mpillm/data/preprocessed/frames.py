@@ -1,4 +1,4 @@
-"""The columns of published data frames: pandas' pickles (the extra ``datasets``), and JSON."""
+"""The columns of published data frames: pandas' pickles (need the extra ``datasets``), and JSON."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _BETWEEN = re.compile(r"[\s,]*")
 
 
 def json_rows(file: Path, chunk: int = 1 << 20) -> Iterator[dict[str, Any]]:
-    """Yield the objects of the list in `file`; lists of integers become arrays, shape [length], int32.
+    """Yield the objects of the list in `file`. Lists of integers become arrays, shape [length], int32.
 
-    The file is read in pieces of `chunk` characters: it has hundreds of megabytes, with one token in each
-    line. Raises ConfigError if it cannot be read, is truncated, or has other content.
+    The file is read in pieces of `chunk` characters, because it has hundreds of megabytes: each line has one
+    token. Raises ConfigError if the file cannot be read, is truncated, or has other content.
     """
     try:
         with file.open(encoding="utf-8-sig") as stream:
@@ -46,7 +46,7 @@ def json_rows(file: Path, chunk: int = 1 << 20) -> Iterator[dict[str, Any]]:
                 try:
                     row, end = decode(text, place)
                 except ValueError as error:  # the row may continue in the next piece
-                    # Doubling the size bounds how often a long row is parsed.
+                    # Each piece doubles the text, which bounds how often a long row is parsed.
                     if not (more := stream.read(max(chunk, len(text) - place))):
                         raise ConfigError(f"{file}: truncated, or not JSON: {error}") from None
                     text, place = text[place:] + more, 0
@@ -75,7 +75,7 @@ def _packed(entry: dict[str, Any]) -> dict[str, Any]:
 
 JSON_SUFFIX = ".json"
 _OF_CHATS = ("conversations", "prompt")  # fields of files for other load generators
-# Bytes that a gzip file may unpack to: per byte of the file, and in addition; gzip's own limit is 1,032.
+# Bytes that a gzip file may unpack to: per byte of the file, and in addition. gzip allows 1,032 per byte.
 _MAX_GZIP, _SMALL_GZIP = 100, 1 << 20
 
 
@@ -91,21 +91,21 @@ class Frame:
     ) -> None:
         """
         Args:
-            values: Returns a column, shape [rows]. Its cells may be objects, and several may be the same
-            object. max_bytes: Limit on the size of all cells of a column together.
+            values: Returns a column, shape [rows]. Cells may be objects, and several may be the same object.
+            max_bytes: Limit on the size of all cells of a column together.
         """
         self.file, self.columns, self._values = file, tuple(columns), values
         self._max_bytes = max_bytes
 
     def integers(self, column: str) -> NDArray[np.int64]:
-        """Return a column of integers, shape [rows]; ConfigError if it holds anything else."""
+        """Return a column of integers, shape [rows]; ConfigError if the column holds anything else."""
         values = self._column(column)
         if values.dtype.kind not in "iu":
             raise ConfigError(f"{self.file}: column {column} holds {values.dtype}, not integers")
         return values.astype(np.int64)
 
     def texts(self, column: str) -> list[str]:
-        """Return a column of texts, numbers as text; ConfigError names the row that holds anything else."""
+        """Return a column of texts; numbers become text. ConfigError names a row that holds anything else."""
         texts = []
         n_bytes = 0
         for row, value in enumerate(self._column(column).tolist()):
@@ -117,7 +117,7 @@ class Frame:
         return texts
 
     def tokens(self, column: str) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Return the lengths, shape [rows], and the integers, back to back, of a column of lists or arrays.
+        """Return a column of lists or arrays: their lengths, shape [rows], and their integers, back to back.
 
         ConfigError names the row that holds anything else, or an integer that does not fit int32.
         """
@@ -154,10 +154,10 @@ class Frame:
 
 
 def read_frame(file: Path) -> Frame:
-    """Read the data frame in a pickle written by pandas (``.pkl``, ``.pkl.gz``; pickle protocol 2 to 5) or
-    in a JSON file (`json_rows`).
+    """Read a data frame.
 
-    Raises ConfigError if the file cannot be read or is not a data frame, or if pandas is not installed.
+    The file is a pickle written by pandas (``.pkl``, ``.pkl.gz``; pickle protocol 2 to 5) or JSON
+    (`json_rows`). Raises ConfigError if it cannot be read or is not a data frame, or without pandas.
     """
     if file.name.endswith(JSON_SUFFIX):
         return _json_frame(file)
@@ -201,7 +201,7 @@ def _json_frame(file: Path) -> Frame:
 
 
 def _opened(file: Path) -> mmap.mmap | io.BytesIO:
-    """Return the file's bytes: mapped, or in memory if they are compressed."""
+    """Return the file's bytes: mapped, or unpacked in memory if the file is compressed."""
     try:
         if file.name.endswith(".gz"):
             max_bytes = _MAX_GZIP * file.stat().st_size + _SMALL_GZIP
@@ -232,7 +232,7 @@ def fits_int32(values: NDArray[Any]) -> bool:
 
 
 def _take(cell: Any, packed: array[int]) -> None:
-    """Append the integers of one cell. Raises OverflowError, or TypeError with the kind of the content."""
+    """Append the integers of `cell`. Raises OverflowError, or TypeError with the kind of the content."""
     if isinstance(cell, np.ndarray):
         if cell.dtype.kind not in "iu" or cell.ndim != 1:
             raise TypeError(f"it is {_kind_of(cell)}")
@@ -243,7 +243,7 @@ def _take(cell: Any, packed: array[int]) -> None:
     if not isinstance(cell, (list, tuple)):
         raise TypeError(f"it is {_kind_of(cell)}")
     for item in cell:
-        if type(item) is array:  # the unpickler's
+        if type(item) is array:  # the unpickler reads integers as arrays
             packed.extend(item)
         elif isinstance(item, (int, np.integer)) and not isinstance(item, bool):
             packed.append(int(item))

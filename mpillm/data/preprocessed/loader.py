@@ -4,7 +4,7 @@ NVIDIA's preprocessing scripts (``closed/NVIDIA/code/*/tensorrt/preprocess_data.
 mlcommons/inference_results_v5.1) write ``input_ids_padded.npy`` (int32, [samples, width], padded at the end),
 ``input_lens.npy`` (int32, [samples]) and, for Mixtral, ``stop_ids_padded.npy`` (int32, [samples, 4], padded
 with the end token). MLCommons' own files are data frames with a row per sample (``language/*/dataset.py`` in
-mlcommons/inference). They are converted to arrays on first use. Only the harness's rank loads them.
+mlcommons/inference). They are converted to arrays on first use. Only the harness's rank loads a data set.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from mpillm.workloads.workload import Columns, Workload
 TOKENS_FILE, LENGTHS_FILE, STOP_FILE = "input_ids_padded.npy", "input_lens.npy", "stop_ids_padded.npy"
 FRAME_SUFFIXES = (".pkl", ".pkl.gz", JSON_SUFFIX)
 
-_TEXT, _ENDS = "reference", "_ends"  # in the names of arrays
+_TEXT, _ENDS = "reference", "_ends"  # parts of names of arrays
 _CHUNK_ROWS = 1024  # rows of the padded array in one read
 
 
 def loader_of(path: Path, workload: Workload | None) -> PreprocessedLoader:
-    """Return the loader of `path`, as the data set of `workload`; None: as any data set."""
+    """Return the loader of `path`, as the data set of `workload`; None: not a workload's data set."""
     if workload is None:
         return PreprocessedLoader(path)
     return PreprocessedLoader(path, workload.columns, workload.frame_file)
@@ -49,13 +49,13 @@ class PreprocessedLoader(LLMDataLoader):
         frame_file: str | None = None,
         read: Callable[[Path], Frame] = read_frame,
     ) -> None:
-        """`frame_file`: the data frame's name in a folder without arrays; `read`: reads it.
+        """`frame_file`: name of the data frame in a folder without arrays; `read`: reads the data frame.
 
-        Raises ConfigError if the folder has neither, or `path` is a pipe or a device.
+        Raises ConfigError if the folder has neither arrays nor data frame, or `path` is a pipe or a device.
         """
         check_file(path)
         self._columns, self._read_frame = columns or Columns(), read
-        self._arrays: Path | None = None  # the folder
+        self._arrays: Path | None = None  # the folder with the arrays
         self._frame: Path | None = None
         if path.is_dir():
             self._arrays = path if (path / TOKENS_FILE).is_file() else None
@@ -154,7 +154,7 @@ class PreprocessedLoader(LLMDataLoader):
 
 
 def _convert(frame: Frame, columns: Columns) -> Arrays:
-    """Return the columns as arrays, without wrong references: not every run needs them.
+    """Return the columns as arrays. Wrong references are left out, because not every run needs them.
 
     Raises ConfigError if the prompts are wrong.
     """
@@ -184,7 +184,7 @@ def _convert(frame: Frame, columns: Columns) -> Arrays:
 
 
 def _packed(texts: list[str]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Return the texts in UTF-8, back to back, and the end of each."""
+    """Return the texts in UTF-8, back to back, and the end of each text."""
     encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
     ends = np.cumsum([len(text) for text in encoded], dtype=np.int64)
     return np.frombuffer(b"".join(encoded), np.uint8), ends
@@ -212,7 +212,7 @@ def _array(file: Path, n_dimensions: int) -> np.memmap[tuple[int, ...], np.dtype
     except OSError as error:
         raise ConfigError(f"data set {file} cannot be read: {error.strerror or error}") from None
     except (ValueError, EOFError) as error:
-        # NumPy treats a file without its magic number as a pickle; its message is about pickles.
+        # NumPy takes a file without the magic number for a pickle, so its message is about pickles.
         detail = "" if "pickle" in str(error) else f": {error}"
         raise ConfigError(f"{file}: truncated, or not a .npy file of numbers{detail}") from None
     if not isinstance(mapped, np.memmap):

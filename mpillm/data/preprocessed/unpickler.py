@@ -2,13 +2,13 @@
 
 A pickle can call any function, and `pandas.read_pickle` allows it. A list of admitted classes is not enough,
 because numpy and pandas do not check the state that they restore. A block with a wrong position, or an array
-of objects with another dtype, ends pandas 3.1 with a segmentation fault. So a name in the file stays a name
-here. The few calls that a frame needs go to the functions in `_CALLS`, which check their arguments. pandas
-builds the frame from columns through its public API.
+of objects with another dtype, ends pandas 3.1 with a segmentation fault. So this unpickler loads no object by
+its name. The few calls that a frame needs go to the functions in `_CALLS`, which check their arguments.
+pandas builds the frame from columns through its public API.
 
-The base class is Python's `pickle._Unpickler`. The one in C creates an object for each token: 40 bytes for 3
-in the file, so memory could not stay below 4 times the file's size. This one reads all integers of a list in
-one step, as an array, which is also faster.
+The base class is Python's `pickle._Unpickler`. The unpickler in C creates an object for each token: 40 bytes
+for 3 in the file, so memory could not stay below 4 times the file's size. The class here reads all integers
+of a list in one step, as an array, which is also faster.
 
 A pickle can refer to one value repeatedly, so 75 bytes can expand to gigabytes. The size of all arguments and
 results of calls is therefore limited by the size of the data.
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from mpillm.files import excerpt, n_values
 
-# Names in frames of pandas 1.0 to 3, by module; some classes exist in several.
+# Names in frames of pandas 1.0 to 3, by module. Some classes exist in several modules.
 _ADMITTED = {
     "builtins": {"slice", "bytes", "bytearray"},
     "__builtin__": {"slice", "bytes", "bytearray"},  # protocol 2's name of `builtins`
@@ -55,8 +55,8 @@ _ADMITTED = {
     "pandas.core.internals.managers": {"BlockManager"},
     "pyarrow.lib": {"_restore_array", "chunked_array", "type_for_alias", "py_buffer"},
 }
-# Integers below 2**31 as a pickle writes them in a list. Most tokens take two bytes: matching six at a time
-# is 1.8 times as fast.
+# Integers below 2**31 as a pickle writes them in a list. Most tokens take two bytes. Matching six of these
+# together is 1.8 times as fast as one by one.
 _INTEGERS = re.compile(rb"(?:M..M..M..M..M..M..|M..M..M..|M..|K.|J....)+", re.DOTALL)
 _OPCODES = (
     *("PROTO", "STOP", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "POP", "POP_MARK"),
@@ -68,7 +68,7 @@ _OPCODES = (
 _PYTHONS: dict[int, Callable[[Any], None]] = {**pickle._Unpickler.dispatch}
 _DTYPE = re.compile(r"[biu][1248]|f(2|4|8|16)|c(8|16)|[mM]8|[SU][1-9]\d{0,5}|O8?")
 # Bytes of memory that a data frame may take: per byte of its pickle, and in addition. A column of None takes
-# 25 per byte.
+# 25 bytes per byte.
 _MAX_BYTES, _SMALL = 64, 1 << 20
 _NATIVE = {"|", "=", "<" if sys.byteorder == "little" else ">"}
 
@@ -84,8 +84,8 @@ class _Name(str):
 def load(stream: mmap.mmap | BytesIO, data: mmap.mmap | memoryview) -> pd.DataFrame:
     """Read the data frame in a pickle of protocol 2 to 5; `data` is the content of `stream`.
 
-    A list in a cell holds its integers as ``array("i")``. Raises PickleError for any other content. A damaged
-    file may also raise any other plain exception.
+    A list in a cell holds its integers as ``array("i")``. Raises PickleError for any other content. For a
+    damaged file, this may also raise another plain exception.
     """
     if len(data) < 2 or data[0] != 0x80 or not 2 <= data[1] <= 5:
         raise PickleError("not a pickle of protocol 2 to 5")
@@ -99,7 +99,7 @@ def load(stream: mmap.mmap | BytesIO, data: mmap.mmap | memoryview) -> pd.DataFr
 
 
 def max_bytes(n_pickled: int) -> int:
-    """Return the bytes that a data frame, or a column of it, may take if its pickle has `n_pickled`."""
+    """Return the bytes that a data frame, or a column of it, may take if its pickle has `n_pickled` bytes."""
     return _MAX_BYTES * n_pickled + _SMALL
 
 
@@ -130,7 +130,7 @@ class _Unpickler(pickle._Unpickler):
             )
 
     def _spend_on(self, value: Any, depth: int = 3) -> None:
-        """Count the size of a call's arguments; a value in several containers counts each time."""
+        """Count the size of a call's arguments. A value in several containers counts several times."""
         if isinstance(value, (str, bytes)):
             self.spend(len(value))
         elif isinstance(value, np.ndarray):
@@ -171,7 +171,7 @@ class _Unpickler(pickle._Unpickler):
         self._integers()
 
     def _begin_frame(self) -> None:
-        """Skip the length of a pickle's frame. A frame may begin inside a list."""
+        """Skip the length of a frame (pickle protocol 4). A frame may begin inside a list."""
         self.read(8)
         self._integers()
 
@@ -179,12 +179,12 @@ class _Unpickler(pickle._Unpickler):
         """Read the next integers of a list as one array."""
         if self.metastack and self.metastack[-1] and type(self.metastack[-1][-1]) is list:
             match = _INTEGERS.match(self._data, self._stream.tell())
-            if match:  # all its opcodes are integers, so plain unpickling is safe
+            if match:  # all opcodes in `match` are integers, so plain unpickling is safe
                 self.stack.append(array("i", pickle.loads(b"(" + match[0] + b"l.")))
                 self._stream.seek(match.end())
 
     def _bytearray(self) -> None:
-        """Read a bytearray within the data. Python's own method allocates any length in the file."""
+        """Read a bytearray, not beyond the data. Python's method would allocate any length in the file."""
         self.stack.append(self.read(int.from_bytes(self.read(8), "little")))
 
     def _set_item(self) -> None:
@@ -217,7 +217,7 @@ class _PickledFrame:
 
 
 class _Manager:
-    """A BlockManager: blocks of values, [columns, rows], their columns' positions, labels of both axes."""
+    """A BlockManager: blocks of values, [columns, rows], with column positions, and labels of both axes."""
 
     def __init__(self, blocks: Any = (), axes: Any = ()) -> None:
         self.blocks, self.axes = blocks, axes
@@ -273,8 +273,8 @@ def _index(kind: str, values: Any) -> Any:
 def _fill(
     spend: Callable[[int], None], empty: Any, _: int, shape: Any, dtype: Any, is_fortran: Any, raw: Any
 ) -> None:
-    """Fill an array with values. numpy does not check their number against the shape."""
-    if of_kind(dtype, np.dtype).hasobject:  # its integers are arrays, as in any list
+    """Fill an array with values. Check their number against the shape, because numpy does not."""
+    if of_kind(dtype, np.dtype).hasobject:  # its integers have been read as arrays, as in any list
         spend(8 * sum(len(item) if type(item) is array else 1 for item in of_kind(raw, list)))
         raw = [one for item in raw for one in (item if type(item) is array else (item,))]
         size = 1
@@ -293,7 +293,7 @@ def _dtype(name: str, *_: Any) -> np.dtype[Any]:
 
 
 def _bytes(of: Any = b"", _: str = "") -> bytes:
-    """Return the bytes of ``bytes`` or ``bytearray``. Protocol 2 writes them as text in Latin-1."""
+    """Return the bytes of ``bytes`` or ``bytearray``, which protocol 2 writes as text in Latin-1."""
     return of.encode("latin-1") if isinstance(of, str) else bytes(of_kind(of, bytes))
 
 

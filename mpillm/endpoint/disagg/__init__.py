@@ -1,5 +1,5 @@
 """`serve --server_role context` and `generation`: TensorRT-LLM's disaggregated servers.
 
-Each is a run of its own, which answers over HTTP (`routes`) and transfers KV caches over TCP (`kv_socket`).
-`server` has the parts on rank 0, `instances` the roles of the instances.
+Each server is a separate run. It answers over HTTP (`routes`) and transfers KV caches over TCP (`kv_socket`).
+`server` has the objects of rank 0, and `instances` the roles of the instances.
 """

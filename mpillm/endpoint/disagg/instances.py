@@ -1,14 +1,16 @@
 """Instances of context and generation servers, which are separate runs.
 
-A context server answers CONTEXT_ONLY requests with their first token and keeps the KV cache for the server
-that fetches it (`kv_socket`); a generation server's HTTP thread fetches it before it sends a GENERATION_ONLY
-request. So complete caches travel between two runs, from memory to memory. Inside a run, the handoff is
-between two instances (`roles.handoff`): the other instance is this role, with caches in its memory
-(`engine.handoff.host_end`). The engine's blocks are in use only while a cache moves to or from there,
-whatever becomes of the other run. Both servers also answer requests that need no other server.
+A context server answers CONTEXT_ONLY requests with their first token. It keeps the KV cache until a
+generation server fetches it (`kv_socket`). The HTTP thread of the generation server fetches the cache before
+it sends a GENERATION_ONLY request to the ranks. So complete caches travel from one run's host memory to the
+other's.
 
-To the leader's role a context-only request lasts until its cache is fetched or dropped: only then does FINAL
-follow FIRST, so credits limit the memory that waiting caches take.
+Inside each run, the handoff (`roles.handoff`) needs two instances. The second one is this role, with caches
+in its memory (`engine.handoff.host_end`). The engine's blocks are in use only while a cache moves to or from
+this memory, whatever happens to the other run. Both servers also answer requests that need no other server.
+
+For this run's leader role, a context-only request lasts until its cache is fetched or dropped. Only then does
+FINAL follow FIRST, so credits limit the memory that waiting caches take.
 """
 
 from __future__ import annotations
@@ -43,9 +45,9 @@ if TYPE_CHECKING:
     from mpillm.comms.transport import Buffer, Transport
 
 _log = logging.getLogger(__name__)
-_GRACE_S = 5.0  # for a fetch of a cache, when others need its share of the credits
-_PARTNER = 0  # the instance that is this rank's memory
-_RANK = 0  # of both in `_Loopback`
+_GRACE_S = 5.0  # time for the fetch of a cache whose share of the credits other requests need
+_PARTNER = 0  # index of the second instance, which is this rank's memory
+_RANK = 0  # rank of both instances in `_Loopback`
 
 
 class Arrival(NamedTuple):
@@ -56,7 +58,7 @@ class Arrival(NamedTuple):
 
 
 class _LoopbackMessage(NamedTuple):
-    """A message that has arrived, as `Envelope`."""
+    """A message that has arrived, with the fields of `Envelope`."""
 
     source: int
     buffer: Buffer
@@ -73,7 +75,7 @@ class _Loopback:
 
 
 class _Server(InstanceRole):
-    """An instance and its partner."""
+    """An instance, and this rank's memory as its partner in handoffs."""
 
     def __init__(self, core: LLMCore, route: Transport, leader: int, instance: int) -> None:
         super().__init__(core, route, leader, instance)
@@ -92,7 +94,7 @@ class _Server(InstanceRole):
         return self._end
 
     def quiet_s(self) -> float:
-        return 0.0  # threads of the store, and the engine's end of the handoff, change things at any time
+        return 0.0  # the store's threads, and the engine's side of the handoff, can have news at any time
 
     def _finish(self, id_: int, tokens: list[int], flags: ResponseFlag) -> None:
         """Send the last row of a request."""
@@ -101,23 +103,23 @@ class _Server(InstanceRole):
 
 
 class ContextServer(_Server):
-    """Computes prompts and first tokens; receives the KV caches in its memory (`ReceivesKv`)."""
+    """Computes prompts and first tokens. Its memory receives the KV caches (`ReceivesKv`)."""
 
     def __init__(self, core: LLMCore, route: Transport, leader: int, instance: int, store: KvStore) -> None:
         super().__init__(core, route, leader, instance)
         self._store = store
         self._sender = HandoffSender(self._loopback, self._kv, {_PARTNER: _RANK})
         self._receiver = HandoffReceiver(self._loopback, self, {_RANK: _PARTNER})
-        self._requests: dict[int, Batch] = {}  # context-only, without memory for their contexts yet
-        self._first_tokens: dict[int, int] = {}  # of those with memory; NO_TOKEN: not computed yet
-        # Tokens and flags of last rows, which wait until neither side of the handoff has the request.
+        self._requests: dict[int, Batch] = {}  # context-only requests that have no KV cache blocks yet
+        self._first_tokens: dict[int, int] = {}  # of requests that have blocks; NO_TOKEN: not computed yet
+        # Tokens and flags of last rows. A row waits until neither side of the handoff has its request.
         self._last_rows: dict[int, tuple[list[int], ResponseFlag]] = {}
-        self._arrived: dict[int, Cache] = {}  # without a first token yet
+        self._arrived: dict[int, Cache] = {}  # caches whose requests have no first token yet
         self._not_fetched = 0
         # Caches in the store, the oldest first: their start (time.monotonic()) and tokens.
         self._stored: dict[int, tuple[float, int]] = {}
         self._n_stored_tokens = 0
-        self._limits = Credits(0, 0)  # for these
+        self._limits = Credits(0, 0)  # limits of `_stored`
 
     def ready(self) -> None:
         requests, tokens = self._core.credits()
@@ -183,7 +185,7 @@ class ContextServer(_Server):
     def _end_fetched(self) -> None:
         """End the requests whose caches have been fetched, or are overdue."""
         over = self._store.take_fetched()
-        if overdue := [*dict.fromkeys((*self._store.overdue(), *self._surplus()))]:
+        if overdue := [*dict.fromkeys((*self._store.overdue(), *self._over_capacity()))]:
             self._not_fetched += len(overdue)
             _log.warning("dropped the KV caches of %d contexts: no server has fetched them", len(overdue))
             for id_ in overdue:
@@ -192,8 +194,8 @@ class ContextServer(_Server):
             self._forget(id_)
             self._last_rows.setdefault(id_, ([self._first_tokens[id_]], ResponseFlag(0)))
 
-    def _surplus(self) -> list[int]:
-        """Return overdue caches, if other requests need their share of the credits."""
+    def _over_capacity(self) -> list[int]:
+        """Return the oldest caches beyond the limits, after their grace time: other requests need credits."""
         requests, tokens = len(self._stored), self._n_stored_tokens
         surplus: list[int] = []
         for id_, (since, n) in self._stored.items():
@@ -221,14 +223,14 @@ class ContextServer(_Server):
         super()._enqueue(requests)
 
     def _offer(self) -> None:
-        """Begin the handoffs of contexts that have memory, as they are computed."""
+        """Begin the handoffs of requests that have blocks, while their contexts are computed."""
         if started := self._kv.started():
             self._first_tokens |= dict.fromkeys(started, NO_TOKEN)
             self._sender.offer([self._requests.pop(id_) for id_ in started])
             self._receiver.poll()
 
     def _on_drop(self, source: int, ids: list[int]) -> None:
-        self._offer()  # from then on the core does not cancel a request
+        self._offer()  # the core does not cancel a request whose handoff has begun
         super()._on_drop(source, ids)
         for id_ in ids:
             if id_ in self._first_tokens:
@@ -236,7 +238,7 @@ class ContextServer(_Server):
                 self._receiver.cancel([id_])
 
     def _on_responses(self, responses: Batch) -> None:
-        self._offer()  # the requests that this step started: no other can have a response
+        self._offer()  # include requests that this step has started, which may have responses
         first_tokens: dict[int, int | None] = {}
         delayed = np.zeros(len(responses), bool)
         for i, (row, start) in enumerate(zip(responses.rows, responses.offsets(), strict=False)):
@@ -246,11 +248,11 @@ class ContextServer(_Server):
             if id_ in self._first_tokens:
                 token = self._first_tokens[id_] = int(responses.tokens[start])
                 first_tokens[id_] = None if final else token
-                if final:  # an id is free with its last row
+                if final:  # the last row would free the id
                     delayed[i] = True
                     self._last_rows.setdefault(id_, ([token], ResponseFlag.FIRST))
                 elif id_ not in self._last_rows:
-                    self._store.open(id_)  # before the HTTP thread reads its key
+                    self._store.open(id_)  # before the HTTP thread reads the cache's key
             elif final:
                 self._requests.pop(id_, None)
         passed_on = responses.select(~delayed) if delayed.any() else responses
@@ -261,18 +263,18 @@ class ContextServer(_Server):
 
 
 class GenerationServer(_Server):
-    """Generates from the second token on; sends the KV caches from its memory (`SendsKv`)."""
+    """Generates from the second token on. Its memory sends the KV caches (`SendsKv`)."""
 
     def __init__(
         self, core: LLMCore, route: Transport, leader: int, instance: int, arrivals: dict[int, Arrival]
     ) -> None:
-        """`arrivals`: by request id; the HTTP thread adds them, right after it has sent the request."""
+        """`arrivals`: by request id. The HTTP thread adds each one right after it has sent the request."""
         super().__init__(core, route, leader, instance)
         self._arrivals = arrivals
         self._sender = HandoffSender(self._loopback, self, {_PARTNER: _RANK})
         self._receiver = HandoffReceiver(self._loopback, self._kv, {_RANK: _PARTNER})
         self._waiting: deque[Batch] = deque()  # requests without an arrival yet, each with its prompt
-        self._to_send: dict[int, tuple[int, Arrival]] = {}  # with the number of tokens of the prompt
+        self._to_send: dict[int, tuple[int, Arrival]] = {}  # number of prompt tokens, arrival
 
     def done(self, phase: Phase) -> bool:
         idle = self._sender.idle and self._receiver.idle
@@ -289,7 +291,7 @@ class GenerationServer(_Server):
     # --- the memory's side of the handoff ---
 
     def _offer(self) -> None:
-        """Offer the instance the requests whose caches are in memory, in the order in which they came."""
+        """Offer the instance the requests whose caches are in memory, in order of the requests' arrival."""
         while self._waiting:
             id_ = int(self._waiting[0].rows["id"][0])
             # A cache of an earlier request with this id may not have left yet.

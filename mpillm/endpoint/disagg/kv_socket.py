@@ -3,8 +3,8 @@
 A connection fetches one cache. The client sends the 16 bytes of its key. When the cache is complete, the
 server answers with its size (int64, little-endian; -1: no cache under this key), its checksum and its bytes.
 The client confirms with one byte, and the server frees the cache. A cache that is not fetched is dropped
-after a time. Each fetch has a thread, so that neither the engine's steps nor HTTP wait for a socket. A client
-without a key gets no thread (`launch.handshake_listener`).
+after a timeout. Each fetch has a thread, so that neither the engine's steps nor HTTP wait for a socket. A
+client without a valid key gets no thread (`launch.handshake_listener`).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _NOTHING = _HEAD.pack(-1, 0)
 _FETCHED = b"\x01"
 _BACKLOG = 256
 _CONNECT_S = 5.0
-_CALLERS = 4  # of one cache: a broken connection may not be detected yet
+_CALLERS = 4  # clients of one cache: the store may not have detected a broken connection yet
 _CHUNK = 1 << 23  # bytes of one call
 _TIMEVAL = struct.Struct("@ll")
-_PIECE = 1 << 13  # words of one sum
+_PIECE = 1 << 13  # 64-bit words of one sum
 
 
 class CacheLost(Exception):
@@ -46,9 +46,9 @@ class CacheLost(Exception):
 class _StoredCache:
     id: int
     key: bytes
-    until: float  # time.monotonic()
+    until: float  # deadline, time.monotonic()
     cache: Cache | None = None
-    ready: threading.Event = field(default_factory=threading.Event)  # stored or dropped
+    ready: threading.Event = field(default_factory=threading.Event)  # set when the cache is stored or dropped
     callers: int = 0
 
 
@@ -62,7 +62,7 @@ class KvStore:
         """
         self._timeout_s = timeout_s
         self.max_open = 1
-        """Limit of open context-only requests: other requests need a share of the credits."""
+        """Limit of open context-only requests, because other requests also need credits."""
         self._lock = threading.Lock()
         self._stored: dict[int, _StoredCache] = {}
         self._by_key: dict[bytes, _StoredCache] = {}
@@ -73,7 +73,7 @@ class KvStore:
         self._listener = HandshakeListener("mpillm-kv", listener, KEY_BYTES, self._admit)
 
     def open(self, id_: int) -> None:
-        """Accept fetches of the request's cache from now on; they wait until it is stored."""
+        """Accept fetches of the request's cache from now on. A fetch waits until the cache is stored."""
         stored = _StoredCache(id_, secrets.token_bytes(KEY_BYTES), time.monotonic() + self._timeout_s)
         with self._lock:
             self._stored[id_] = self._by_key[stored.key] = stored
@@ -91,7 +91,7 @@ class KvStore:
         stored.ready.set()
 
     def drop(self, id_: int) -> None:
-        """Forget the request, also that it was fetched: its id may be used again."""
+        """Forget the request, even a completed fetch, because its id may be used again."""
         with self._lock:
             if id_ in self._fetched:
                 self._fetched.remove(id_)
@@ -101,7 +101,7 @@ class KvStore:
         stored.ready.set()
 
     def take_fetched(self) -> list[int]:
-        """Return the requests whose caches have been fetched since the last call; they are dropped."""
+        """Return the requests whose caches have been fetched since the last call, and forget them."""
         if not self._fetched:
             return []
         with self._lock:
@@ -109,7 +109,7 @@ class KvStore:
         return fetched
 
     def overdue(self) -> list[int]:
-        """Return the open requests whose time is over."""
+        """Return the open requests whose deadline has passed."""
         now = time.monotonic()
         with self._lock:
             return [id_ for id_, stored in self._stored.items() if now > stored.until]
@@ -164,9 +164,9 @@ def fetch(
     timeout_s: float,
     new: Callable[[int], Cache] = plain_memory,
 ) -> Cache:
-    """Fetch a cache of `n_bytes` into `new` memory, waiting for it.
+    """Wait for a cache of `n_bytes`, and fetch it into memory that `new` returns.
 
-    Raises CacheLost if it does not come within `timeout_s`.
+    Raises CacheLost if the cache does not arrive within `timeout_s`.
     """
     end = time.monotonic() + timeout_s
     try:
@@ -192,10 +192,10 @@ def fetch(
 
 
 def checksum(cache: Cache) -> int:
-    """Return the CRC of the sums of its pieces: it costs a tenth of the CRC of all bytes."""
+    """Return the CRC of sums over a cache's pieces. It takes a tenth of the time of a CRC of all bytes."""
     integers = cache[: len(cache) // 8 * 8].view(np.uint64)
     n_in_pieces = len(integers) // _PIECE * _PIECE
-    # One call for all: it releases Python's lock.
+    # One NumPy call sums all pieces, because it releases Python's lock.
     sums = integers[:n_in_pieces].reshape(-1, _PIECE).sum(axis=1, dtype=np.uint64)
     if n_in_pieces < len(integers):
         sums = np.append(sums, integers[n_in_pieces:].sum(dtype=np.uint64))
@@ -203,16 +203,16 @@ def checksum(cache: Cache) -> int:
 
 
 def _received(connection: socket.socket, into: Cache, end: float) -> Cache:
-    """Fill `into`, until `end` (time.monotonic())."""
+    """Fill `into`; `end`: deadline, time.monotonic()."""
     _move(connection, lambda part: connection.recv_into(part, 0, socket.MSG_WAITALL), into, end)
     return into
 
 
 def _move(connection: socket.socket, call: Callable[[memoryview], int], cache: Cache, end: float) -> None:
-    """Send or receive a complete cache with `call`, until `end` (time.monotonic()).
+    """Send or receive a complete cache with `call`; `end`: deadline, time.monotonic().
 
-    The kernel waits for many bytes per call: Python needs its lock after each call, and the main thread
-    rarely releases it. Raises TimeoutError, and EOFError if the connection is closed.
+    Each call waits in the kernel for many bytes: after a call, this thread needs Python's lock, which the
+    main thread rarely releases. Raises TimeoutError, and EOFError if the connection is closed.
     """
     connection.settimeout(None)
     view, at = cache.data, 0

@@ -1,8 +1,8 @@
 """`encoded_opaque_state`: the location of a request's KV cache, sent through the leader.
 
-The reader connects to an address and sends a key there, so it must not trust clients: the servers sign the
-state with a shared secret. Without a secret, they listen at the loopback address, and accept only states with
-that address.
+The generation server connects to the address in the state and sends a key there, so it must not trust
+clients. The servers sign the state with a shared secret. Without a secret, they listen at the loopback
+address, and accept only states with that address.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpillm.endpoint.admission import is_loopback
 from mpillm.endpoint.api_error import ApiError
 from mpillm.endpoint.disagg.kv_socket import KEY_BYTES
 
-_MAX_CHARS = 4096  # characters
+_MAX_CHARS = 4096  # of a state
 _NAME = "disaggregated_params.encoded_opaque_state"
 
 

@@ -39,8 +39,8 @@ from mpillm.endpoint.shapes import Shapes
 from mpillm.files import excerpt
 
 _log = logging.getLogger(__name__)
-_FETCHES = 64  # simultaneously
-_LOOK_S = 0.02  # between checks for free capacity
+_FETCHES = 64  # simultaneous fetches
+_LOOK_S = 0.02  # time between checks for free capacity
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,13 @@ class DisaggRoutes:
         timeout_s: float,
         seal: Seal,
     ) -> None:
-        """`role`: context or generation; `name`: the server's, with its URL.
+        """`role`: context or generation; `name`: this server's name, with its URL.
 
-        `host`: where other servers reach `store`, which a context server has; `timeout_s`: for a KV cache to
-        be fetched.
+        `host`: address at which generation servers reach `store`; only a context server has a store.
+        `timeout_s`: time within which a KV cache must be fetched.
         """
         self.is_context = role == "context"
-        self.transfers = self.failed_transfers = 0  # KV caches that a generation server has fetched, or not
+        self.transfers = self.failed_transfers = 0  # fetched KV caches, and failed fetches
         self._role = role
         self._name = name
         self._kv = kv
@@ -81,17 +81,17 @@ class DisaggRoutes:
         self._timeout_s = timeout_s
         self._seal = seal
         self._fetchers = ThreadPoolExecutor(_FETCHES, "mpillm-fetch") if store is None else None
-        # By context server: a silent server cannot use all threads.
+        # A limit of fetches for each context server: a silent server cannot use all threads.
         self._shares: dict[tuple[str, int], asyncio.Semaphore] = {}
         self.new_cache: Callable[[int], Cache] = plain_memory
-        """Returns memory for a fetched cache, from the core when it is loaded."""
-        self._open: list[PendingResponse] = []  # context-only, until their caches are fetched or dropped
-        self._turn = asyncio.Lock()  # of waiting requests, in order
+        """Returns memory for a fetched cache; from the core, once the core is loaded."""
+        self._open: list[PendingResponse] = []  # context-only: their caches are not fetched or dropped yet
+        self._turn = asyncio.Lock()  # requests that wait for capacity take turns
 
     def check(self, completion: CompletionRequest, served: ServedModel) -> CompletionRequest:
-        """Return the request with the changes of `disaggregated_params`.
+        """Return the request with the changes that its `disaggregated_params` require.
 
-        Raises ApiError if they are not supported here.
+        Raises ApiError if this server does not support these parameters.
         """
         params = completion.disaggregated
         kind, own_kind = params.get("request_type"), CONTEXT_ONLY if self.is_context else GENERATION_ONLY
@@ -100,7 +100,7 @@ class DisaggRoutes:
         flag = RequestFlag.CONTEXT_ONLY if self.is_context else RequestFlag.GENERATION_ONLY
         row = completion.row | {"flags": int(completion.row["flags"]) | int(flag)}
         prompts = completion.prompts
-        if completion.prompt_token_ids is not None:  # of a chat, from the context server or a leader's router
+        if completion.prompt_token_ids is not None:  # a chat's, from the context server or a leader's router
             prompts = [token_ids(completion.prompt_token_ids, "prompt_token_ids", served.vocab_size)]
         if len(prompts) > 1 or completion.n > 1:
             raise ApiError(400, "with disaggregated_params there is one prompt, and n is 1", "prompt")
@@ -109,7 +109,7 @@ class DisaggRoutes:
         return dataclasses.replace(completion, row=row, prompts=prompts)
 
     def ctx_request_id(self, choice: Choice) -> object:
-        """Return the request's id in both servers' `/perf_metrics`; None if no leader sent it."""
+        """Return the id that the request has in both servers' `/perf_metrics`; None if no leader sent it."""
         params = choice.completion.disaggregated
         if not self.is_context:
             return params.get("ctx_request_id")
@@ -123,7 +123,7 @@ class DisaggRoutes:
     # --- a context server ---
 
     async def wait_for_capacity(self) -> None:
-        """Wait, in turn, until a further context-only request leaves credits for other requests.
+        """Wait, in turn, until one more context-only request would leave credits for other requests.
 
         Raises ApiError if that takes too long.
         """
@@ -161,7 +161,7 @@ class DisaggRoutes:
             "choices": [choice_json],
             "prompt_token_ids": choice.prompt.tolist(),
         }
-        # TensorRT-LLM's leader also requires them in a complete answer.
+        # TensorRT-LLM's leader requires these parameters even in a complete answer.
         params: Json = {
             "request_type": CONTEXT_ONLY,
             "first_gen_tokens": piece.tokens,
@@ -171,7 +171,7 @@ class DisaggRoutes:
             "disagg_request_id": sent_params.get("disagg_request_id"),
         }
         choice_json["disaggregated_params"] = params
-        if piece.finish_reason is not None:  # there is nothing to generate
+        if piece.finish_reason is not None:  # the answer ends with its first token
             return response
         assert self._store is not None
         key = self._store.key(choice.answer.id)
@@ -190,7 +190,7 @@ class DisaggRoutes:
     ) -> Arrival:
         """Return the KV cache of a generation-only request.
 
-        Raises ApiError, naming the context server, if it cannot be fetched.
+        Raises ApiError, naming the context server, if the cache cannot be fetched.
         """
         params = completion.disaggregated
         tokens = token_ids(params.get("first_gen_tokens"), "first_gen_tokens", served.vocab_size)
@@ -223,7 +223,7 @@ class DisaggRoutes:
         return Arrival(tokens[0], cache)
 
     async def _in_thread(self, share: asyncio.Semaphore, work: Callable[[], Cache]) -> Cache:
-        """Run `work` in a thread, which keeps its share until the end, also of a cancelled request."""
+        """Run `work` in a thread, which counts in `share` until it ends, even if the request is cancelled."""
         assert self._fetchers is not None
         loop = asyncio.get_running_loop()
         await share.acquire()
@@ -242,7 +242,7 @@ class DisaggRoutes:
 
     def ended(self, answer: PendingResponse, arrival: Arrival) -> None:
         """Drop the fetched KV cache, if the instance has not received it."""
-        # The id may be another request's by now.
+        # Another request may have this id by now.
         if self._arrivals.get(answer.id) is arrival:
             del self._arrivals[answer.id]
 

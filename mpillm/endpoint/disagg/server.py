@@ -28,7 +28,7 @@ class DisaggServer:
     """A context or a generation server."""
 
     def __init__(self, config: RunConfig, model: Any, url: str) -> None:
-        """`model`: the result of the core's check; `url`: of the endpoint.
+        """`model`: the result of the core's check; `url`: the endpoint's.
 
         Raises ConfigError if the core cannot be such a server.
         """
@@ -70,9 +70,9 @@ class DisaggServer:
         self.routes = DisaggRoutes(role, name, kv, host, self._store, self._arrivals, timeout_s, seal)
 
     def role(self, core: LLMCore, route: Transport, leader: int, instance: int) -> InstanceRole:
-        """Return the role of the instance's first rank."""
+        """Return the role of the instance's root rank."""
         if self._store is not None:
             return ContextServer(core, route, leader, instance, self._store)
-        assert isinstance(core, TransfersKvToRuns)  # `__init__` has checked its class
+        assert isinstance(core, TransfersKvToRuns)  # `__init__` has checked the core's class
         self.routes.new_cache = core.new_cache
         return GenerationServer(core, route, leader, instance, self._arrivals)

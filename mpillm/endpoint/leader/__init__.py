@@ -1,1 +1,1 @@
-"""`serve --server_role leader`: TensorRT-LLM's leader of disaggregated servers, ours or `trtllm-serve`'s."""
+"""`serve --server_role leader`: one endpoint for disaggregated servers, mpillm's or `trtllm-serve`'s."""

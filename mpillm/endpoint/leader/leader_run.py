@@ -1,4 +1,4 @@
-"""Run `serve --server_role leader`: wait for the YAML's servers by name, route to them, end orderly."""
+"""Run `serve --server_role leader`: wait for the YAML's servers, route requests to them, drain at the end."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ _POLL_S = 0.1
 
 
 def lead(config: RunConfig) -> int:
-    """Run until a signal; return the exit code: NOT_READY if a server was not ready in time, INSTANCE_LOST if
-    all of a kind are gone for --stall_timeout."""
+    """Run until a signal; return the exit code.
+
+    NOT_READY: a server was not ready in time. INSTANCE_LOST: no server of one kind answered for
+    --stall_timeout.
+    """
     path, yaml = config.disagg_config, config.yaml
     if not path or yaml is None or yaml.mode != "disaggregated":
         raise ConfigError(
@@ -52,7 +55,7 @@ def lead(config: RunConfig) -> int:
 
 
 def _pool(workers: list[Worker], config: RunConfig, section: str) -> Pool:
-    """Return the servers of a section, with its router."""
+    """Return the servers of a YAML section, with the section's router."""
     of = config.in_section(section)
     (server,) = (server for name, server in (config.yaml.sections if config.yaml else ()) if name == section)
     routing = PrefixRouting(**router_arguments(server, of.tokens_per_block))

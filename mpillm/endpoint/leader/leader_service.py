@@ -1,9 +1,9 @@
 """The leader of disaggregated serving: one endpoint in front of context and generation servers.
 
 Each request goes to a context server, and with its result to a generation server, as in TensorRT-LLM's
-`openai_disagg_service.py` (context first). The servers may be mpillm's, or any with
-`disaggregated_params`. An error of a server is passed on; one without an answer is named. A request goes to
-another server of the same kind only after a connection that was refused, and to `max_retries` at most.
+`openai_disagg_service.py` (context first). The servers may be mpillm's, or any that support
+`disaggregated_params`. The client gets a server's error unchanged. If a server does not answer, the error
+names it. If no connection to a server is made, the request goes to another one, at most `max_retries` times.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ _RESPONSE_HEADERS = ("Retry-After", "WWW-Authenticate", "X-Request-Id")
 
 
 class LeaderService:
-    """The routes."""
+    """The leader's routes."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class LeaderService:
         guard: Guard | None = None,
         max_retries: int | None = None,
     ) -> None:
-        """`silence_s`: longest silence with an open request; `max_retries`: see `ServerRequest`."""
+        """`silence_s`, `max_retries`: see `ServerRequest`."""
         self.guard = guard or Guard()
         self.metrics = LeaderMetrics()
         self.answered = self.failed = 0
@@ -228,7 +228,7 @@ class LeaderService:
             self._done(began)
         except ApiError as error:
             self.failed += 1
-            await response.write(b"\n\n" + error_event(error.body()))  # it may have stopped in a line
+            await response.write(b"\n\n" + error_event(error.body()))  # the stream may stop within a line
         await response.write_eof()
         return response
 
@@ -238,12 +238,12 @@ def _read(data: bytes) -> Json:
     body = parse(data)
     if body.get("disaggregated_params"):
         raise ApiError(400, "disaggregated_params: only the leader sets them", "disaggregated_params")
-    stream_of(body)  # the request to a context server contains neither
+    stream_of(body)  # a context server cannot check the stream options, which it does not get
     return body
 
 
 async def _complete_response(request: web.Request, answer: Json, body: Json) -> web.StreamResponse:
-    """Return an answer that a context server has completed, in the form that its client requested."""
+    """Return an answer that a context server has completed, as a stream if the client requested one."""
     if not body.get("stream"):
         return web.json_response(answer)
     (choice,) = answer["choices"]

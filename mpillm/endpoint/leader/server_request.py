@@ -19,17 +19,17 @@ from mpillm.endpoint.leader.workers import Assignment, Pool, Worker, reason
 
 _log = logging.getLogger(__name__)
 _CONNECT_S = 10.0
-_MAX_TOKEN = 1 << 31  # the server rejects larger numbers of tokens, and larger tokens
+_MAX_TOKEN = 1 << 31  # servers reject larger token ids and larger numbers of tokens
 _EVENT = b"\ndata:"
 _MAX_OUTPUT = 1 << 20  # tokens, if the request has no limit
-_MAX_PIECES = 64  # events for a token
+_MAX_PIECES = 64  # events for each token
 _MORE_EVENTS = 16  # events without tokens: roles, reasons, usage
 
 
 class ServerRequest:
-    """A request to one server of a pool; as a context manager, its response.
+    """A request to one server of a pool; inside its `with` block, also the response.
 
-    Raises ApiError with the cause if there is none.
+    Raises ApiError with the cause if the server does not respond.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class ServerRequest:
         """POST `body`, or GET without a body.
 
         Args:
-            silence_s: Longest silence of the server; also the time for the head of its response, for a body
-                that is not a stream, and for an event of a stream.
+            silence_s: Longest silence of the server. Also the time limit for the head of its response, for a
+                complete body that is not a stream, and for each event of a stream.
             max_retries: How many other servers to try; None: all.
         """
         self._session = session
@@ -66,7 +66,7 @@ class ServerRequest:
         while True:
             self._place = self._pool.take(prompt, n_output, tried)
             if self._place is None:
-                raise self._nobody(tried)
+                raise self._no_server(tried)
             try:
                 asking = self._session.request(
                     "GET" if self._body is None else "POST",
@@ -74,7 +74,7 @@ class ServerRequest:
                     json=self._body,
                     headers=self._headers,
                     timeout=timeout,
-                    allow_redirects=False,  # prompts and the key go to no other address
+                    allow_redirects=False,  # another address must not get prompts or the key
                 )
                 self._response = await asyncio.wait_for(asking, _CONNECT_S + self._silence_s)
                 if 300 <= self.status < 400:
@@ -88,7 +88,7 @@ class ServerRequest:
                     self.worker.lose(reason(error))
                     tried.append(self.worker)
                     if len(tried) == self._max_servers:
-                        raise self._nobody(tried) from None
+                        raise self._no_server(tried) from None
                 elif isinstance(error, (OSError, asyncio.TimeoutError, aiohttp.ClientError)):
                     raise self._lost(error) from None
                 else:
@@ -121,7 +121,7 @@ class ServerRequest:
         return self._response
 
     async def read(self, max_bytes: int | None = None) -> bytes:
-        """Return the body. Raises ApiError if it exceeds `max_bytes`, by default the limit of an answer."""
+        """Return the body. Raises ApiError if it exceeds `max_bytes`, by default MAX_ANSWER_BYTES."""
         max_bytes = max_bytes or MAX_ANSWER_BYTES
         parts: list[bytes] = []
 
@@ -156,7 +156,7 @@ class ServerRequest:
         n_choices = n if type(n) is int and n > 0 else 1
         max_events = n_choices * ((n_output or _MAX_OUTPUT) * _MAX_PIECES + _MORE_EVENTS)
         events, waited, last_event = 0, 0, time.monotonic()
-        tail = b"\n"  # of the previous data; too short to contain a counted event
+        tail = b"\n"  # end of the previous data; too short to contain a counted event
         try:
             async for chunk in self._answer.content.iter_any():
                 new = (seen := tail + chunk).count(_EVENT)
@@ -187,14 +187,13 @@ class ServerRequest:
         _log.warning("%s", message)
         return ApiError(502, message, code=f"{self._pool.kind}_server")
 
-    def _nobody(self, tried: list[Worker]) -> ApiError:
+    def _no_server(self, tried: list[Worker]) -> ApiError:
         causes = self._pool.failures() or "; ".join(f"{one.name}: {one.failure}" for one in tried)
         return ApiError(503, causes, code=f"no_{self._pool.kind}_server")
 
 
 def _load_of(body: Json) -> tuple[NDArray[np.int32], int]:
-    """Return a body's prompt, as tokens or as bytes of text, and the number of tokens that its answer may
-    have."""
+    """Return a body's prompt, as tokens or as bytes of text, and its limit of answer tokens; 0: no limit."""
     prompt = body.get("prompt_token_ids") or body.get("prompt") or body.get("messages") or []
     n_output = body.get("max_completion_tokens") or body.get("max_tokens")
     n_output = n_output if type(n_output) is int and 0 < n_output < _MAX_TOKEN else 0

@@ -1,4 +1,4 @@
-"""The servers that a disaggregated leader fronts: their health, and the choice of a server for a request."""
+"""The servers behind a disaggregated leader: their health, and the choice of a server for a request."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mpillm.comms.messages import REQUEST, Batch
 from mpillm.roles.pool import InstancePool
 
 _log = logging.getLogger(__name__)
-_READY_POLL_S = 0.5  # between two health checks before a server is ready
-_LOOK_S = 5.0  # between two health checks afterwards
-_ANSWER_S = 5.0  # for one health check
-# No limits here: a server without capacity refuses requests itself.
+_READY_POLL_S = 0.5  # time between two health checks before a server is ready
+_LOOK_S = 5.0  # time between two health checks afterwards
+_ANSWER_S = 5.0  # time limit of one health check
+# So large that they never limit: a server without capacity refuses requests itself.
 _MAX_REQUESTS, _MAX_TOKENS = 1 << 32, 1 << 40
 
 
@@ -33,14 +33,14 @@ class Worker:
         self.name = instance.name
         self.kind = instance.kind
         self.base = f"http://{instance.url}"
-        self.failure = "no answer yet"  # why it is not healthy; empty while it is
-        self.failed_at = 0.0  # time.monotonic()
+        self.failure = "no answer yet"  # why the server is not healthy; empty while it is healthy
+        self.failed_at = 0.0  # when it became unhealthy, time.monotonic()
         self.running = 0  # requests at the server
-        self.n_requests = 0  # sent to the server so far
+        self.n_requests = 0  # requests sent to the server so far
         self._was_ready = False
 
     def lose(self, why: str) -> None:
-        """Record that it does not answer: it gets no requests until it does."""
+        """Record that the server does not answer: it gets no requests until it answers again."""
         if not self.failure:
             self.failed_at = time.monotonic()
             if self._was_ready:
@@ -48,7 +48,7 @@ class Worker:
         self.failure = why
 
     async def check(self, session: aiohttp.ClientSession) -> bool:
-        """Check its health; return whether it is healthy."""
+        """Check the server's health; return whether the server is healthy."""
         try:
             async with session.get(
                 f"{self.base}/health",
@@ -78,7 +78,7 @@ class Pool:
     """The servers of one kind, and the policy that picks one of them."""
 
     def __init__(self, kind: str, workers: Sequence[Worker], router: InstancePool) -> None:
-        """`router`: for as many instances."""
+        """`router`: picks among as many instances as there are workers."""
         self.kind = kind
         self.workers = workers
         self._router = router
@@ -86,7 +86,7 @@ class Pool:
             router.grant(position, _MAX_REQUESTS, _MAX_TOKENS)
 
     def take(self, prompt: NDArray[np.int32], n_output: int, tried: Sequence[Worker]) -> Assignment | None:
-        """Assignment a request at a server that answers and is not in `tried`; return None without one.
+        """Assign a request to a healthy server that is not in `tried`; return None if there is none.
 
         `prompt`: tokens, or a substitute such as a text's bytes.
         """
@@ -118,7 +118,7 @@ class Pool:
         return "; ".join(f"{worker.name} does not answer: {worker.failure}" for worker in self.workers)
 
     def failed_for_s(self) -> float:
-        """Return the seconds since the last server of this kind answered; 0 if one does."""
+        """Return for how many seconds no server of this kind has answered; 0 if one answers."""
         if not self.failures():
             return 0.0
         return time.monotonic() - max(worker.failed_at for worker in self.workers)
@@ -155,7 +155,7 @@ async def wait_ready(
 
 
 async def watch(session: aiohttp.ClientSession, workers: Sequence[Worker]) -> None:
-    """Check their health until cancelled."""
+    """Check the servers' health until cancelled."""
     while True:
         await asyncio.sleep(_LOOK_S)
         await asyncio.gather(*(worker.check(session) for worker in workers))

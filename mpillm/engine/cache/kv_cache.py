@@ -26,11 +26,11 @@ class CachedBlocks(NamedTuple):
 class KVCache:
     """Keys and values: [layers, n_blocks + 1, kv_heads, tokens_per_block, head_dim] each; keys are rotated.
 
-    In fp8 a value is the number times the scale of its layer and head: `scales` (float32 [layers, 2,
-    kv_heads], keys before values; None in another dtype). A piece of a handoff is [layers, parts, kv_heads,
-    tokens, head_dim] of the cache's dtype, contiguous, keys before values. It has no scales, because both
-    ends have them from the same weights. A cache of latents (see `latent`) has one part, and `values` is
-    `keys`.
+    In fp8, a value is the stored number times the scale of its layer and head: `scales` (float32 [layers, 2,
+    kv_heads], keys before values; None in another dtype). A piece of a handoff, which one message carries, is
+    [layers, parts, kv_heads, tokens, head_dim] of the cache's dtype, contiguous, keys before values. It
+    contains no scales, because both instances read the same scales from the weights. A cache of latents (see
+    `latent`) has one part, and `values` is `keys`.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class KVCache:
         scales: Tensor | None = None,
         n_parts: int = 2,
     ) -> None:
-        """`scales` are for an fp8 cache; None: all 1. `n_parts`: see `ModelConfig.kv_parts`."""
+        """`scales`: of an fp8 cache; None: all are 1. `n_parts`: see `ModelConfig.kv_parts`."""
         self.tokens_per_block = tokens_per_block
         self.scales: Tensor | None = None
         if dtype == FP8:
@@ -114,7 +114,7 @@ class KVCache:
         *,
         into_pieces: bool,
     ) -> None:
-        """Copy all in one kernel, without waiting."""
+        """Copy all pieces in one kernel, without waiting for it."""
         from mpillm.engine.kernels.handoff_kernels import copy_blocks
 
         rows: tuple[list[int], ...] = [], [], [], []
@@ -140,7 +140,7 @@ class KVCache:
     def _parts(
         self, piece: Tensor, n_tokens: int, layers: slice, heads: slice
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return views for keys, then values: the cache, the piece's full blocks, its last tokens.
+        """Return views for keys, then values: of the cache, the piece's full blocks, the piece's last tokens.
 
         Shapes: [layers, n_blocks + 1, kv_heads, tokens_per_block, head_dim], [layers, full blocks, kv_heads,
         tokens_per_block, head_dim], [layers, kv_heads, tokens, head_dim].
@@ -172,9 +172,9 @@ def widened(cached: Tensor, dtype: torch.dtype, scales: Tensor | None) -> Tensor
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros. On a CPU, use NumPy, which allocates memory on first use; PyTorch writes all of it."""
+    """Return zeros. On a CPU, use NumPy, which allocates memory on first use; PyTorch would write it all."""
     if device.type != "cpu":
-        with fixed_segments():  # other processes access it (see `peer_memory`)
+        with fixed_segments():  # other processes access the cache (see `peer_memory`)
             return torch.zeros(shape, dtype=dtype, device=device)
     n_bytes = int(np.prod(shape)) * dtype.itemsize
     return torch.from_numpy(np.zeros(n_bytes, np.uint8)).view(dtype).view(shape)

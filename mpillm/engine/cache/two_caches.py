@@ -15,7 +15,7 @@ class TwoCaches:
     """
 
     def __init__(self, caches: tuple[KVCache, KVCache], places: list[tuple[bool, int]]) -> None:
-        """`places`: for each layer, whether it is in the second cache, and its index there."""
+        """`places`: for each layer, whether it is in the second cache, and its index in its cache."""
         self.caches = caches
         self.places = places
 
@@ -31,7 +31,7 @@ class TwoCaches:
 
     @torch.inference_mode()
     def read(self, cached: list[CachedBlocks], layers: slice, heads: slice) -> list[Tensor]:
-        """Copy as `KVCache.read`. The content outside the windows is undefined."""
+        """Copy as `KVCache.read` does. The content outside the windows is undefined."""
         read = [
             self.caches[windowed].read(_cached_in(cached, windowed), slice(at, at + 1), heads)
             for windowed, at in self.places[layers]

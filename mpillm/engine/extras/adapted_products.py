@@ -32,7 +32,7 @@ class AdaptedProducts:
 
     @contextlib.contextmanager
     def active(self, rows: Sequence[tuple[Adapter, slice]]) -> Iterator[None]:
-        """Use adapters for one step; `rows`: one part of the step for each sequence with an adapter."""
+        """Use adapters for one step; `rows`: for each sequence with an adapter, its adapter and rows."""
         by_adapter: dict[Adapter, list[Tensor]] = {}
         for adapter, part in rows:
             by_adapter.setdefault(adapter, []).append(torch.arange(part.start, part.stop))
@@ -43,7 +43,7 @@ class AdaptedProducts:
             self._rows = []
 
     def add(self, layer: int, name: str, x: Tensor, y: Tensor) -> None:
-        """Add to the product `y` [rows, out] of `x` [rows, in], in place."""
+        """Add the adapters' changes to the product `y` [rows, out] of `x` [rows, in], in place."""
         for adapter, rows in self._rows:
             if (product := adapter.product(layer, name)) is not None:
                 a, b = product

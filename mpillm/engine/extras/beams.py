@@ -1,13 +1,14 @@
 """Beam search: the best `width` continuations of a prompt, in the blocks of one sequence.
 
-For the scheduler, a beam search is one sequence that holds all blocks that it can need from its start, so
-it is never preempted. Beams share the full blocks of their common tokens. Before a beam writes to a shared
+For the scheduler, a beam search is one sequence. From its start, it holds all blocks that it can need, so it
+is never preempted. Beams share the full blocks of their common tokens. Before a beam writes to a shared
 block, the block is copied.
 
 Scores, candidates and the end of a search follow transformers' `generate(num_beams=…)`. The candidates are
-the best (1 + number of end tokens) × `width` continuations of all beams. If one of the first `width`
+the best max(2, 1 + number of end tokens) × `width` continuations of all beams. If one of the first `width`
 candidates ends, it is a finished answer. The first `width` candidates that do not end are the next beams. A
-finished answer's score is the sum of its log probabilities over its length to the power of `length_penalty`.
+finished answer's score is the sum of its log probabilities, divided by its length to the power of
+`length_penalty`.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ class Beams:
         self._length_penalty = length_penalty
         self._early_stopping = early_stopping
         self._size = tokens_per_block
-        self._tables: list[list[int]] = []  # of the beams that ran in the last step
-        self._parents = [0]  # of the running beams, among those
-        self._logprobs: list[Tensor] = []  # of the running beams in turn: see `take`
+        self._tables: list[list[int]] = []  # block tables of the beams that ran in the last step
+        self._parents = [0]  # for each running beam, its parent's index in `_tables`
+        self._logprobs: list[Tensor] = []  # of the running beams, in order: see `take`
 
     @staticmethod
     def candidates(width: int, n_ends: int) -> int:
@@ -115,13 +116,14 @@ class Beams:
     # --- blocks ---
 
     def first_table(self, blocks: list[int], n_prompt: int) -> list[int]:
-        """Return the prompt's blocks, which are the first. The other blocks are for the beams' tokens."""
+        """Return the prompt's blocks, which come first. The other blocks are for the beams' tokens."""
         return blocks[: -(-n_prompt // self._size)]
 
     def tables(self, blocks: list[int], n_cached: int, copies: list[tuple[int, int]]) -> Iterator[list[int]]:
-        """Yield each running beam's blocks for `n_cached` tokens and one more, among the sequence's.
+        """Yield each running beam's part of the sequence's `blocks`, for `n_cached` tokens and one more.
 
-        Appends blocks (from, to) to `copies`, which must be copied before the step writes to any.
+        Appends pairs of blocks (from, to) to `copies`. They must be copied before the step writes to any
+        block.
         """
         if not self._tables:
             self._tables = [self.first_table(blocks, n_cached)]

@@ -1,4 +1,4 @@
-"""Run a step with sequences that have extras."""
+"""Run a step with sequences that have extras (see `request_extras`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpillm.engine.tensors.staging import SampledTokens, to_device
 
 
 class ExtendedRun:
-    """A rank's part of a step with extras, which needs an instance of one stage. See `Worker.run`."""
+    """A rank's part of a step with extras. Extras need an instance of one stage. See `Worker.run`."""
 
     def __init__(self, part: ModelPart, steps: Steps, chooser: TokenChooser) -> None:
         self._part, self._steps, self._chooser = part, steps, chooser
@@ -58,7 +58,7 @@ class ExtendedRun:
         return self.received_adapters.read(bytes(step.extras))
 
     def _active(self, extras: StepExtras) -> contextlib.AbstractContextManager[None]:
-        """Use the adapters of a step. The first step that has some replaces the model's products."""
+        """Use the adapters of a step. The first step with adapters replaces the model's products."""
         if not extras.adapters:
             return contextlib.nullcontext()
         if self._adapted is None:
@@ -66,7 +66,7 @@ class ExtendedRun:
         return self._adapted.active(extras.adapters)
 
     def _keep_logits(self, x: Tensor, results: list[NDArray[np.float32]] | None) -> None:
-        """Append the logits of all rows of `x` to a list on the root rank, whose host waits. Collective."""
+        """Append the logits of all rows of `x` to `results` on the root rank, whose CPU waits. Collective."""
         for first in range(0, len(x), self._chooser.max_rows):
             some = x[first : first + self._chooser.max_rows]
             gathered = self._chooser.gather(self._part.model.logits(some))

@@ -1,8 +1,8 @@
 """LoRA: low-rank changes of a model's products. Requests of one step may have different adapters, or none.
 
-An adapter arrives as tensors of TensorRT-LLM, which its `hf_lora_convert.py` and our `hf-lora-convert` write.
-A row of `lora_weights` is A [rank, in] and B [out, rank] back to back, padded with zeros. A row of
-`lora_config` is the module's id, the layer, and the rank. The scale is in B.
+An adapter arrives as tensors in TensorRT-LLM's format, which TensorRT-LLM's `hf_lora_convert.py` and our
+`hf-lora-convert` write. A row of `lora_weights` is A [rank, in] and B [out, rank] back to back, padded with
+zeros. A row of `lora_config` is the module's id, the layer, and the rank. B includes the scale.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MODULES = {
     "mlp_4h_to_h": 6,
     "mlp_gate": 7,
 }
-"""TensorRT-LLM's ids. In a Llama `mlp_h_to_4h` is `gate_proj`, `mlp_gate` is `up_proj`."""
+"""TensorRT-LLM's module ids. In a Llama model, `mlp_h_to_4h` is `gate_proj`, and `mlp_gate` is `up_proj`."""
 
 _NAMES = {number: name for name, number in MODULES.items()}
 _numbers = itertools.count()
@@ -47,10 +47,10 @@ class AdapterTensors(NamedTuple):
 
 
 class Adapter:
-    """Summands of the products of each layer: ``(x @ A.T) @ B.T``, A [r, in], B [out, r].
+    """Terms that are added to the products of each layer: ``(x @ A.T) @ B.T``, A [r, in], B [out, r].
 
-    With tensor parallelism, this rank has its part, like its part of the weights: rows of B where ranks have
-    rows of a product, columns of A where ranks add up parts of a sum.
+    With tensor parallelism, an adapter is split like the weights. For a product whose outputs are split, this
+    rank has rows of B. For a product that the ranks add up, it has columns of A.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Adapter:
         layout: RankLayout = RankLayout(),  # noqa: B008 - it is frozen
     ) -> None:
         """Read `weights` [modules, width] and `config` [modules, 3]. Raises ValueError if they do not fit."""
-        self.salt = secrets.token_bytes(16)  # blocks computed with different adapters differ
+        self.salt = secrets.token_bytes(16)  # sequences with different adapters share no cached blocks
         self.number = next(_numbers)
         self.tensors = AdapterTensors(self.number, weights, config) if layout.tp_size > 1 else None
         self.n_bytes = weights.nbytes if layout.tp_size > 1 else 0
@@ -111,7 +111,7 @@ class Adapter:
         return a, b
 
     def product(self, layer: int, name: str) -> tuple[Tensor, Tensor] | None:
-        """Return A and B; None: nothing is added."""
+        """Return A and B; None: the adapter adds nothing to this product."""
         return self._products.get((layer, name))
 
 
@@ -148,7 +148,7 @@ _N_OUT: dict[str, Callable[[ModelConfig], int]] = {
 
 
 def _place(module: int, model: ModelConfig) -> tuple[str, int, slice]:
-    """Return the product that a module is part of, its inputs, and its rows there. Raises ValueError."""
+    """Return the product that contains a module, its input size, and the module's rows. Raises ValueError."""
     name = _NAMES.get(module, str(module))
     q, kv = _heads(model)
     h, i = model.hidden_size, model.intermediate_size
@@ -169,7 +169,7 @@ def _place(module: int, model: ModelConfig) -> tuple[str, int, slice]:
 
 
 def _reordered(name: str, b: Tensor, model: ModelConfig) -> Tensor:
-    """Return the rows of q and k in the model's order."""
+    """Return B with the rows of q and k in the model's order."""
     q, kv = _heads(model)
     if name in ("attn_q", "attn_k"):
         return rotary_order(b, model.head_dim)
@@ -189,8 +189,8 @@ class Adapters:
         """Return the adapter of `task_id`. If it is not cached, call `make`. Task 0 is never cached.
 
         Raises:
-            LookupError: It is not cached, and `make` is None.
-            ValueError: It exceeds the size of the cache.
+            LookupError: The adapter is not cached, and `make` is None.
+            ValueError: The adapter exceeds the size of the cache.
         """
         adapter = self._of.pop(task_id, None)
         if adapter is None:

@@ -1,11 +1,11 @@
 """Optional features of a request that a message row does not carry: penalties, beams, LoRA, and more.
 
-A `RequestExtras` object reaches the core with its request, in this process. The engine adds the results that
-are not tokens. Requests without extras have no extra cost. A sequence with extras waits for each token before
-its next step (see `Steps.n_ahead`).
+A `RequestExtras` object reaches the core with its request, in this process. The engine adds results other
+than tokens to this object. Requests without extras have no extra cost. A sequence with extras waits for each
+token before its next step (see `Steps.n_ahead`).
 
-Extras require an instance of one pipeline stage. The other ranks receive only `StepExtras`. The root rank
-gathers their logits and samples.
+Extras require an instance of one pipeline stage. The instance's other ranks receive only `StepExtras`. The
+root rank gathers all ranks' logits, and samples.
 
 Penalties follow TensorRT-LLM's `penaltyKernels.cu`: bias, then repetition, presence and frequency, over the
 prompt and the output so far.
@@ -45,7 +45,7 @@ class RequestExtras:
     # In units of the logits before they are divided by a temperature.
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    bad_words: tuple[tuple[int, ...], ...] = ()  # their last token is forbidden behind the others
+    bad_words: tuple[tuple[int, ...], ...] = ()  # a word's last token is forbidden after its other tokens
     adapter: Adapter | None = None
     beam_width: int = 1
     length_penalty: float = 0.0
@@ -69,7 +69,11 @@ class RequestExtras:
 
     @property
     def salt(self) -> bytes:
-        """Return the salt of the request's blocks, which have its adapter's changes, or need their logits."""
+        """Return the salt of the request's blocks: the adapter's.
+
+        With context logits, the salt is random: the model must compute the whole prompt, without cached
+        blocks.
+        """
         if self.keeps_context_logits:
             return secrets.token_bytes(16)
         return self.adapter.salt if self.adapter is not None else b""
@@ -105,7 +109,7 @@ class RequestExtras:
         return None
 
     def prepare(self, sequence: Sequence, end_ids: set[int], tokens_per_block: int) -> None:
-        """Begin a beam search. Its own end tokens are forbidden before `Sequence.min_output`."""
+        """Begin a beam search. The search's end tokens are forbidden before `Sequence.min_output`."""
         if self.beam_width == 1:
             return
         ends = end_ids if self.ends is None else set(self.ends)
@@ -120,13 +124,13 @@ class RequestExtras:
         )
 
     def n_blocks(self, sequence: Sequence, tokens_per_block: int) -> int:
-        """Return how many blocks hold the prompt once, and the rest of each beam."""
+        """Return the number of blocks: the prompt's full blocks once, and the others for each beam."""
         n_shared = len(sequence.prompt) // tokens_per_block
         n_per_beam = -(-sequence.max_cached // tokens_per_block)
         return n_shared + self.beam_width * (n_per_beam - n_shared)
 
     def update_output(self, sequence: Sequence) -> bool:
-        """Set the output to the best beam's. Called for each row of the search; the first call counts."""
+        """Set the output to the best beam's. Called for each row of the search; repeated calls do nothing."""
         assert self.beams is not None
         sequence.output = self.beams.answers()[0].tokens
         return self.beams.is_done
@@ -134,7 +138,7 @@ class RequestExtras:
     # --- a step ---
 
     def add_rows(self, step: Step, sequence: Sequence, n: int) -> None:
-        """Add the sequence's next `n` tokens to a step, and its requests to `Step.extras`."""
+        """Add the sequence's next `n` tokens to a step, and its extra work to `Step.extras`."""
         start, n_tokens, n_sampled = sequence.n_cached, len(step.tokens), len(step.sampled)
         if self.beams is None:
             step.add(sequence, n, sequence.blocks)
@@ -182,7 +186,7 @@ class RequestExtras:
                 logits[last].fill_(-torch.inf)
         if len(output) < sequence.min_output:
             for token in self.not_yet:
-                logits[token : token + 1].fill_(-torch.inf)  # the model may not have the token
+                logits[token : token + 1].fill_(-torch.inf)  # an empty slice if the model lacks the token
         if self.beams is not None:
             self.beams.take(logits.log_softmax(-1))
 

@@ -32,9 +32,9 @@ class StepExtras:
     context_logits: list[tuple[list[NDArray[np.float32]] | None, slice]] = field(default_factory=list)
     # Indices in `Step.logits_rows`, and functions that change the logits of that row: float32 [vocab].
     adjusted: list[tuple[int, Callable[[Tensor], None] | None]] = field(default_factory=list)
-    adapters: list[tuple[Adapter, slice]] = field(default_factory=list)  # and their rows of the step
+    adapters: list[tuple[Adapter, slice]] = field(default_factory=list)  # with their rows of the step
     new_adapters: list[AdapterTensors] = field(default_factory=list)  # other ranks do not have them yet
-    freed_adapters: list[int] = field(default_factory=list)  # numbers; other ranks need them no more
+    freed_adapters: list[int] = field(default_factory=list)  # numbers of adapters that other ranks can drop
 
     @staticmethod
     def of(step: Step) -> StepExtras:
@@ -66,8 +66,8 @@ class StepExtras:
 class SharedAdapters:
     """Adapters that the root rank has sent to the other ranks.
 
-    An adapter's tensors go with the first step that needs them. When no request and no cache of the root
-    rank refers to an adapter, its number goes with the next step.
+    An adapter's tensors go with the first step that needs them. When no request and no cache of the root rank
+    refers to an adapter any more, the next step carries the adapter's number, and the other ranks drop it.
     """
 
     def __init__(self) -> None:

@@ -1,1 +1,1 @@
-"""KV cache transfer between instances: pieces, over MPI, NCCL or the memory of peers."""
+"""KV cache transfer between instances, in pieces: over MPI, NCCL or GPU peer memory."""

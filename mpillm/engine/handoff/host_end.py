@@ -1,9 +1,9 @@
-"""The host's end of a handoff: whole KV caches in the memory of one rank.
+"""The host's end of a handoff: whole KV caches in the host memory of one rank.
 
 If an instance's partner is in another run (`serve --server_role`), the instance transfers its caches to or
-from its own leader's memory. The transfers are the same as between instances (`transfer`). In memory, a cache
-has the bytes that a single rank with the whole model would send in one piece (see `KVCache`). So two servers
-may have different layouts and block sizes.
+from the memory of its own run's leader. The transfers work as between instances (see `transfers`). In the
+leader's memory, a cache has the bytes that a single rank with the whole model would send in one piece (see
+`KVCache`). So two servers may have different layouts and block sizes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Cache = NDArray[np.uint8]  # shape [bytes]
 
 
 class HostPool:
-    """Caches by request id instead of blocks; `CachedBlocks.blocks` contains only the id."""
+    """Caches by request id, not in blocks; `CachedBlocks.blocks` contains only the request id."""
 
     def __init__(self, config: ModelConfig, kv_bytes_per_token: int, new: Callable[[int], Cache]) -> None:
-        """`new`: allocates memory, in bytes."""
+        """`new`: allocates a number of bytes."""
         self._shape = config.n_layers, config.kv_parts, config.n_kv_heads
         self._row = kv_bytes_per_token // (config.n_layers * config.kv_parts * config.n_kv_heads)
         self._token_bytes = kv_bytes_per_token
@@ -64,7 +64,7 @@ class HostPool:
 
 
 class HostEnd:
-    """Receives caches from an instance, or sends them to it. The rank with the memory polls it."""
+    """Receives caches from an instance, or sends caches to it. The rank with the memory calls `poll`."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class HostEnd:
         self._start(request_id, slot, n_tokens, self._pool.new(n_tokens))
 
     def give(self, request_id: int, slot: int, n_tokens: int, cache: Cache) -> None:
-        """Send the cache of a request under `slot`, under which the instance expects it."""
+        """Send the cache of a request under the `slot` under which the instance expects it."""
         self._start(request_id, slot, n_tokens, cache)
 
     def poll(self) -> dict[int, Cache]:

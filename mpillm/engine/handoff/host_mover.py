@@ -21,7 +21,7 @@ from mpillm.engine.tensors.staging import StreamEvent
 
 
 class CopyStream:
-    """The stream of the copies. No method waits."""
+    """The CUDA stream of the copies. No method waits."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
@@ -55,7 +55,7 @@ class HostMover:
         self._mover = mover
         self._rank = rank
         self._stream = stream
-        self._met: dict[int, deque[_Copy]] = {}  # by tag: copies with only one end
+        self._met: dict[int, deque[_Copy]] = {}  # by tag: copies with one registered end
         self._to_send: deque[_Copy] = deque()  # not in host memory yet, in order
         self._to_receive: list[_Copy] = []  # not in host memory yet
 
@@ -146,7 +146,7 @@ class _Copy:
 
     gpu: Tensor | None
     host: Tensor | None
-    free: StreamEvent | None  # the current stream's work when `gpu` is registered
+    free: StreamEvent | None  # end of the current stream's work when `gpu` was registered
     to_host: bool
     rank: int = -1
     tag: int = -1

@@ -2,12 +2,12 @@
 
 NCCL matches messages by order, and a sending kernel keeps a part of its GPU busy until the receiver's kernel
 runs. So a sender launches a kernel only after its buffers are filled, and sends a notice to the receiver's
-host over MPI. The receiver launches receives in the order of the notices.
+host over MPI. The receiver launches its receives in the order of the notices.
 
-Contexts may finish in another order than they start. A receive waits, by tag, for its notice. A notice, with
-the later notices of the same rank, waits for its receives. The receiver's next steps post them independently
-of the sender. Small buffers that are ready together share a kernel, because launches take longer than the
-bytes.
+Contexts may finish in another order than they start. So a receive waits for the notice with its tag. A notice
+waits until its receives are posted, and later notices of the same rank wait behind it. The receiver's next
+steps post the receives independently of the sender. Small buffers that are ready together share a kernel,
+because a launch takes longer than the transfer of a small buffer.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from mpillm.engine.parallel.nccl import NcclComm
 from mpillm.engine.schedule.engine_messages import NCCL_ID, NOTICE, Notice
 from mpillm.engine.tensors.staging import StreamEvent
 
-_MAX_LAUNCH_BYTES = 64 << 20  # a buffer that exceeds it is the last of its launch
+_MAX_LAUNCH_BYTES = 64 << 20  # the buffer that reaches this sum is the last of its launch
 
 
 class SendReceiveLink(Protocol):
-    """One direction between this rank's GPU and another. No method waits."""
+    """One direction of transfers between this rank's GPU and another GPU. No method waits."""
 
     def mark(self) -> StreamEvent:
-        """Return an event at the end of the GPU's work so far, links excluded."""
+        """Return an event at the end of the GPU's work so far, except for the links' own streams."""
         ...
 
     def notify(self, together: list[Notice]) -> None: ...
@@ -46,7 +46,7 @@ class SendReceiveLink(Protocol):
         ...
 
     def receive(self, buffers: list[Tensor], ready: list[StreamEvent]) -> StreamEvent:
-        """Launch the receives together, to begin after all of `ready`."""
+        """Launch the receives together, to begin after all events in `ready`."""
         ...
 
 

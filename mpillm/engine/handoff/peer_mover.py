@@ -1,8 +1,9 @@
 """Put KV caches into the blocks of another rank's GPU on the same host, without a buffer at either end.
 
-The receiver sends the target blocks of a cache over MPI, once its GPU has finished all work on them. When
-keys and values are computed, a kernel of the sender writes them there over NVLink, and its host reports the
-end to the receiver's host. The receiver launches nothing, and no byte is copied twice.
+Once the receiver's GPU has finished all work on the target blocks of a cache, the receiver sends their
+numbers over MPI. When keys and values are computed, a kernel of the sender writes them into the target blocks
+over NVLink. Then the sender's host reports the end to the receiver's host. The receiver launches nothing, and
+no byte is copied twice.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from mpillm.engine.shape.layout import length
 from mpillm.engine.tensors.staging import Staging, StreamEvent
 
 _log = logging.getLogger(__name__)
-_MAX_LAUNCH_BYTES = 128 << 20  # a slice that exceeds it is the last of its launch
+_MAX_LAUNCH_BYTES = 128 << 20  # the slice that reaches this sum is the last of its launch
 
 
 class CacheSlice(NamedTuple):
@@ -41,28 +42,28 @@ class CacheSlice(NamedTuple):
 
 
 class PutLink(Protocol):
-    """One direction between this rank's GPU and another. No method waits."""
+    """One direction of transfers between this rank's GPU and another GPU. No method waits."""
 
     def mark(self) -> StreamEvent:
-        """Return an event at the end of the GPU's work so far, links excluded."""
+        """Return an event at the end of the GPU's work so far, except for the links' own streams."""
         ...
 
     def send_targets(self, targets: list[PutTarget]) -> None: ...
 
     def targets(self) -> list[PutTarget]:
-        """Return the targets since the last call, in order."""
+        """Return the targets received since the last call, in order."""
         ...
 
     def n_bytes(self, cache_slice: CacheSlice) -> int: ...
 
     def put(self, slices: list[tuple[CacheSlice, PutTarget]], ready: list[StreamEvent]) -> StreamEvent:
-        """Launch the copies, to begin after all of `ready`."""
+        """Launch the copies, to begin after all events in `ready`."""
         ...
 
     def send_put(self, tags: list[int]) -> None: ...
 
     def arrived(self) -> list[int]:
-        """Return the tags of the puts since the last call."""
+        """Return the tags of the puts that the sender has reported since the last call."""
         ...
 
 
@@ -144,7 +145,7 @@ class PeerLink:
     def _in_caches(
         self, puts: list[tuple[Put, list[int]]], n_layers: int
     ) -> Iterator[tuple[TargetCache, list[Put], int]]:
-        """Yield each target cache, its puts, and the layers of each put. `puts`: with window blocks."""
+        """Yield each target cache, its puts, and their number of layers. `puts`: each with window blocks."""
         if len(self._target_caches) == 1:
             yield self._target_caches[0], [put for put, _ in puts], n_layers
             return
@@ -229,7 +230,7 @@ class PeerMover:
 
 
 def _offer(comm: MPI.Intracomm, rank: int, cache: KVCache | TwoCaches) -> PeerLink | None:
-    """Send this rank's cache addresses to the sender. Returns None if the sender cannot access them."""
+    """Send this rank's cache addresses to the sender. Returns None if the sender cannot access the caches."""
     target = None
     try:
         caches, places = (cache.caches, cache.places) if isinstance(cache, TwoCaches) else ([cache], [])
@@ -308,7 +309,7 @@ class _SendLane(_Lane):
             self.link.send_put(left)
 
     def _put(self) -> None:
-        """Launch the transfers with a target."""
+        """Launch the transfers whose targets have arrived."""
         waiting: list[SliceTransfer] = []
         ready: list[tuple[SliceTransfer, PutTarget]] = []
         for transfer in self.waiting:

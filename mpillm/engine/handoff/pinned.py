@@ -1,6 +1,6 @@
 """Pinned host memory for copies by a GPU, allocated in one piece at the start.
 
-Pinning takes 0.4 s per GB, and longer during kernels, which is too slow for each KV cache.
+Pinning takes 0.4 s per GB, and longer while kernels run. That is too slow for each KV cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ALIGNED = 4096
 
 
 class PinnedMemory:
-    """Allocator of pinned memory. Without enough free bytes, it returns plain memory, with slower copies."""
+    """Allocator of pinned memory. If too few bytes are free, it returns plain memory, with slower copies."""
 
     def __init__(self, n_bytes: int, *, pin: bool = True) -> None:
         """`pin`: False: plain memory, without a GPU."""

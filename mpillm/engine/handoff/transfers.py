@@ -1,14 +1,14 @@
-"""This rank's part of KV cache transfers: the pieces that it sends or receives, and their times.
+"""This rank's part of KV cache transfers: which pieces it sends or receives, and when.
 
 The root rank of an instance orders transfers in its step plans (see `step`), so all ranks begin them at the
-same step. Before the step's own work, a rank posts receives, and sends the caches of earlier steps. A cache
-that the step itself completes is sent layer by layer: each piece (see `layout.cuts`) when its last layer is
-in the cache.
+same step. Before the step's own work, a rank posts receives, and sends the caches that earlier steps
+completed. A cache that the step itself completes is sent in pieces (see `layout.cuts`), each when its last
+layer is in the cache.
 
 A piece is gathered into one contiguous buffer (see `KVCache.read`) and scattered into blocks on arrival, so
-the two ends may have different block sizes. Between GPUs with access to each other's memory, it moves from
-blocks to blocks (see `peer_mover`). A cache too small for several messages (`Mover.min_split_bytes`) moves in
-one piece to each rank.
+the two ends may have different block sizes. Between GPUs with access to each other's memory, a piece moves
+directly from blocks to blocks (see `peer_mover`). A cache too small for several messages
+(`Mover.min_split_bytes`) moves in one piece to each rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class _Piece(NamedTuple):
-    rank: int  # in the handoff communicator
+    rank: int  # of the peer, in the handoff communicator
     layers: slice  # of this rank
     heads: slice  # of this rank
 
@@ -42,7 +42,7 @@ class _ActiveTransfer:
     """A transfer in progress, with its pieces in flight."""
 
     transfer: Transfer
-    # With their buffers.
+    # Each with its buffer; None: it moves from blocks to blocks.
     pieces: deque[tuple[TransferHandle, _Piece, Tensor | None]] = field(default_factory=deque)
     n_waiting: int = 0  # pieces to send without a buffer yet
 
@@ -77,8 +77,8 @@ class Transfers:
     ) -> None:
         """`sends`: this rank belongs to a context instance.
 
-        `max_bytes`: limit of its buffers, but at least one piece. `block_mover`: for the ranks that it
-        reaches.
+        `max_bytes`: limit for the buffers of pieces to send; a single piece may exceed it. `block_mover`:
+        moves the pieces of the ranks that it reaches.
         """
         self._cache = cache
         self._mover = mover
@@ -90,7 +90,8 @@ class Transfers:
             for n in (MAX_PIECES, 1)
         )
         token_bytes = config.n_layers * config.n_kv_heads * cache.piece_bytes(1, slice(0, 1), slice(0, 1))
-        # From this number of tokens on, a cache moves in several pieces. It depends on the larger instance.
+        # From this number of tokens on, a cache moves in several pieces. The number depends on the larger of
+        # the two instances.
         self._min_split_tokens: dict[int, float] = {}
         for peer, other in peers.items():
             n_ranks = max(layout.tp_size * layout.pp_size, other.tp_size * other.pp_size)
@@ -98,12 +99,12 @@ class Transfers:
         self._active: list[_ActiveTransfer] = []
         self._by_layer: list[_ActiveTransfer] = []  # of the current step
         self._to_send: deque[tuple[_ActiveTransfer, _Piece]] = deque()
-        self._n_bytes = 0  # of buffers in flight
+        self._n_bytes = 0  # of sent buffers in flight
         self._lost: set[int] = set()  # lost peers
-        self._never_done: list[object] = []  # their pieces: MPI may still use the buffers
+        self._never_done: list[object] = []  # pieces of lost peers: MPI may still use the buffers
 
     def start(self, transfers: list[Transfer]) -> None:
-        """Begin the transfers of a step, before its own work."""
+        """Begin the transfers of a step, before the step's own work."""
         self._by_layer = []
         for transfer in transfers:
             active = _ActiveTransfer(transfer)
@@ -179,7 +180,7 @@ class Transfers:
         return not self._active
 
     def _gather(self) -> None:
-        """Send pieces within the limit of the buffers. The blocks keep their content until all is sent."""
+        """Send pieces within the buffers' limit. The blocks keep their content until all pieces are sent."""
         ready: list[tuple[_ActiveTransfer, _Piece]] = []
         while self._to_send:
             active, piece = self._to_send[0]

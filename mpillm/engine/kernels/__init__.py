@@ -1,1 +1,1 @@
-"""Triton kernels for NVIDIA GPUs and C for CPUs; `ops`, `linear` and `model.attention` are plain."""
+"""Triton kernels for NVIDIA GPUs, C kernels for CPUs; `ops`, `linear` and `model.attention` use PyTorch."""

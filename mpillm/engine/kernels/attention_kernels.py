@@ -3,15 +3,15 @@
 `context_kernels` has the kernels for contexts.
 
 The cache of a layer is [blocks, kv_heads, tokens_per_block, head_dim] (see `kv_cache`); in fp8 it has
-`scales` [2, kv_heads], None in another dtype. `table` [slots, blocks of a sequence] (int32) names the blocks
-of a sequence. Attention is computed as in FlashAttention-2 (Dao, 2023), over blocks in place as in
-PagedAttention (Kwon et al., 2023); all query heads that share a KV head are rows of one product. Decode is
-split over the context as in Flash-Decoding (Dao et al., 2023). Sums are float32. `step_kernels` describes
-when Triton compiles.
+`scales` [2, kv_heads], None in another dtype. `table` [slots, blocks of a sequence] (int32) has the block
+numbers of each slot's sequence. Attention is computed as in FlashAttention-2 (Dao, 2023), over blocks in
+place as in PagedAttention (Kwon et al., 2023); all query heads that share a KV head are rows of one product.
+Decode is split over the context as in Flash-Decoding (Dao et al., 2023). Sums are float32. `step_kernels`
+describes when Triton compiles.
 
-With a RANK, a key is a latent (see `latent`) followed by rotated values. The latent is also the token's
-value, and is read once. The rotated values have a separate product. All query heads share a key, so a program
-computes a group of heads.
+With a RANK (latent attention), a key is a latent (see `latent`) followed by rotated values. The latent is
+also the token's value, and is read once. The rotated values have a separate product. All query heads share a
+key, so a program computes a group of heads.
 """
 
 from __future__ import annotations
@@ -29,23 +29,25 @@ from mpillm.engine.kernels.early_starts import after_previous, can_start_early
 from mpillm.engine.kernels.launch import Kernel, next_power_of_2
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-ASSEMBLY = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")  # Triton's interpreter has none
+ASSEMBLY = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")  # not in Triton's interpreter
 # For decode, without and with an fp8 cache, measured on an H200: keys that a program reads at a time, its
 # warps, and pipeline stages.
 _DECODE = {False: (32, 1, 4), True: (32, 1, 3)}
 # With a latent, by the heads of a program (at least 16): keys, warps, stages.
 _LATENT = {64: (64, 8, 2), 32: (64, 4, 2), 16: (32, 4, 3)}
 _LATENT_SCALED, _LATENT_FLOAT32 = (32, 4, 2), (32, 8, 1)  # of 16 heads
-_MANY_HEADS = 528  # of all rows: with fewer, programs of 64 heads leave multiprocessors idle
+_MANY_HEADS = 528  # heads of all rows: with fewer heads, programs of 64 heads leave multiprocessors idle
 _LATENT_PROGRAMS = 2 * 132  # programs to split contexts into: each fills a multiprocessor
-# Programs that an H200 runs simultaneously. Decode splits contexts into nearly as many.
+# Programs that an H200 runs simultaneously. Decode splits contexts into nearly as many programs.
 _PROGRAMS = 12 * 132
-# With an fp8 cache and this register limit, an H200 runs more programs, each 2 to 10 % slower.
+# With an fp8 cache and this register limit, an H200 runs more programs, but each is 2 to 10 % slower than
+# without the limit.
 _FEW_REGISTERS, _MORE_PROGRAMS = 128, 15 * 132
 _MAX_SPLITS = 16
 _SHORT_SPLITS = tl.constexpr(_MAX_SPLITS)
-# If tables have at least _LONG_TABLE tokens, few sequences are split further, into at most _LONG_PROGRAMS.
-# More than 16 shares need _TILES_OF_A_SHARE tiles each; joining smaller shares costs more than it saves.
+# If block tables hold at least _LONG_TABLE tokens, a few sequences are split into more shares, up to
+# _LONG_PROGRAMS programs. With more than 16 shares, each has at least _TILES_OF_A_SHARE tiles, because
+# joining smaller shares costs more than it saves.
 _LONG_TABLE, _LONG_PROGRAMS, _TILES_OF_A_SHARE = 8192, 4 * 128, tl.constexpr(8)
 # A step with this many splits has few rows. (A condition on rows would give the kernel variants that the
 # warm-up misses.)
@@ -79,7 +81,7 @@ def _widened_pairs(both):
             }""",
             "=r,=r,r", [both], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
-    both = both.to(tl.int32)  # bits in the places that float16 gives them: numbers over 256
+    both = both.to(tl.int32)  # bits at float16's positions: the numbers divided by 256
     first = (((both & 0x80) << 8) | ((both & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
     second = ((both & 0x8000) | ((both >> 1) & 0x3F80)).to(tl.int16).to(tl.float16, bitcast=True)
     return first * 256.0, second * 256.0
@@ -97,12 +99,12 @@ def _decode(
 ):  # fmt: skip
     """Attend to a sequence's tokens, or to one of SPLITS shares of them, `TILE` at a time.
 
-    With WINDOW, only the last tokens count. With SINKS, a head's total includes its sink.
+    With WINDOW, only the last WINDOW tokens count. With SINKS, a head's total includes its sink.
 
-    The last program of a row to finish joins the shares, always in the same order.
+    The program of a row that finishes last joins the shares, always in the same order.
 
     Products are transposed, tokens by queries: a tensor core's left operand has at least 16 rows, its right
-    one only 8 columns, and few heads share a KV head.
+    operand only 8 columns, and few heads share a KV head.
     """
     after_previous(EARLY)
     group, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -135,7 +137,7 @@ def _decode(
         scale *= tl.load(scales + head)
     block_row = table + tl.load(slots + row) * n_per_slot
     best = tl.full([ROWS], -float("inf"), tl.float32)
-    totals = tl.zeros([TILE, ROWS], tl.float32)  # summed over tokens only in the end
+    totals = tl.zeros([TILE, ROWS], tl.float32)  # summed over tokens only at the end
     if SCALED:
         even = tl.zeros([BLOCK_D // 2, ROWS], tl.float32)
         odd = tl.zeros([BLOCK_D // 2, ROWS], tl.float32)
@@ -238,7 +240,9 @@ def decode_attention(
     sinks: Tensor | None = None,
     rank: int = 0,
 ) -> None:
-    """Attend with one new token per row: out [n, heads * head_dim]; with a `rank`, each head's first values.
+    """Attend with one new token per row: out [n, heads * head_dim].
+
+    With a `rank`, only the first `rank` values of each head are written.
 
     `window`, `sinks`, `rank`: see `LayerKind`. Other arguments: see `step_kernels.rotate_store`.
     """
@@ -279,7 +283,7 @@ def decode_attention(
 
 
 def groups_of(n_heads: int, max_heads: int) -> int:
-    """Return the number of equal groups, of at most `max_heads`, to split heads that share a key into."""
+    """Return into how many equal groups, of at most `max_heads`, to split the heads that share a key."""
     return next(n for n in range(1, n_heads + 1) if n_heads % n == 0 and n_heads // n <= max_heads)
 
 
@@ -293,5 +297,5 @@ def _splits(n_programs: int, table_tokens: int, max_programs: int) -> int:
 
 @functools.cache
 def _arrived(device: torch.device) -> Tensor:
-    """Return a count of programs for each row and KV head of split contexts; zero between kernels."""
+    """Return a counter of finished programs for each row and KV head of split contexts; 0 between kernels."""
     return torch.zeros(_PROGRAMS, dtype=torch.int32, device=device)

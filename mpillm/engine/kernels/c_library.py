@@ -30,7 +30,7 @@ def compiler() -> str | None:
 
 
 def c_library(source: Path, *defined: str) -> ctypes.CDLL | None:
-    """Compile `source` with macros (``NAME=VALUE``), or load it from the cache. None if that fails."""
+    """Compile `source` with macros (``NAME=VALUE``), or load it from the cache; return None if that fails."""
     if (compiler_path := compiler()) is None:
         _log.warning("there is no C compiler for %s, so steps take longer", source.name)
         return None
@@ -46,7 +46,7 @@ def c_library(source: Path, *defined: str) -> ctypes.CDLL | None:
 
 
 def c_function(library: ctypes.CDLL, name: str, *arguments: Any) -> Any:
-    """Return a function of a library. It takes these C types, and returns nothing."""
+    """Return a function of a library, which takes arguments of these C types and returns nothing."""
     function = getattr(library, name)
     function.argtypes, function.restype = arguments, None
     return function
@@ -60,7 +60,8 @@ def address(x: Tensor) -> int:
 
 def _compiled(compiler_path: str, source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
     """Compile with `compiler_path`, in half a second, and cache the result for this kind of CPU."""
-    # The source with its includes, and the compiler's own macros: its version and the CPU's instructions.
+    # The source with its includes, and the compiler's own macros: the compiler's version and the CPU's
+    # instructions.
     about = _output_of(compiler_path, *flags, "-dD", "-E", "-P", str(source))
     name = hashlib.sha256(about + " ".join(flags).encode()).hexdigest()[:32]
     folder = cache_folder()
@@ -70,7 +71,7 @@ def _compiled(compiler_path: str, source: Path, flags: tuple[str, ...]) -> ctype
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             output = Path(scratch) / library.name
             _output_of(compiler_path, *flags, str(source), "-o", str(output), "-lm")
-            output.replace(library)  # atomic: other ranks load it
+            output.replace(library)  # atomic: other ranks may load it
     return ctypes.CDLL(str(library))
 
 

@@ -105,7 +105,7 @@ def _context(
     head, tile = tl.program_id(0) // GROUPS, tiles + tl.program_id(1) * 6
     G: tl.constexpr = H // K // GROUPS  # queries of a group
     E: tl.constexpr = RANK if RANK > 0 else D  # values of a token
-    OWN_VALUES: tl.constexpr = SCALED if RANK > 0 else True  # otherwise the keys' first values
+    OWN_VALUES: tl.constexpr = SCALED if RANK > 0 else True  # False: a value is its key's first values
     W: tl.constexpr = HEADS * D
     row, slot, position = tl.load(tile), tl.load(tile + 3), tl.load(tile + 2).to(tl.int32)
     n, n_cached = tl.load(tile + 1).to(tl.int32), tl.load(tile + 4).to(tl.int32)
@@ -219,14 +219,14 @@ def context_attention(
     sinks: Tensor | None = None,
     rank: int = 0,
 ) -> None:
-    """Attend with several new tokens per sequence, causally, to them and to all earlier tokens.
+    """Attend causally with several new tokens per sequence, to these and to all earlier tokens.
 
-    Keys and values come from rows of qkv, where a sequence's rows are contiguous, or of `copied` (see
-    `copied_rows`). Tokens before a sequence's first row come from the cache.
+    Keys and values come from rows of qkv, where a sequence's rows are contiguous, or from rows of `copied`
+    (see `copied_rows`). Those of tokens before a sequence's first row come from the cache.
 
-    tiles [m, 6] (int64): first row of the queries, their number (at most `context_tile`), position of the
-    first, and slot. Then the number of the sequence's tokens that are not in rows (0 unless `cached`), and
-    the row of the next token. Other arguments: see `decode_attention`.
+    tiles [m, 6] (int64): first row of the queries, number of queries (at most `context_tile`), position of
+    the first query, and slot. Then the number of the sequence's first tokens that are not in rows (0 unless
+    `cached`), and the row of the token after them. Other arguments: see `decode_attention`.
     """
     n_kv, d = keys.shape[1], qkv.shape[2]
     size = keys.shape[2]

@@ -1,8 +1,8 @@
 """Operations between matrix products on CPUs, one call each: `cpu_kernels.c`, compiled at load.
 
-PyTorch makes several passes for each operation, and a dozen for a cache in blocks. `ops` and `attention`
-compute the same in PyTorch, for hosts without a C compiler and for dtypes and heads that the kernels do not
-support.
+PyTorch makes several passes for each operation, and a dozen passes for a cache in blocks. `ops` and
+`attention` compute the same in PyTorch, for hosts without a C compiler and for dtypes and heads that the
+kernels do not support.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class CpuKernels:
         Args:
             qkv: [rows, heads + 2 * kv_heads, head_dim].
             rotations: complex64 [rows, head_dim / 2].
-            slots: int64 [rows], block * tokens_per_block + place.
-            keys: A layer of the cache, as are `values`.
+            slots: int64 [rows], block * tokens_per_block + place in the block.
+            keys: A layer's keys in the cache; `values` likewise.
         """
         kv_heads, size = keys.shape[1:3]
         n, heads = qkv.shape[:2]
@@ -94,8 +94,8 @@ class CpuKernels:
     ) -> None:
         """Attend with some rows of qkv to the cache; write the result to `out`.
 
-        rows: int64 [n, 4]: a row's index, the start of its sequence's blocks in `tables` (int64), the first
-        token that it sees, and the end of these tokens (at most `longest`). sinks: see `LayerKind`.
+        rows: int64 [n, 4]: a row's index, the start of its sequence's blocks in `tables` (int64), and the
+        first token and the end of the tokens that the row sees (at most `longest`). sinks: see `LayerKind`.
         """
         arrays = map(address, (qkv, out, keys, values, rows, tables))
         added = None if sinks is None else address(sinks)

@@ -25,7 +25,7 @@ _ROWS, _OUTPUTS, _INPUTS, _ROUNDS = 64, 1024, 512, 5
 class CpuProducts:
     """Packs weights, and multiplies rows with them.
 
-    Rows are float32 or bfloat16, weights of the same type, int8, or bytes of four bits (`mxfp4`, `int4`).
+    Rows are float32 or bfloat16. Weights have the same type, or int8, or four bits (`mxfp4`, `int4`).
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
@@ -40,7 +40,7 @@ class CpuProducts:
     def pack(self, weight: Tensor) -> Tensor:
         """Copy `weight` [out, in] to panels: [ceil(out / width), in, width], padded with zero outputs.
 
-        For instructions on matrices or pairs of bfloat16, inputs are padded also, and lie in pairs.
+        For instructions on matrices or pairs of bfloat16, inputs are also padded, and lie in pairs.
         """
         if weight.dtype == torch.uint8:
             return self._pack_bytes(weight)
@@ -127,7 +127,7 @@ class ExpertProducts:
         self._scales = pointers(*scales) if scales else None
 
     def __call__(self, x: Tensor, order: Tensor, ends: Tensor) -> Tensor:
-        """Multiply each pair of a row and an expert: [pairs, out], zero for other ranks' experts.
+        """Multiply each pair's row with its expert's weights: [pairs, out], zero for other ranks' experts.
 
         x: [rows, in] or [pairs, in]; `order` and `ends`: see `ExpertChoice`.
         """
@@ -145,7 +145,8 @@ def cpu_products(
 ) -> CpuProducts | None:
     """Compile or load the products of rows of `dtype`. None if that is not possible.
 
-    Weights of uint8 have four bits: MXFP4, or int4 if `int4_block` (inputs that share a scale) is set.
+    Weights of uint8 have four bits: MXFP4, or int4 if `int4_block` (number of inputs that share a scale) is
+    set.
     """
     if dtype not in (torch.float32, torch.bfloat16) or weight_dtype not in (dtype, torch.int8, torch.uint8):
         return None

@@ -1,9 +1,10 @@
-"""Kernels that start while the one before them runs (CUDA's programmatic dependent launch; Hopper and later).
+"""Kernels that start while the previous one runs (CUDA's programmatic dependent launch; Hopper and later).
 
 Such a kernel (see `launch.Kernel`) starts as soon as all programs of the previous kernel have called
 `let_next_start` or ended. It calls `after_previous` before it accesses memory that other kernels use.
 Programs that read much (products, decode attention) must be spread evenly over the multiprocessors. If many
-other programs still run, they are not, and both kernels together take longer (docs/explain/engine.md).
+programs of the previous kernel still run, they are spread unevenly, and both kernels take longer than one
+after the other (docs/explain/engine.md).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-_EARLY_ROWS = 32  # with more, kernels are long and the gaps between them matter little
+_EARLY_ROWS = 32  # with more rows, kernels are long, and the gaps between them matter little
 _early = True
 
 
@@ -31,7 +32,10 @@ def after_previous(EARLY: tl.constexpr):
 
 @triton.jit
 def let_next_start(EARLY: tl.constexpr):
-    """Let the next kernel start early if it can. Call `after_previous` first: only two may overlap."""
+    """Let the next kernel start early if it can.
+
+    Call `after_previous` before: only two kernels may overlap.
+    """
     if EARLY:
         cuda.gdc_launch_dependents()
 

@@ -4,10 +4,10 @@ The host never reads the choice, so that a step can be a CUDA graph. A product l
 any choice could need. Each program finds its expert from counts on the device, or exits. Only the weights of
 chosen experts are read. `ops` has `route` and `combine` in plain PyTorch.
 
-Weights in MXFP4 (`pack`) have four bits up to the registers that a tensor core reads. There, about four
-instructions turn two of them into bfloat16. A packed int16 has a number from each of four blocks of 32. A
+Weights in MXFP4 (`pack`) keep four bits up to the registers that a tensor core reads. There, about four
+instructions turn two weights into bfloat16. A packed int16 has a number from each of four blocks of 32. A
 shift and a mask move a number's bits to their place in bfloat16: the three lower bits become the last two of
-the exponent and the first of the fraction. So every number of e2m1, also the subnormal one, is multiplied by
+the exponent and the first of the fraction. So every number of e2m1, even the subnormal one, is multiplied by
 2^-126.
 """
 
@@ -30,7 +30,7 @@ _MIN_ROWS, _MAX_PARTS = 16, 128  # rows of a program; programs that choose
 
 @triton.jit
 def _chosen(scores, CHOSEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Mark the CHOSEN largest of each row, the first among equals: int32 [ROWS, BLOCK]."""
+    """Mark the CHOSEN largest scores of each row, the first among equal ones: int32 [ROWS, BLOCK]."""
     expert = tl.arange(0, BLOCK)[None, :]
     chosen = tl.zeros([ROWS, BLOCK], tl.int32)
     for _ in tl.static_range(CHOSEN):
@@ -102,7 +102,7 @@ def _route(
 def route(scores: Tensor, n_chosen: int, experts: range, normed: bool = True) -> ExpertChoice:
     """Compute `ops.route`: weights float32, `order` and `ends` int32, `order` undefined after the last end.
 
-    Each program has some rows. If there are several programs, a first kernel counts each one's choices.
+    Each program has some rows. If there are several programs, a first kernel counts each program's choices.
     """
     return _choice(scores, None, n_chosen, experts, normed, 1.0)
 
@@ -155,7 +155,7 @@ def _place(order, ends, n_experts, tile, BLOCK: tl.constexpr, ROWS: tl.constexpr
     start = tl.load(ends + experts - 1, mask=(experts > 0) & (experts < n_experts), other=0)
     n_tiles = tl.cdiv(end - start, ROWS)
     last_tile = tl.cumsum(n_tiles, 0)
-    expert = tl.sum((last_tile <= tile).to(tl.int32))  # experts before it
+    expert = tl.sum((last_tile <= tile).to(tl.int32))  # number of experts before the tile's
     is_expert = experts == expert
     place = tl.sum(tl.where(is_expert, start + (tile - last_tile + n_tiles) * ROWS, 0)) + tl.arange(0, ROWS)
     real = place < tl.sum(tl.where(is_expert, end, 0))
@@ -178,7 +178,7 @@ def _grouped_product(
     row, output = pair // SHARE, expert.to(tl.int64) * n_out + column
     a = weights + output[:, None] * n_in + depth[None, :]
     b = x + row[None, :] * n_in + depth[:, None]
-    # Transposed: a tensor core's left operand has at least 64 rows, its right one may have few columns.
+    # Transposed: a tensor core's left operand has at least 64 rows, its right operand may have few columns.
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
     for at in range(0, n_in, DEPTH):
         left = tl.load(a + at, mask=(column < n_out)[:, None] & (at + depth < n_in)[None, :], other=0.0)
@@ -197,21 +197,22 @@ def _grouped_product(
 
 
 def _max_tiles(n_pairs: int, n_experts: int, rows: int) -> int:
-    """Return the largest number of tiles: each expert has one row more than full tiles."""
+    """Return the largest possible number of tiles: each chosen expert has one row more than full tiles."""
     n_chosen = min(n_pairs, n_experts)
     return (n_pairs - n_chosen) // rows + n_chosen
 
 
 def tile_shape(n_pairs: int, n_experts: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """Return rows, columns, depth of a step, warps and pipeline stages for a program of `grouped_product`.
+    """Return rows, columns, depth per iteration, warps, pipeline stages for a program of `grouped_product`.
 
     `dtype`: of the weights.
     """
     if dtype == torch.float32:
         return 16, 32, 32, 4, 2
-    # The fastest of six to twelve, measured on an H200 with Mixtral 8x7B's shapes (docs/explain/engine.md).
+    # The fastest of six to twelve tile shapes, measured on an H200 with Mixtral 8x7B's shapes
+    # (docs/explain/engine.md).
     rows = n_pairs / n_experts  # of an expert, if all are chosen equally often
-    deeper = 1 if dtype == torch.bfloat16 else 2  # as many bytes
+    deeper = 1 if dtype == torch.bfloat16 else 2  # the same number of bytes
     if rows <= 8:
         return 16, 64, 128 * deeper, 4, 4
     if rows <= 32:
@@ -230,7 +231,7 @@ def grouped_product(
 
     Rows for other ranks' experts are undefined.
 
-    With scales (float32 [experts, out]), weights are float8_e4m3fn, and x's rows are rounded to it.
+    With scales (float32 [experts, out]), weights are float8_e4m3fn, and x's rows are rounded to that type.
     """
     n_pairs, (n_experts, n_out, n_in) = len(choice.order), weights.shape
     dtype = x.dtype
@@ -256,7 +257,7 @@ def grouped_product(
 # --- weights in MXFP4 ---
 
 _GROUP = 4 * BLOCK  # inputs of a packed column
-# Bit positions of each of the four numbers: of its sign, and of the lowest other bit. The last number's
+# Bit positions of each of the four numbers: of its sign, and of its lowest other bit. The last number's
 # lowest bit is separate, at 13, and its two other bits begin at the second position.
 _PLACES = ((15, 6), (12, 3), (9, 0), (14, 10))
 _LARGEST_EXPONENT = 128
@@ -340,7 +341,7 @@ def _packed_product(
     first = expert.to(tl.int64) * tl.cdiv(n_in, 128) * n_out + column
     a, scale = packed_weights + first[:, None] * 32 + word[None, :], exponents + first
     b = x + (pair // SHARE)[None, :] * n_in + depth[:, None]
-    total = tl.zeros([COLUMNS, ROWS], tl.float32)  # transposed, as above
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)  # transposed, as in `_grouped_product`
     for at in range(0, n_in, 128):
         packed = tl.load(a, mask=real_column[:, None], other=0)
         four = tl.load(scale, mask=real_column, other=0)
@@ -366,7 +367,7 @@ def _packed_product(
 def packed_tile_shape(n_pairs: int, n_experts: int) -> tuple[int, int, int, int]:
     """Return rows, columns, warps and pipeline stages for a program of `packed_product`.
 
-    The fastest of four to eight, measured on an H200 with gpt-oss-20b's shapes.
+    The fastest of four to eight tile shapes, measured on an H200 with gpt-oss-20b's shapes.
     """
     rows = n_pairs / n_experts
     if rows <= 8:

@@ -3,11 +3,11 @@
 A product of few rows takes as long as reading its weights from memory, if enough programs read
 simultaneously. So a program has a narrow tile of outputs. If there are too few tiles, several programs share
 a tile, each with a part of the sum. The last program to finish adds the parts, always in the same order, so
-that the result does not depend on which program it is.
+that the result does not depend on which program is last.
 
 SiLU and the sum with the residual are fused, since a separate small kernel takes 3 to 4 us, 2 to 4 % of a
-layer's time. The norm before a product would save another 1 to 2 % of a step, but needs the result of the
-previous product (docs/explain/engine.md).
+layer's time. Fusing the norm before a product would save another 1 to 2 % of a step. But the norm needs the
+result of the previous product (docs/explain/engine.md).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class _TileShape(NamedTuple):
 
 
 # Measured on an H200, for weights in fp8, int4 and floats: launch parameters by the largest number of rows.
-# cuBLAS is faster for more rows. Fused products with large bfloat16 weights stay faster up to more rows.
+# For more rows, cuBLAS is faster. Fused products with large bfloat16 weights are faster than cuBLAS up to 32
+# rows.
 _TILE_SHAPES = {
     torch.float8_e4m3fn: {8: _TileShape(32, 128, 4, 2, 512)},
     torch.int16: {
@@ -55,7 +56,7 @@ def _widened(numbers):
     """Return float8_e4m3fn as bfloat16, four at a time: the bits moved into place, times 2^120.
 
     The factor corrects the exponent. Triton's own conversion goes through float16, one number at a time, and
-    is slower than memory.
+    is slower than reading the numbers from memory.
     """
     return tl.inline_asm_elementwise(
         """{
@@ -86,7 +87,8 @@ def _product(
 ):  # fmt: skip
     """Compute a tile of `out` [n, n_out].
 
-    If it is ACTIVATED, the weights have twice as many outputs, and a tile has a gate and a value of each.
+    With ACTIVATED, the weights have twice as many outputs as `out`, and a tile has a gate and an up value for
+    each output of `out`.
     """
     after_previous(EARLY)
     if not ACTIVATED:  # otherwise another product follows
@@ -133,7 +135,7 @@ def _product(
             total += tl.load(parts + i * n * width + cell, mask=real, other=0.0)
     if SCALED:
         total *= tl.load(scales + column, mask=real_place, other=0.0)[:, None]
-    # Fused operations use the product as it would be stored.
+    # Fused operations use the product in the dtype in which it would be stored.
     result = total.to(out.dtype.element_ty)
     if ACTIVATED:
         gate_up = tl.reshape(result.to(tl.float32), [2, WIDTH, ROWS])
@@ -150,9 +152,9 @@ class FewRows:
     """Product with some weights, of at most `max_rows` rows, or `max_fused_rows` if it is fused."""
 
     def __init__(self, weight: Tensor, scales: Tensor | None) -> None:
-        """weight [out, in]: float8_e4m3fn with scales (float32, one per output), or floats without.
+        """weight [out, in]: float8_e4m3fn with scales (float32, one per output), or floats without scales.
 
-        In int4: both as `int4_kernels.pack` returns them.
+        In int4: weight and scales as `int4_kernels.pack` returns them.
         """
         self._weight, self._scales = weight, scales
         self._is_int4 = weight.dtype == torch.int16
@@ -170,7 +172,7 @@ class FewRows:
         """Return x @ weight.T [n, out] with the dtype of x [n, in], which float weights share.
 
         `activated`: return silu(gate) * up [n, out / 2]; the gate's outputs come first. `residual` [n, out]:
-        add the product to it, and return it.
+        add the product to this tensor, and return the tensor.
         """
         n, (n_all, n_in) = len(x), self._shape
         tile_shape = next(tile_shape for max_rows, tile_shape in self._tile_shapes.items() if n <= max_rows)

@@ -1,8 +1,8 @@
 """Attention of long contexts with products in fp8: queries, keys, the softmax's weights, and values.
 
-Queries are rounded with a scale for each row, the softmax's weights times 256. Keys and values keep the
-cache's numbers. Tensor cores need values of consecutive tokens side by side, so values are copied out of the
-blocks transposed.
+Queries are rounded with a scale for each row. The softmax's weights are multiplied by 256 and rounded. Keys
+and values keep the cache's numbers. Tensor cores need values of consecutive tokens side by side, so values
+are copied out of the blocks transposed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from mpillm.engine.kernels.attention_kernels import LOG2_E
 from mpillm.engine.kernels.launch import Kernel, cdiv
 from mpillm.engine.shape.memory import PADDED
 
-_LARGEST = tl.constexpr(448.0)  # fp8 number
+_LARGEST = tl.constexpr(448.0)  # largest fp8 number
 _LOWEST = tl.constexpr(-1.0e30)
-_BITS = tl.constexpr(8.0)  # a weight is times 2^8: the smallest number above zero is 2^-9
+_BITS = tl.constexpr(8.0)  # a weight is multiplied by 2^8: the smallest fp8 number above zero is 2^-9
 # As in `context_kernels`, measured on an H200.
 _ROWS, _TILE, _WARPS, _STAGES = 128, 64, 4, 3
 

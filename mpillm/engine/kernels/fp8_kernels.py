@@ -10,7 +10,7 @@ from torch import Tensor
 from mpillm.engine.kernels.launch import Kernel, cdiv, next_power_of_2
 from mpillm.engine.kernels.ops import RoundedRows, UnscaledProduct
 
-SCALED_ROWS = 1024  # from here on, a product that also scales is as fast
+SCALED_ROWS = 1024  # from so many rows on, a product that also applies scales is as fast as one without
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def nearest_fp8(value):
     """
     bits = value.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-    subnormal = (value + 24576.0) - 24576.0  # float32 numbers there are multiples of 2^-9
+    subnormal = (value + 24576.0) - 24576.0  # near 24,576, float32 numbers are multiples of 2^-9
     return tl.where(tl.abs(value) < 0.015625, subnormal, normal)
 
 
@@ -71,7 +71,7 @@ def quantize_rows(x: Tensor) -> RoundedRows:
 
 @triton.jit
 def load_scaled(product, row_scales, scales, row, width, column, mask, UNSCALED: tl.constexpr):
-    """Return columns of a product's row as float32, with their scales if it is `UnscaledProduct`."""
+    """Return columns of a product's row as float32; multiply them by their scales if it is UNSCALED."""
     value = tl.load(product + row * width + column, mask=mask, other=0.0).to(tl.float32)
     if UNSCALED:
         value *= tl.load(row_scales + row) * tl.load(scales + column, mask=mask, other=0.0)

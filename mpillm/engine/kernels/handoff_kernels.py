@@ -9,7 +9,7 @@ from torch import Tensor
 from mpillm.engine.kernels.launch import Kernel, next_power_of_2
 from mpillm.engine.kernels.puts import TargetCache
 
-_PUT_PROGRAMS = 132  # they saturate a link (64 programs reach 0.95 of it)
+_PUT_PROGRAMS = 132  # they saturate a link (64 programs reach 0.95 of its bandwidth)
 
 
 @Kernel
@@ -97,7 +97,7 @@ def _put_blocks(
 def put_blocks(
     keys: Tensor, values: Tensor, to: TargetCache, table: Tensor, n_rows: int, n_layers: int, n_heads: int
 ) -> None:
-    """Copy `n_layers` and `n_heads` of blocks to blocks of a cache of the same dtype on another GPU.
+    """Copy `n_layers` and `n_heads` of blocks into a cache of the same dtype on another GPU.
 
     keys, values: [layers, blocks, kv_heads, tokens_per_block, head_dim]. `table` (int64) has a row for each
     of `n_rows` blocks: its number, its first token, the sequence's number of tokens, the table index of the

@@ -1,8 +1,8 @@
 """Weights in int4 on NVIDIA GPUs: four bits up to the registers that a tensor core reads (see `few_rows`).
 
 A packed int16 has a number from each of four blocks of 32 inputs. A shift and a mask insert a number into the
-low bits of 128 as bfloat16. Subtracting 128 and the zero leaves the number minus its zero, exactly. The scale
-is applied to the sum of a group's products.
+low bits of 128 as bfloat16. Subtracting 128 and the zero point leaves the number minus its zero point,
+exactly. The scale is applied to the sum of a group's products.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _COLUMNS = 64
 
 
 def pack(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Return packed weights int16 [groups, out, 32], and scales with zeros, int32 [groups, out].
+    """Return packed weights int16 [groups, out, 32], and scales with zero points, int32 [groups, out].
 
     Blocks [out, in / 2] and scales float16 [out, groups, 2]: see `int4`. An int32 has the scale as float16 in
-    its lower half, and -(128 + zero) as bfloat16 in its upper half.
+    its lower half, and -(128 + zero point) as bfloat16 in its upper half.
     """
     each = numbers_of(blocks).to(torch.int32).view(len(blocks), -1, 4, GROUP // 4).unbind(2)
     packed = each[0] | each[1] << 4 | each[2] << 8 | each[3] << 12
@@ -58,7 +58,7 @@ def _four(packed, less):
 
 @triton.jit
 def numbers(packed, both, COLUMNS: tl.constexpr):
-    """Return a group's numbers minus their zeros, bfloat16 [COLUMNS, 128]; packed [COLUMNS, 32]."""
+    """Return a group's numbers minus their zero points, bfloat16 [COLUMNS, 128]; packed [COLUMNS, 32]."""
     less = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     w0, w1, w2, w3 = _four(packed, less[:, None])
     # The blocks in order; no number changes its register.
@@ -87,7 +87,7 @@ def _widened(out, weights, scales, n_out, n_in, COLUMNS: tl.constexpr):
 
 
 def widened(weights: Tensor, scales: Tensor) -> Tensor:
-    """Return weights that `pack` packed as bfloat16 [out, in]."""
+    """Return the weights that `pack` has packed, as bfloat16 [out, in]."""
     n_groups, n_out, _ = weights.shape
     out = torch.empty(n_out, n_groups * GROUP, dtype=torch.bfloat16, device=weights.device)
     _widened[(cdiv(n_out, _COLUMNS), n_groups)](out, weights, scales, *out.shape, COLUMNS=_COLUMNS)

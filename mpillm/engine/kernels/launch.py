@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Kernel:
-    """A `triton.jit` function for one GPU, launched in the same way: ``kernel[grid](*args, **constants)``.
+    """A `triton.jit` function for one GPU, launched as in Triton: ``kernel[grid](*args, **constants)``.
 
     `compiled`: its compiled variants, each with the constants that follow the arguments.
     """
@@ -24,7 +24,7 @@ class Kernel:
     def __init__(self, function: Any) -> None:
         self.function = function
         self.compiled: dict[tuple[object, ...], tuple[Any, list[object]]] = {}
-        names: list[str] = getattr(function, "do_not_specialize", [])  # Triton's interpreter has none
+        names: list[str] = getattr(function, "do_not_specialize", [])  # not in Triton's interpreter
         self._unspecialized = [function.arg_names.index(name) for name in names]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -48,7 +48,7 @@ class Kernel:
             self.compiled[full_key] = compiled, trailing
 
 
-# Triton's versions, which kernels can also call, take microseconds.
+# Triton's own `cdiv` and `next_power_of_2`, which kernels can also call, take microseconds.
 
 
 def cdiv(a: int, b: int) -> int:

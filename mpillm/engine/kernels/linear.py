@@ -3,8 +3,8 @@
 On a CPU, `CpuProducts` multiplies floats, if it can be compiled and is not clearly slower than the
 alternative: oneDNN with packed weights on x86, `F.linear` elsewhere. On AMD EPYCs with AVX-512, oneDNN
 measured 2 to 2.5 times as fast as PyTorch's default (MKL) in float32, and 1.2 times in bfloat16. With AVX2 in
-float32, it measured 1.0 to 3.2 times with 4 to 100 rows, 0.5 to 1.9 times with one row, and 0.8 to 1.1 times
-with 250 or more. docs/explain/engine_cpu.md compares `CpuProducts` with it.
+float32, oneDNN measured 1.0 to 3.2 times as fast with 4 to 100 rows, 0.5 to 1.9 times with one row, and 0.8
+to 1.1 times with 250 or more rows. docs/explain/engine_cpu.md compares `CpuProducts` with oneDNN.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mpillm.engine.kernels.few_rows import FewRows
 
 _log = logging.getLogger(__name__)
-_TYPICAL_ROWS = 64  # to choose the packed layout for; it works for any number of rows
+_TYPICAL_ROWS = 64  # the packed layout is chosen for it, and works for any number of rows
 _FEW_ROWS = 32
 _CLEARLY = 1.2
 _PIECE = 1 << 20  # int8 numbers widened at a time: they fit a core's cache
@@ -44,7 +44,7 @@ class Linear:
     def __init__(self, weight: Tensor) -> None:
         """`weight` has the dtype of x.
 
-        If it is packed, it may be changed or freed afterwards; otherwise it is kept.
+        If `weight` is packed, the caller may change or free it afterwards. Otherwise this object keeps it.
         """
         self.out_features, self.in_features = weight.shape
         if weight.device.type == "cpu":
@@ -72,7 +72,7 @@ class Linear:
         return False
 
     def compiled(self) -> tuple[int | None, Tensor, Tensor | None] | None:
-        """Return the address of cpu_products.c's `multiply`, weights and scales; None if it is unused."""
+        """Return the address of `multiply` (cpu_products.c), weights and scales; None if it is unused."""
         return None if self._products is None else (self._products.function, self._weight, self._scales)
 
     def of_experts(self, linears: list[Linear]) -> ExpertProducts | None:
@@ -88,7 +88,10 @@ class Linear:
 
 
 class Int8Linear(Linear):
-    """int8 weights with a scale per output, on a CPU: widened when they are read, then outputs are scaled."""
+    """int8 weights with a scale per output, on a CPU.
+
+    The weights are widened when they are read, and the outputs are scaled.
+    """
 
     _scales: Tensor
 
@@ -136,8 +139,8 @@ class Fp8Linear(Linear):
         if isinstance(x, Tensor) and (few := self.few(len(x))) is not None:
             return few(x)
         numbers, row_scales, dtype = x if isinstance(x, RoundedRows) else fp8_kernels.quantize_rows(x)
-        # cuBLAS has one kernel for products with scales of rows and outputs, and many for products without
-        # scales, which saves 3 to 40 % of the time up to 512 rows (docs/explain/quantization.md).
+        # cuBLAS has one kernel for products with scales of rows and outputs, and many kernels for products
+        # without scales. Up to 512 rows, these save 3 to 40 % of the time (docs/explain/quantization.md).
         scales_now = len(numbers) >= fp8_kernels.SCALED_ROWS
         product = torch._scaled_mm(
             numbers,
@@ -154,7 +157,10 @@ class Fp8Linear(Linear):
 
 
 class Mxfp4Linear(Linear):
-    """Weights in MXFP4 (see `mxfp4`): a CPU widens them when it reads them, a GPU in `GroupedLinear` only."""
+    """Weights in MXFP4 (see `mxfp4`).
+
+    A CPU widens the weights when it reads them. A GPU does so only in `GroupedLinear`.
+    """
 
     _scales: Tensor
 
@@ -183,7 +189,7 @@ class Mxfp4Linear(Linear):
 
 
 class Int4Linear(Linear):
-    """Weights of four bits, with a scale and a zero for each group of inputs (see `int4`).
+    """Weights of four bits, with a scale and a zero point for each group of inputs (see `int4`).
 
     They are widened when they are read. On a GPU, for more rows than `FewRows` supports, they are widened to
     bfloat16 beforehand.
@@ -220,7 +226,7 @@ class Int4Linear(Linear):
 
 
 class GroupedLinear:
-    """Products of a mixture: each pair of row and expert (see `ExpertChoice`) with the expert's weights."""
+    """Products of a mixture of experts: each pair's row with its expert's weights (see `ExpertChoice`)."""
 
     def __init__(self, linears: list[Linear], biases: list[Tensor] | None = None) -> None:
         """`linears`: this rank's experts, all of one shape.
@@ -238,7 +244,7 @@ class GroupedLinear:
         if isinstance(first, Mxfp4Linear) and first._weight.device.type != "cpu":
             each = [linear.packed() for linear in linears if isinstance(linear, Mxfp4Linear)]
             packed, exponents = map(torch.stack, zip(*each, strict=True))
-            self._packed, self._linears = (packed, exponents), []  # there is no other use
+            self._packed, self._linears = (packed, exponents), []  # no other method uses them
         elif first._weight.device.type != "cpu":
             self._stacked = torch.stack([linear._weight for linear in linears])
             if isinstance(first, Fp8Linear):
@@ -256,7 +262,7 @@ class GroupedLinear:
 
     @property
     def is_packed(self) -> bool:
-        """Whether `of_expert` is unavailable."""
+        """Whether the weights are packed, so that `of_expert` is unavailable."""
         return self._packed is not None
 
     def of_expert(self, expert: int) -> Linear:
@@ -298,8 +304,8 @@ class GroupedLinear:
 def make_linear(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Linear:
     """Return the product for x of `dtype`; with `scales`, `weight` has 8 bits, or four (`mxfp4`, `int4`).
 
-    On a CPU, fp8 becomes floats here: CPUs have no instruction for fp8, and widening it in each product
-    measured 5 to 25 times the product itself.
+    On a CPU, fp8 becomes floats here: CPUs have no instruction for fp8, and widening fp8 in each product took
+    5 to 25 times as long as the product itself.
     """
     if scales is None:
         return Linear(weight)
@@ -329,7 +335,7 @@ def _compiled(dtype: torch.dtype, weight_dtype: torch.dtype) -> CpuProducts | No
 
 
 def uncompiled(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return the product that replaces `CpuProducts`: rows with a CPU's weights, without scales."""
+    """Return the product that replaces `CpuProducts`: of rows with a CPU's weights, without scales."""
     if weight.dtype == torch.int8:
         return functools.partial(_product_of_int8, weight=weight)
     return functools.partial(_product, weight=_packed(weight))
@@ -357,10 +363,10 @@ def _packs(dtype: torch.dtype) -> bool:
 
 
 def _product_of_int8(x: Tensor, weight: Tensor, piece: int = _PIECE) -> Tensor:
-    """Widen int8 weights, `piece` numbers at a time.
+    """Multiply with int8 weights, which are widened `piece` numbers at a time.
 
-    In bfloat16, up to `_FEW_ROWS` rows, PyTorch's own kernel is faster; in float32 it measured 7 to 40 times
-    as slow.
+    Up to `_FEW_ROWS` rows in bfloat16, PyTorch's own kernel is faster. In float32, that kernel measured 7 to
+    40 times as slow.
     """
     if x.dtype == torch.bfloat16 and len(x) <= _FEW_ROWS:
         return torch._weight_int8pack_mm(x, weight, torch.ones(len(weight), dtype=x.dtype))
@@ -371,6 +377,6 @@ def _product_of_int8(x: Tensor, weight: Tensor, piece: int = _PIECE) -> Tensor:
 
 @functools.cache
 def _cpu_has(instructions: str) -> bool:
-    """Return whether `instructions` are the best that PyTorch uses on this CPU, with oneDNN."""
+    """Return whether PyTorch has oneDNN, and `instructions` are the best that it uses on this CPU."""
     has_onednn = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
     return has_onednn and torch.backends.cpu.get_cpu_capability() == instructions

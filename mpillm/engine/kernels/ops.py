@@ -23,7 +23,7 @@ class RoundedRows(NamedTuple):
 
 
 class UnscaledProduct(NamedTuple):
-    """A product with fp8 weights before its scales: the operation that reads it next applies them."""
+    """A product with fp8 weights before its scales are applied: the next operation that reads it does so."""
 
     numbers: Tensor  # floats [n, out]
     row_scales: Tensor  # float32 [n, 1], of the input's rows
@@ -87,11 +87,14 @@ class ExpertChoice(NamedTuple):
     """
 
     weights: Tensor  # [rows, chosen], of each pair; zero if the expert is another rank's
-    order: Tensor  # [rows * chosen], pairs by this rank's experts, then pairs of other ranks' experts
+    order: Tensor  # [rows * chosen], pairs in the order of this rank's experts, then other ranks' pairs
     ends: Tensor  # [this rank's experts], where each expert's pairs end in `order`
 
     def pairs_per_row(self, x: Tensor) -> int:
-        """Return how many pairs share a row of x, which has a row for each row of the step or each pair."""
+        """Return how many pairs share a row of x.
+
+        x has a row for each row of the step, or for each pair.
+        """
         return self.weights.shape[1] if len(x) == len(self.weights) else 1
 
 
@@ -148,6 +151,6 @@ def choice_of(weights: Tensor, chosen: Tensor, experts: range) -> ExpertChoice:
 def combine(y: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sum of each row's experts: y [rows * chosen, width], weights [rows, chosen].
 
-    Each y is finite or has weight zero.
+    Each y must be finite. The GPU kernel also accepts other values with weight zero.
     """
     return (y.view(*weights.shape, y.shape[1]) * weights[:, :, None]).sum(1)

@@ -14,11 +14,11 @@ class Put(NamedTuple):
     n_tokens: int
     blocks: list[int]
     target_blocks: list[int]
-    layer: int  # the first
+    layer: int  # the first layer
     head: int
     target_layer: int
     target_head: int
-    first: int = 0  # the target does not need earlier tokens
+    first: int = 0  # first token to copy: the target does not need earlier tokens
 
 
 class TargetCache(NamedTuple):

@@ -1,13 +1,13 @@
-"""Triton kernels between the matrix products, on NVIDIA GPUs; `ops` has them in plain PyTorch.
+"""Triton kernels between the matrix products, on NVIDIA GPUs; `ops` has the same in plain PyTorch.
 
 The cache of a layer is [blocks, kv_heads, tokens_per_block, head_dim] (see `kv_cache`); in fp8 it has
-`scales` [2, kv_heads], None in another dtype. `table` [slots, blocks of a sequence] (int32) names the blocks
-of a sequence. A row of a step is a token, with the slot of its sequence and its position in it. All sums are
-float32.
+`scales` [2, kv_heads], None in another dtype. `table` [slots, blocks of a sequence] (int32) has the block
+numbers of each slot's sequence. A row of a step is a token, with the slot of its sequence and its position in
+the sequence. All sums are float32.
 
 A kernel's compilation may depend on the number of rows only through powers of two; otherwise the warm-up
-misses variants (see `gpu_steps`). It must not depend on alignment, which varies with the start of a buffer's
-part.
+misses variants (see `gpu_steps`). The compilation must not depend on alignment, because alignment varies with
+where a part of a buffer starts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mpillm.engine.kernels.ops import Partial, RoundedRows, UnscaledProduct
 from mpillm.engine.kernels.sum_kernels import sum_add_norm
 from mpillm.engine.shape.composition import CLAMP, SWISH, Activation
 
-_LARGEST = tl.constexpr(448.0)  # fp8 number
+_LARGEST = tl.constexpr(448.0)  # largest fp8 number
 _CLAMP, _SWISH = tl.constexpr(CLAMP), tl.constexpr(SWISH)
 
 
@@ -233,7 +233,8 @@ def rotate_store(
 ) -> Tensor:
     """Rotate queries and keys; store keys and values in the cache.
 
-    Keys and values in `out` equal the cache's numbers, without scales, so attention may read either.
+    Keys and values in `out` equal the cache's numbers, without scales, so attention may read them from `out`
+    or the cache.
 
     Args:
         qkv: [n, heads + 2 * kv_heads, head_dim].

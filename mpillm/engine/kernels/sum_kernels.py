@@ -1,17 +1,17 @@
 """A sum over the GPUs of a TP group, its residual and its norm, in one Triton kernel over NVLink.
 
-For few rows, each rank adds all ranks' parts itself, in rank order, so that all ranks have the same sum. It
-writes its part to the buffers of the other ranks. Each 16-bit number shares an int32 with the turn, and a
-reader polls these int32 numbers. They double the bytes and save a round trip (as in NCCL's protocol LL). A
-row has two places, which alternate. A rank writes a place again only after it has received the next row from
-all ranks, so they have read the place.
+For few rows, each rank writes its part to the buffers of the other ranks. Then each rank adds all parts, in
+rank order, so that all ranks have the same sum. Each 16-bit number shares an int32 with the turn (the number
+of the sum), and a reader polls these int32 numbers. They double the bytes and save a round trip (as in NCCL's
+protocol LL). A row has two places in a buffer, which alternate. A rank writes to a place again only after it
+has received the next row from all ranks, which have then read the place.
 
 For more rows, each rank owns every `RANKS`th row. The other ranks write their parts of the row to the owner's
 buffer. The owner adds them, computes the norm and, before a product with fp8 weights, rounds the result to
 half the bytes. Then it writes the result to the buffers of the other ranks (a reduce-scatter and an
-all-gather). So a rank's residual is right in its own rows only (`SharedRows.own`). A program has the same
-rows on all ranks. It waits only for the same program of other ranks: before it reads parts, and before it
-reads results. So a row needs only one place.
+all-gather). So a rank's residual is correct only in its own rows (`SharedRows.own`). A program processes the
+same rows on all ranks. It waits only for the same program on other ranks: before it reads parts, and before
+it reads results. So a row needs only one place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mpillm.engine.kernels.ops import RoundedRows, UnscaledProduct
 from mpillm.engine.parallel.shared_rows import FEW_ROWS, PROGRAMS, SharedRows
 
 _MAX_POLLS = tl.constexpr(1 << 28)  # some minutes
-_LARGEST = tl.constexpr(448.0)  # fp8 number
+_LARGEST = tl.constexpr(448.0)  # largest fp8 number
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def _sum_flagged(
 
 @triton.jit
 def _meet(addresses, turn, program, rank, RANKS: tl.constexpr):
-    """Flag to the same program on all ranks that this program has written, and wait for their flags."""
+    """Set this program's flag on all other ranks, after its writes, and wait for their flags."""
     tl.debug_barrier()  # every thread has stored before one sets the flag
     for other in tl.static_range(RANKS):
         if other != rank:
@@ -88,7 +88,7 @@ def _meet(addresses, turn, program, rank, RANKS: tl.constexpr):
             flag = flags + program * RANKS + other
             reached = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
             polls = 0
-            while (reached - turn < 0) & (polls < _MAX_POLLS):  # also right when int32 wraps
+            while (reached - turn < 0) & (polls < _MAX_POLLS):  # correct even when int32 wraps
                 reached = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
                 polls += 1
             _end_if_lost(polls)
@@ -214,7 +214,7 @@ def sum_add_norm(
 ) -> Tensor | RoundedRows:
     """Compute `step_kernels.add_norm` with the sum over the TP group of `part` [n, hidden] as delta.
 
-    Collective, with the same n. Updates all rows of x, or this rank's (`SharedRows.splits`).
+    Collective, with the same n. Updates all rows of x, or only this rank's rows (see `SharedRows.splits`).
     """
     n, width = x.shape
     block = next_power_of_2(width)

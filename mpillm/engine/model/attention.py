@@ -1,9 +1,9 @@
-"""Attention of one step: sequences that add one token or a few, together, and sequences that add several.
+"""Attention of one step: of decoding sequences, which add one token or a few, and of contexts.
 
-With `CpuKernels` one kernel computes the first kind, and the second up to some length, row by row. Otherwise
-the first kind (decode) is in `decode_attention`. Several new tokens (context) go through PyTorch's fused
-attention. Contexts that start at position 0 run together, padded to the longest; the causal mask hides the
-padding. A context whose first part is in the cache runs alone.
+With `CpuKernels`, one kernel computes decoding sequences and short contexts, row by row. Otherwise,
+`decode_attention` computes decoding sequences. The other contexts go through PyTorch's fused attention.
+Contexts that start at position 0 run together, padded to the longest; the causal mask hides the padding. A
+context whose first part is in the cache runs alone.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from mpillm.engine.model.step_parts import PLAIN, LayerKind
 from mpillm.engine.schedule.step import Span
 
 _MAX_PADDING = 1.25  # padded rows over real ones, for contexts computed together
-# Tokens of a context, with those before it, that go to `CpuKernels.attend`: 32 take it a half to a quarter of
-# the time of PyTorch's attention, 512 0.6 to 0.95, 1,024 0.8 to 1.4 (two cores of an AMD EPYC with AVX-512);
-# with AVX2 64 a half, 512 0.7 to 0.9, 1,024 1.03 to 1.15.
+# Longest context, with its cached tokens, that goes to `CpuKernels.attend`. Its time over that of PyTorch's
+# attention, on two cores of an AMD EPYC with AVX-512: a half to a quarter with 32 tokens, 0.6 to 0.95 with
+# 512, 0.8 to 1.4 with 1,024. With AVX2: a half with 64 tokens, 0.7 to 0.9 with 512, 1.03 to 1.15 with 1,024.
 _MAX_BY_ROW = 512
 _MAX_SCORES = 1 << 24  # in memory at a time
 
@@ -42,7 +42,7 @@ class _Rows(NamedTuple):
 
 
 class ByRow(NamedTuple):
-    """A step of which `CpuKernels` do all: arguments of `rotate_store` and `attend`."""
+    """A step that `CpuKernels` compute completely: arguments of `rotate_store` and `attend`."""
 
     rotations: Tensor
     slots: Tensor
@@ -66,11 +66,11 @@ class _PartialContext:
 
 
 class _Plan(NamedTuple):
-    """How layers with one window attend."""
+    """How layers with the same window attend."""
 
     rows: _Rows | None
     decode: DecodePlan | None
-    contexts: list[PaddedRows | _PartialContext]  # the first are from position 0
+    contexts: list[PaddedRows | _PartialContext]  # `PaddedRows`: from position 0
 
 
 class StepAttention:
@@ -90,7 +90,7 @@ class StepAttention:
         """`spans` in the order of the step's rows, those with one new token first; `tables`: slot -> blocks.
 
         `rotations`: complex64 [positions, head_dim / 2]. `dtype`: of queries, keys and values; without
-        `kernels` the cache may have another one. `kinds`: of the layers; None: all are `PLAIN`.
+        `kernels`, the cache may have another dtype. `kinds`: of the layers; None: all are `PLAIN`.
         """
         self._tables = tables
         self._cache = cache
@@ -113,7 +113,7 @@ class StepAttention:
 
     @property
     def by_row(self) -> ByRow | None:
-        """The step for one call of all layers, if it has no rows for PyTorch."""
+        """The step as arguments of one call for all layers; None if it has rows for PyTorch."""
         plan = self._plan(PLAIN)
         if self._kernels is None or plan.rows is None or plan.contexts:
             return None
@@ -144,8 +144,8 @@ class StepAttention:
         return out
 
     def _plan(self, kind: LayerKind) -> _Plan:
-        """Return the plan of a layer, made for the first of its kind."""
-        window = kind.window if kind.window < self._longest else 0  # the step's sequences are within it
+        """Return the plan of a layer, which is made for the first layer of its kind."""
+        window = kind.window if kind.window < self._longest else 0  # 0: no sequence of the step is longer
         key = window, kind.sinks is not None
         if key not in self._plans:
             self._plans[key] = self._planned(*key)
@@ -184,7 +184,7 @@ class StepAttention:
                 new.copy_(widened(numbers[:, :, None], new.dtype, scales)[:, :, 0])
 
     def _pools(self, layer: int) -> tuple[Pool, Pool]:
-        """Return the cache's keys and values."""
+        """Return a layer's keys and values in the cache."""
         scales = self._cache.scales
         return (
             Pool(self._cache.keys[layer], None if scales is None else scales[layer, 0]),

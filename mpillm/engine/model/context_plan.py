@@ -1,8 +1,8 @@
-"""How a step's kernels attend with contexts, several new tokens of a sequence: in which tiles, to what.
+"""How a step's kernels attend with contexts (several new tokens of a sequence): tiles, and sources of keys.
 
 A context's keys and values of its own step are rows of the step. Its earlier keys and values are in the
-cache's blocks. A program that reads them there looks each up and, from fp8, widens it, for each tile of
-queries. The sequence of a context with many queries is copied into rows first, once per layer.
+cache's blocks. A program that reads the blocks looks each key up, and widens it from fp8, again for each tile
+of queries. So if a context has many queries, its whole sequence is copied into rows first, once per layer.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ MIN_QUERIES = 128  # of a context whose sequence is copied
 class ContextPlan:
     """Arguments of `attention_kernels.context_attention` and `copied_rows` for a step."""
 
-    tiles: tuple[NDArray[np.int64], ...]  # each [m, 6]: no cache, a copied cache, a cache in its blocks
+    tiles: tuple[NDArray[np.int64], ...]  # each [m, 6]: without a cache, with a copied cache, in blocks
     copies: NDArray[np.int64]  # [m, 3]
     n_copied: int  # rows
-    longest: int  # sequence among them, tokens
+    longest: int  # tokens of the longest copied sequence
 
     @staticmethod
     def of(spans: Sequence[Span], starts: Sequence[int], n_queries: int, max_copied: int) -> ContextPlan:
         """Plan for `spans`, each with its first row of the step.
 
-        A tile has `n_queries` of them; at most `max_copied` rows are copied.
+        A tile has at most `n_queries` query tokens; at most `max_copied` rows are copied.
         """
         tiles: tuple[list[tuple[int, ...]], ...] = [], [], []
         copies: list[tuple[int, int, int]] = []
@@ -50,7 +50,7 @@ class ContextPlan:
                 for at in range(0, span.n_new, n_queries)
             )
         arrays = (
-            np.array(sorted(some, key=lambda tile: -tile[2]), np.int64).reshape(-1, 6)  # long ones first
+            np.array(sorted(some, key=lambda tile: -tile[2]), np.int64).reshape(-1, 6)  # the longest first
             for some in tiles
         )
         return ContextPlan(tuple(arrays), np.array(copies, np.int64).reshape(-1, 3), n_copied, longest)

@@ -1,9 +1,9 @@
-"""Attention of sequences that add one token, or a few, to cached ones: together, over the blocks in place.
+"""Attention of sequences that add one token, or a few: all together, over the cache's blocks in place.
 
-That reads much and computes little. Gathering each sequence's blocks into a padded batch costs as much as
-the attention. So the products run over the blocks in place, as one batched product per step and layer. Only
-the scores, `head_dim` times smaller than the cache, are gathered into rows per sequence for the softmax, and
-back.
+Such attention reads much and computes little. Gathering each sequence's blocks into a padded batch costs as
+much as the attention. So the products run over the blocks in place, as one batched product per step and
+layer. Only the scores, which are `head_dim` times smaller than the cache, are gathered into rows per sequence
+for the softmax, and then scattered back.
 
 Several rows of a sequence (its last token and draft tokens) are additional rows of the same products, each
 with its own mask. Sequences with fewer rows than others repeat their last row.
@@ -25,7 +25,7 @@ from mpillm.engine.cache.kv_cache import KVCache, widened
 from mpillm.engine.schedule.block_allocator import NULL_BLOCK
 from mpillm.engine.schedule.step import Span
 
-_MAX_UNOWNED = 1.5  # blocks from the first to the last over blocks wanted, for products in place
+_MAX_UNOWNED = 1.5  # limit for products in place: blocks up to the last, per block that is needed
 
 
 class Pool(NamedTuple):
@@ -36,7 +36,7 @@ class Pool(NamedTuple):
 
 
 class PaddedRows(NamedTuple):
-    """Several rows of each sequence: B sequences with Q rows each, the missing ones repeated."""
+    """Several rows of each sequence: B sequences with Q rows each; missing rows repeat the last row."""
 
     n: int  # Q
     padded: Tensor  # [B * Q] rows of the step
@@ -48,8 +48,8 @@ class PaddedRows(NamedTuple):
 class DecodePlan:
     """Indices of the products' operands.
 
-    N: blocks read, K: KV heads, H: query heads of all rows of a sequence (by KV head, row, head),
-    B: sequences, M: blocks of the longest.
+    N: blocks read, K: KV heads, H: query heads of all rows of a sequence (by KV head, row, head), B:
+    sequences, M: blocks of the longest sequence.
     """
 
     blocks: Tensor | None  # the N blocks to read; None: the first N, in place
@@ -61,7 +61,7 @@ class DecodePlan:
     members: Tensor  # blocks of sequence 0, then of sequence 1, ..., as indices into the N
     starts: Tensor  # [B] where each sequence's blocks begin in `members`
     n_sequences: int
-    rows: PaddedRows | None  # None: the step's first B rows, one of each
+    rows: PaddedRows | None  # None: the step's first B rows, one of each sequence
 
     @staticmethod
     def of(
@@ -110,7 +110,7 @@ class DecodePlan:
         if window:
             sees &= places[:, None] >= ends - window
         mask[members] = np.where(sees, 0, -np.inf)
-        if n_rows > 1:  # one for each of a KV head's query heads
+        if n_rows > 1:  # one mask for each of a KV head's query heads
             mask = np.repeat(mask, n_heads // n_kv_heads, axis=1)
         heads = np.arange(h)
         to_rows = table[:, None, :] * h + heads[:, None]
@@ -129,7 +129,7 @@ class DecodePlan:
         )
 
     def attend(self, q: Tensor, out: Tensor, *pools: Pool, sinks: Tensor | None = None) -> None:
-        """Write to `out` [rows, heads * head_dim] what the rows of `q` [rows, heads, head_dim] attend to.
+        """Write the attention of `q` [rows, heads, head_dim] to `out` [rows, heads * head_dim].
 
         `sinks`: see `LayerKind`.
         """
@@ -169,7 +169,7 @@ class DecodePlan:
 
 
 def padded_rows(first: NDArray[np.int64], last: NDArray[np.int64], n: int) -> PaddedRows:
-    """`first`: each sequence's first row in the step; `last`: how many follow."""
+    """`first`: each sequence's first row in the step; `last`: how many rows follow it."""
     padded = (first[:, None] + np.minimum(np.arange(n), last[:, None])).reshape(-1)
     real_places = np.flatnonzero(np.arange(n) <= last[:, None])
     return PaddedRows(n, *map(torch.from_numpy, (padded, real_places, padded[real_places])))

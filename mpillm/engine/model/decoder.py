@@ -1,14 +1,15 @@
-"""A decoder over a flat batch: the tokens of a step are rows, of whatever sequences.
+"""A decoder over a flat batch: its rows are the tokens of a step, from any sequences.
 
 Its layers follow the composition of the model's family (`shape.families`; `layers` has their formula).
 
-`Weights` gives a rank its own heads, intermediate values, experts and vocabulary. So the formula is the
-model's, and only sums over the TP group are added: of attention's output, of the feed-forward and of
-the embedding. `Weights` also reorders the rows of the q and k projections: the values that a rotary embedding
-pairs are adjacent. The rotation is then one complex product, in place. Scores do not change, and cached keys
-keep that order.
+`Weights` gives a rank its own heads, intermediate values, experts and vocabulary. So a rank computes the
+model's formula on its part, and only sums over the TP group are added: of the outputs of attention,
+feed-forward and embedding. `Weights` also reorders the rows of the q and k projections, so that the values
+that a rotary embedding pairs are adjacent. The rotation is then one complex product, in place. Scores do not
+change, and cached keys keep that order.
 
-Attention comes with the step. All operations except matrix products are in `ops` or, on a GPU, in `kernels`.
+Attention is an argument of each step. All operations except matrix products are in `ops` or, on a GPU, in
+`kernels`.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from mpillm.engine.weights.rank_weights import Weights
 
 
 class Features:
-    """Outputs of the last step, side by side in the first rows of `rows` [max rows, layers * hidden]."""
+    """Outputs of some layers in the last step, side by side in `rows` [max rows, layers * hidden]."""
 
     def __init__(self, layers: tuple[int, ...], rows: Tensor) -> None:
-        """`layers`: their numbers; the number after the last layer's means the normed output of the last one.
+        """`layers`: their indices; the model's number of layers stands for the last layer's normed output.
 
-        `rows` stays where it is for graphs.
+        `rows` stays at its address, for CUDA graphs. Each step fills the first rows.
         """
         self.layers = layers
         self.rows = rows
@@ -88,7 +89,10 @@ class Decoder:
                 self.layers[layer + 1].observe = functools.partial(self._note, features, layer)
 
     def read_choices_above(self, n_rows: int) -> None:
-        """Let the host wait for the choice of experts in steps of more rows, which no CUDA graph may have."""
+        """Let the host wait for the choice of experts in steps of more than `n_rows` rows.
+
+        Such steps must not be CUDA graphs.
+        """
         for layer in self.layers:
             if isinstance(layer.feed_forward, ExpertMixture):
                 layer.feed_forward.one_by_one_above = n_rows
@@ -102,7 +106,7 @@ class Decoder:
         return self.placed(self._groups.all_reduce(x.mul_(is_own[:, None])), positions)
 
     def placed(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return rows of the embedding as the layers take them; x may be changed."""
+        """Scale x (embedding rows) or add learned positions if the family requires it; x may be changed."""
         if self.config.family.embedding.is_scaled:
             scale = torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype)  # rounded, as in transformers
             x.mul_(scale.item())
@@ -126,7 +130,7 @@ class Decoder:
     # The parts of `forward`, from one attention to the next.
 
     def before(self, layer: int, x: Tensor, attended: Tensor | None) -> Product:
-        """Return a layer's queries, keys and values; x becomes its residual.
+        """Return a layer's queries, keys and values; x becomes the layer's residual.
 
         `attended`: the output of attention in the layer before; None for the first layer.
         """
@@ -136,18 +140,18 @@ class Decoder:
     def leave(self, x: Tensor, attended: Tensor, logits_rows: Tensor | None, n_padded: int = 0) -> Tensor:
         """Return the result of `forward` from the last attention's output.
 
-        `n_padded`: the number of computed rows, if more than x has.
+        `n_padded`: the number of computed rows with padding; 0: as many as x has.
         """
         features = self.features if self.lm_head is not None else None
         keeps_last = features is not None and self.config.n_layers in features.layers
         if self.lm_head is not None and logits_rows is not None and not keeps_last:
             x = self._chosen(x, logits_rows, n_padded or len(x))  # nothing reads the other rows
             attended = attended.index_select(0, logits_rows)
-        elif keeps_last and n_padded > len(x):  # ranks may share fewer rows in another way
+        elif keeps_last and n_padded > len(x):  # `SharedRows.splits` may differ for fewer rows
             x = self._full_residual(x, n_padded)
         delta = self.layers[-1].after(x, attended)
         if self.lm_head is None:
-            assert not isinstance(delta, Partial)  # ranks of several stages share no rows
+            assert not isinstance(delta, Partial)  # with several stages, ranks share no rows
             return x if delta is None else x.add_(self._ops.scaled(delta))
         last: Tensor = self._norm(x, delta)
         if keeps_last:
@@ -157,7 +161,7 @@ class Decoder:
         return last
 
     def logits(self, normed: Tensor) -> Tensor:
-        """Return this rank's columns of the logits, in the weights' dtype, from `forward`'s last stage."""
+        """Return this rank's columns of the logits, in the weights' dtype, from rows of `forward`."""
         assert self.lm_head is not None
         return self.lm_head(normed)
 
@@ -172,7 +176,7 @@ class Decoder:
         return self._chosen(x, torch.arange(len(x), device=x.device), n_computed)
 
     def _chosen(self, x: Tensor, rows: Tensor, n_computed: int) -> Tensor:
-        """Return `rows` of the residual x, of which each rank may have its own only."""
+        """Return `rows` of the residual x, of which each rank may have only its own rows."""
         shared = self._groups.shared_rows
         if shared is None or not shared.splits(n_computed, x.dtype):
             return x.index_select(0, rows)

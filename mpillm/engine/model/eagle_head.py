@@ -1,7 +1,8 @@
-"""An EAGLE-3 head: a draft layer, which reads a token's embedding and a hidden state before it.
+"""An EAGLE-3 head: a draft layer, which reads a token's embedding and the previous token's hidden state.
 
-Li et al., EAGLE-3, 2025. Row i of a sequence is token i + 1 with the hidden state of token i: three layers'
-outputs of the model, `fuse`d into one. After a draft token it is the head's own output for the row before.
+Li et al., EAGLE-3, 2025. Row i of a sequence is token i + 1 with the hidden state of token i: the outputs of
+three layers of the model, `fuse`d into one vector. After a draft token, the hidden state is the head's own
+output for the previous row.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ class EagleHead(Decoder):
         weights = Shards(source, eagle.model, RankLayout(), dtype, embedding.device)
         super().__init__(eagle.model, weights, max_seq_len, Groups(), ops)
         # Before a step, the hidden state that each row reads, in the first rows. After the step, the head's
-        # outputs. The memory stays in place for graphs.
+        # outputs. The memory stays in place for CUDA graphs.
         self.hidden = embedding.new_zeros(max_rows, eagle.model.hidden_size, dtype=dtype)
         self._fc = Linear(weights.get("fc"))
         self._hidden_norm = AddRmsNorm(weights.get(f"{LAYER}hidden_norm"), self.config.rms_norm_eps, ops)
         self._norm_before_residual = eagle.norm_before_residual
         self._vocab_size = eagle.vocab_size
-        self._tokens: Tensor | None = None  # of the model, by the head's numbers
+        self._tokens: Tensor | None = None  # the model's token for each token of the head
         if "d2t" in eagle.names:
             added = source.get("d2t").to(embedding.device)
             self._tokens = torch.arange(len(added), device=embedding.device) + added
@@ -82,7 +83,7 @@ class EagleHead(Decoder):
 
 
 class _HeadFile:
-    """Implements `WeightSource`: a head's tensors by the names of a model's."""
+    """Implements `WeightSource`: a head's tensors, under the names that they would have in a model."""
 
     def __init__(self, eagle: EagleConfig, embedding: Tensor) -> None:
         self._eagle = eagle

@@ -27,7 +27,7 @@ class GatedMlp:
         self._ops = ops
 
     def __call__(self, x: Any, onto: Tensor | None = None) -> Tensor | UnscaledProduct | None:
-        """Compute. With `onto` it may add the result there, and return None."""
+        """Return the result. With `onto`, it may instead add the result there, and return None."""
         n_rows = len(x.numbers if isinstance(x, RoundedRows) else x)
         # With few rows the product applies SiLU to its result.
         few = self.gate_up.few(n_rows) if self.activation == "silu" else None
@@ -39,7 +39,7 @@ class GatedMlp:
         return self.down(hidden, onto)
 
     def rounds(self, n_rows: int) -> bool:
-        """Return whether the first product takes so many rows rounded (see `Linear.rounds`)."""
+        """Return whether the first product accepts `n_rows` rounded rows (see `Linear.rounds`)."""
         return self.gate_up.rounds(n_rows)
 
 
@@ -57,12 +57,12 @@ class PlainMlp:
         return self.down(hidden)
 
     def rounds(self, n_rows: int) -> bool:
-        """Return whether the first product takes so many rows rounded (see `Linear.rounds`)."""
+        """Return whether the first product accepts `n_rows` rounded rows (see `Linear.rounds`)."""
         return self.up.rounds(n_rows)
 
 
 class ExpertMixture:
-    """A mixture of experts: the best few for each row, weighted; this rank adds its own experts' part."""
+    """A mixture of experts: the best few for each row, weighted; this rank computes its own experts' part."""
 
     def __init__(self, weights: Weights, prefix: str, parts: Mixture, experts: range, ops: Ops) -> None:
         """`prefix`: of its tensors; `experts`: this rank's."""
@@ -70,12 +70,12 @@ class ExpertMixture:
         self._experts = experts
         self._parts = parts
         self.n_chosen = parts.n_chosen
-        # With more rows cuBLAS, expert by expert, is faster than one kernel for all, although the host waits
-        # for the choice: on a GPU, in steps that are not CUDA graphs.
+        # For a GPU, in steps that are not CUDA graphs: with more rows, cuBLAS, expert by expert, is faster
+        # than one kernel for all experts, although the host waits for the choice.
         self.one_by_one_above = math.inf
         router = f"{prefix}.{parts.router}"
         self._router_bias = weights.bias(router) if parts.bias else None
-        self._correction: Tensor | None = None  # of scores in groups
+        self._correction: Tensor | None = None  # bias of the scores of grouped experts
         self._shared: GatedMlp | None = None
         if parts.groups is not None:
             self.router = Linear(weights.get(router).float())
@@ -135,7 +135,7 @@ class ExpertMixture:
         pairs = choice.order.long().clamp_(0, len(choice.order) - 1)  # undefined after the last end
         numbers = _rows_of(numbers, pairs // self.n_chosen)
         ends = choice.ends.tolist()
-        places = torch.empty_like(choice.order)  # of each pair, by experts
+        places = torch.empty_like(choice.order)  # of each pair, in the experts' order
         places[pairs[: ends[-1]]] = torch.arange(ends[-1], dtype=places.dtype, device=places.device)
         out, start = x.new_empty(len(pairs), self.down.out_features), 0
         for expert, end in enumerate(ends):
@@ -164,6 +164,6 @@ def _rows_of(x: Tensor | RoundedRows, rows: Tensor) -> Any:
 
 
 def _part(x: Tensor | RoundedRows, start: int, end: int) -> Any:
-    if isinstance(x, RoundedRows):  # cuBLAS requires scales aligned to 16 bytes: a copy
+    if isinstance(x, RoundedRows):  # a copy, because cuBLAS requires scales aligned to 16 bytes
         return RoundedRows(x.numbers[start:end], x.scales[start:end].clone(), x.dtype)
     return x[start:end]

@@ -1,9 +1,10 @@
 """Latent attention (DeepSeek V3): all heads read one short vector of each token, and no more is cached.
 
 A token's key is its latent and a few rotated values; its value is the latent. The matrix that makes keys from
-latents is multiplied into the queries, and the matrix that makes values into the result. So one KV head of
-`Latent.head_dim` values serves all query heads, with the kernels of any model and a cache of keys alone. Read
-as a value, a key has a few additional values, which the result ignores.
+latents is multiplied into the queries. The matrix that makes values from latents is multiplied into the
+result. So one KV head of `Latent.head_dim` values serves all query heads, with the kernels of any model and a
+cache of keys alone. If a kernel reads a key as a value, it has a few additional numbers, which the result
+ignores.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class LatentProjections:
         kv_weights = weights.dense(f"{prefix}.kv_b_proj")
         kv_weights = kv_weights.view(-1, sizes.qk_nope_head_dim + sizes.v_head_dim, sizes.kv_lora_rank)
         keys, values = kv_weights[:, : sizes.qk_nope_head_dim], kv_weights[:, sizes.qk_nope_head_dim :]
-        # Attention divides by the root of the cached size.
+        # Attention divides scores by the root of the cached head size.
         self._scale = (sizes.head_dim / sizes.query_dim) ** 0.5 * weights.config.score_factor
         self._keys, self._values = keys.contiguous(), values.transpose(1, 2).contiguous()
 

@@ -1,7 +1,7 @@
 """The formula of a layer: what it computes before and after attention, over the rows of a step.
 
-x is the residual, changed in place. A norm adds the last product to it (`delta`) and norms the sum, in one
-kernel where there is one. So the methods return what is still to be added.
+x is the residual, changed in place. A norm adds the last product (`delta`) to the residual and norms the sum,
+in one kernel if the device has one. So the methods return the delta that is still to be added.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Norm(Protocol):
     weight: Tensor
 
     def __call__(self, x: Tensor, delta: Delta = None) -> Any:
-        """Add delta to x in place, and return the norm of x: rounded, if the reader takes it rounded."""
+        """Add delta to x in place, and return the norm of x: rounded, if the next product accepts that."""
         ...
 
 
@@ -37,7 +37,7 @@ class Projections(Protocol):
     kind: LayerKind
 
     def rounds(self, n_rows: int) -> bool:
-        """Return whether it takes so many rows rounded (see `Linear.rounds`)."""
+        """Return whether it accepts `n_rows` rounded rows (see `Linear.rounds`)."""
         ...
 
     def qkv(self, x: Any) -> Product:
@@ -53,7 +53,7 @@ class FeedForward(Protocol):
     """A dense feed-forward, or a mixture of experts."""
 
     def rounds(self, n_rows: int) -> bool:
-        """Return whether it takes so many rows rounded (see `Linear.rounds`)."""
+        """Return whether it accepts `n_rows` rounded rows (see `Linear.rounds`)."""
         ...
 
     def __call__(self, x: Any, onto: Tensor | None = None) -> Product | None:
@@ -74,7 +74,7 @@ class Layer(ABC):
         self.tp_sum = tp_sum
 
     def before(self, x: Tensor, delta: Delta) -> Product:
-        """Return queries, keys and values; delta, from the layer before, is added to x."""
+        """Return queries, keys and values; delta, from the previous layer, is added to x."""
         normed = self.norm(x, delta)
         if self.observe is not None:
             self.observe(x)
@@ -82,7 +82,7 @@ class Layer(ABC):
 
     @abstractmethod
     def after(self, x: Tensor, attended: Tensor) -> Delta:
-        """Return what is still to be added to x after attention."""
+        """Compute the layer after attention; return the delta that is still to be added to x."""
 
 
 class PreNormLayer(Layer):
@@ -98,7 +98,7 @@ class SandwichNormLayer(Layer):
     """x += attention_norm(attention(norm(x))), then x += after_norm(feed_forward(post_norm(x)))."""
 
     def __init__(self, *parts: Any, attention_norm: Norm, after_norm: Norm) -> None:
-        """`parts`: as of `Layer`."""
+        """`parts`: arguments of `Layer`."""
         super().__init__(*parts)
         self.attention_norm, self.after_norm = attention_norm, after_norm
 
@@ -113,7 +113,7 @@ class TpSum:
     """The sum of a product over the ranks of a TP group, each of which has a part of it."""
 
     def __init__(self, groups: Groups, ops: Ops, *, norm_adds: bool) -> None:
-        """`norm_adds`: the norms of the residual take a `Partial`."""
+        """`norm_adds`: the norms of the residual accept a `Partial`."""
         self._groups = groups
         self._ops = ops
         self._norm_adds = norm_adds
@@ -123,10 +123,10 @@ class TpSum:
         return x if self._groups.layout.tp_size == 1 else None
 
     def __call__(self, product: Product | None) -> Delta:
-        """Return the sum; None has been added to the residual.
+        """Return the sum; None: the product is already in the residual.
 
-        An only rank leaves the product's scales to the next norm. A rank that shares rows with others leaves
-        also the sum.
+        A single rank leaves the product's scales to the next norm. A rank that shares rows with others also
+        leaves the sum to the next norm.
         """
         if product is None or self._groups.layout.tp_size == 1:
             return product
@@ -145,7 +145,7 @@ class AddRmsNorm:
     def __init__(
         self, weight: Tensor, eps: float, ops: Ops, rounds: Callable[[int], bool] | None = None
     ) -> None:
-        """`rounds`: of the norm's reader; None: it takes floats."""
+        """`rounds`: method of the product that reads the norm; None: it reads floats."""
         self.weight = weight
         self._eps = eps
         self._ops = ops

@@ -75,7 +75,7 @@ class ModelPart:
     def load(
         cls, config: EngineConfig, info: ModelInfo, groups: Groups, *, device: str = "cpu", ops: Ops = ops
     ) -> ModelPart:
-        """Load the weights: minutes for a large model. Raises ConfigError as `open_weights`."""
+        """Load the weights, in minutes for a large model. Raises ConfigError as `open_weights` does."""
         with torch.inference_mode():
             weights = open_weights(info, groups.layout, device, dummy=config.load_format == "dummy")
             model = Decoder(info.config, weights, info.max_seq_len, groups, ops)

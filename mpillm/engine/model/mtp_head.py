@@ -1,8 +1,8 @@
-"""DeepSeek's draft layer: a layer as the model's, which reads a token's embedding and a hidden state.
+"""DeepSeek's draft layer: like the model's, but it reads a token's embedding and a hidden state.
 
 DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 2.2. Row i of a sequence is token i + 1 with the
-hidden state of token i: the model's last one, normed. After a draft token it is this layer's own output for
-the row before, normed by its own head, as in TensorRT-LLM.
+hidden state of token i: the model's last hidden state, normed. After a draft token, the hidden state is this
+layer's own output for the previous row, normed by the layer's own head, as in TensorRT-LLM.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class MtpHead(Decoder):
     def __init__(
         self, mtp: MtpConfig, embedding: Tensor, max_seq_len: int, dtype: torch.dtype, ops: Ops, max_rows: int
     ) -> None:
-        """As `EagleHead`."""
+        """See `EagleHead`."""
         source = _DraftLayer(mtp, embedding)
         weights = Shards(source, mtp.model, RankLayout(), dtype, embedding.device, mtp.quantization)
         super().__init__(mtp.model, weights, max_seq_len, Groups(), ops)
@@ -57,7 +57,7 @@ class MtpHead(Decoder):
 
 
 class _DraftLayer:
-    """Implements `WeightSource`: the layer's tensors by the names of a model's."""
+    """Implements `WeightSource`: the layer's tensors, under the names that they would have in a model."""
 
     def __init__(self, mtp: MtpConfig, embedding: Tensor) -> None:
         self._checkpoint = Checkpoint(mtp.folder, mtp.full_model)

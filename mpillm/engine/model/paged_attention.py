@@ -49,7 +49,7 @@ class PagedAttention:
     n_decode: int
     contexts: Contexts | None
     kinds: Sequence[LayerKind]  # of the layers
-    fp8_contexts: bool = False  # those whose rows are copied are multiplied in fp8
+    fp8_contexts: bool = False  # contexts with copied rows are multiplied in fp8
 
     def __call__(self, layer: int, qkv: Tensor | UnscaledProduct) -> Tensor:
         turned = self.store(layer, qkv)
@@ -69,7 +69,7 @@ class PagedAttention:
         return turned
 
     def attend(self, layer: int, turned: Tensor, out: Tensor) -> None:
-        """Attend with what `store` returned: out [rows, heads * head_dim]."""
+        """Attend with `turned`, the result of `store`: out [rows, heads * head_dim]."""
         caches, n, kind = self.caches[layer], self.n_decode, self.kinds[layer]
         if n:
             rows = self.slots[:n], self.positions[:n]

@@ -1,4 +1,4 @@
-"""The products around grouped-query attention, and the product whose result the residual gets."""
+"""The products around grouped-query attention, and the product that is added to the residual."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpillm.engine.model.step_parts import LayerKind, Ops
 
 
 class OutputProduct:
-    """A product whose result is added to the residual, for few rows by the product itself."""
+    """A product whose result is added to the residual; for few rows, the product's kernel adds it."""
 
     def __init__(self, product: Linear, bias: Tensor | None, ops: Ops) -> None:
         self.product = product
@@ -43,7 +43,7 @@ class GroupedProjections:
         eps: float,
         ops: Ops,
     ) -> None:
-        """`norms`: of each head of q and of k; `heads`: this rank's q and KV heads, and values of a head."""
+        """`norms`: of each head of q and of k; `heads`: numbers of q heads, KV heads, values per head."""
         self.product = qkv
         self.output = output
         self.kind = kind

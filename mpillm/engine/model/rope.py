@@ -13,11 +13,11 @@ from mpillm.engine.shape.model_config import ModelConfig, RopeScaling
 def rotations(config: ModelConfig, max_seq_len: int) -> Tensor:
     """Return exp(i * position * frequency): complex64 [max_seq_len, head_dim / 2].
 
-    Where layers with a window have a base of their own, theirs come behind: [2 * max_seq_len, head_dim / 2].
+    If layers with a window have their own base, their rotations follow: [2 * max_seq_len, head_dim / 2].
     """
     if config.family.embedding.has_positions:
         return torch.ones(max_seq_len, config.head_dim // 2, dtype=torch.complex64)
-    if (latent := config.latent) is not None:  # whose first values are not turned
+    if (latent := config.latent) is not None:  # its first values are not turned
         turns = _of_rope(config.rope_theta, config.rope_scaling, latent.qk_rope_head_dim, max_seq_len)
         return torch.cat([torch.ones(max_seq_len, latent.kv_lora_rank // 2) + 0j, turns], dim=1)
     plain = _of_rope(config.rope_theta, config.rope_scaling, config.head_dim, max_seq_len)
@@ -35,18 +35,18 @@ def _of_rope(theta: float, scaling: RopeScaling, head_dim: int, n: int) -> Tenso
 
 def _scaled(frequencies: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
     if scaling.kind == "llama3":
-        # Low frequencies are divided by the factor, high ones kept, those between blended.
+        # Low frequencies are divided by the factor, high frequencies kept, those in between blended.
         turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
         keep = (
             (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         ).clamp(0, 1)
         return frequencies * (keep + (1 - keep) / scaling.factor)
     if scaling.kind == "yarn":
-        # As llama3, with the blend even over the pairs' numbers (Peng et al., YaRN, 2023).
+        # As llama3, but the blend is linear in the pair's index (Peng et al., YaRN, 2023).
         n, length = len(frequencies), scaling.original_max_position_embeddings
 
         def pair(turns: float) -> float:
-            """Return which pair, from 0 to n, turns so often over the original length."""
+            """Return which pair, from 0 to n, makes so many turns over the original length."""
             return n * math.log(length / (turns * 2 * math.pi)) / math.log(theta)
 
         low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)

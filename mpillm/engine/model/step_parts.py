@@ -1,4 +1,4 @@
-"""Parts of a step that are not the model's: attention, and a device's steps and operations, as protocols."""
+"""Protocols for parts of a step outside the model: attention, and a device's steps and operations."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class LayerKind(NamedTuple):
 
     window: int = 0  # tokens that a token sees, itself included; 0: all before it
     first_rotation: int = 0  # index in the model's table of the rotation of position 0
-    sinks: Tensor | None = None  # float32 [heads]: a score that takes its share of the sum, and adds nothing
-    rank: int = 0  # first values of a key that are also the value (see `latent`); 0: values are separate
+    sinks: Tensor | None = None  # float32 [heads]: a score in the softmax's sum that adds no value
+    rank: int = 0  # number of a key's first values that are also the value (see `latent`); 0: separate
 
 
 PLAIN = LayerKind()

@@ -48,7 +48,7 @@ class TorchParts:
     def norm(
         self, norm: composition.Norm, prefix: str = "", rounds: Callable[[int], bool] | None = None
     ) -> layers.Norm:
-        """Read a norm; `rounds`: of its reader (see `AddRmsNorm`)."""
+        """Read a norm; `rounds`: see `AddRmsNorm`."""
         name, eps = f"{prefix}{norm.name}", self._config.rms_norm_eps
         weight = self._weights.get(name)
         if isinstance(norm, LayerNorm):

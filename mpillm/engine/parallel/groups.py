@@ -58,7 +58,7 @@ class Groups:
 
 
 class MpiGroups(Groups):
-    """One of several ranks, over the communicators of their instance."""
+    """One of an instance's several ranks, with the instance's communicators."""
 
     def __init__(self, layout: RankLayout, comms: InstanceComms) -> None:
         super().__init__(layout)
@@ -77,7 +77,7 @@ class MpiGroups(Groups):
     def all_reduce(self, x: Tensor) -> Tensor:
         if self._tp.size == 1 or not x.numel():
             return x
-        total = x.float().contiguous()  # float32: MPI has no bfloat16, and sums lose less
+        total = x.float().contiguous()  # float32: MPI has no bfloat16, and sums lose less precision
         with yielding_while_waiting():
             self._tp.Allreduce(self._mpi.IN_PLACE, (total.numpy(), self._mpi.FLOAT))
         return total.to(x.dtype)

@@ -1,6 +1,6 @@
 """NCCL through ctypes: collectives of a TP group and messages between GPUs, on PyTorch's current stream.
 
-So CUDA graphs capture them. The library comes with PyTorch. The communicators are separate from PyTorch's;
+So CUDA graphs capture both. The library comes with PyTorch. The communicators are separate from PyTorch's;
 MPI broadcasts their id. The host never waits here: operations complete in stream order. Tensors are
 contiguous and on this rank's GPU.
 """
@@ -184,7 +184,10 @@ class NcclGroups(MpiGroups):
         return x if self._tp_gpus is None else self._tp_gpus.broadcast(x, 0)
 
     def send_plan(self, step: Step) -> None:
-        """Send the plan and wait for its delivery: this host may block on its GPU, which needs the others."""
+        """Send the plan and wait for its delivery.
+
+        Later, this host may block on its GPU, which waits for the other ranks' GPUs.
+        """
         super().send_plan(step)
         self._instance.flush(math.inf)
 

@@ -1,6 +1,6 @@
 """Memory of a GPU that the GPUs of other processes read and write over NVLink, by CUDA's driver API.
 
-Each rank allocates, and opens the others' memory by handles that go over MPI (CUDA IPC).
+Each rank allocates memory, and opens the other ranks' memory by handles that go over MPI (CUDA IPC).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class ExportedMemory(NamedTuple):
 
 
 def export(tensor: torch.Tensor) -> ExportedMemory:
-    """Export `tensor` to other processes, as long as it lives. Raises RuntimeError if the driver refuses."""
-    torch.cuda.current_stream().synchronize()  # makes PyTorch's context this thread's
+    """Export `tensor` to other processes, while it exists. Raises RuntimeError if the driver refuses."""
+    torch.cuda.current_stream().synchronize()  # makes PyTorch's CUDA context current in this thread
     cuda, base, handle = _driver(), ctypes.c_uint64(), _Handle()
     _check(cuda.cuMemGetAddressRange_v2(ctypes.byref(base), None, ctypes.c_uint64(tensor.data_ptr())))
     _check(cuda.cuIpcGetMemHandle(ctypes.byref(handle), base))
@@ -59,7 +59,7 @@ def _host() -> str:
 
 
 def share_memory(comm: MPI.Intracomm, n_bytes: int) -> list[int] | None:
-    """Return the addresses of `n_bytes`, initially zero, on each rank's GPU. Collective.
+    """Allocate `n_bytes` of zeros on each rank's GPU; return their addresses in this process. Collective.
 
     The memory is freed with the process. Returns None on all ranks if a GPU cannot access the memory of every
     other GPU with atomics: on several nodes, without NVLink, or in containers that may not share memory. The
@@ -105,7 +105,7 @@ def _bus_id(cuda: ctypes.CDLL) -> bytes:
 
 
 def _allocate(cuda: ctypes.CDLL, n_bytes: int) -> tuple[int, _Handle]:
-    torch.cuda.current_stream().synchronize()  # makes PyTorch's context this thread's
+    torch.cuda.current_stream().synchronize()  # makes PyTorch's CUDA context current in this thread
     address, handle = ctypes.c_uint64(), _Handle()
     _check(cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(n_bytes)))
     _check(cuda.cuMemsetD8_v2(address, ctypes.c_ubyte(0), ctypes.c_size_t(n_bytes)))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 PROGRAMS = 256  # limit for a sum's kernel: a GPU with 132 SMs runs as many simultaneously
-FEW_ROWS = 32  # each number is sent in an int32 with the turn; at most PROGRAMS
+FEW_ROWS = 32  # for up to so many rows, each number shares an int32 with the turn; at most PROGRAMS
 _MAX_ROWS = 2048
 
 
@@ -28,13 +28,16 @@ class SharedRows:
     """
 
     rank: int
-    n_rows: int  # of one kernel, a multiple of the ranks; a larger sum needs several kernels
+    n_rows: int  # of one kernel, a multiple of the number of ranks; a larger sum needs several kernels
     addresses: Tensor  # int64 [ranks]: of each rank's buffer
-    turns: Tensor  # int32 [PROGRAMS + FEW_ROWS]: sums so far of each program, then of each of few rows
+    turns: Tensor  # int32 [PROGRAMS + FEW_ROWS]: number of sums of each program, then of each of few rows
 
     @staticmethod
     def splits(n_rows: int, dtype: torch.dtype) -> bool:
-        """Return whether the ranks share `n_rows` rows; each then updates the residual of its own rows."""
+        """Return whether the ranks share `n_rows` rows.
+
+        If so, each rank updates the residual of only its own rows.
+        """
         return n_rows > FEW_ROWS or dtype.itemsize != 2
 
     def own(self, x: Tensor, rows: Tensor) -> Tensor:

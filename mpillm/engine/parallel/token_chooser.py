@@ -21,7 +21,7 @@ AdjustLogits = Callable[[Tensor, int], None]
 class TokenChooser:
     """Chooses tokens on the ranks of a TP group. All methods are collective."""
 
-    max_rows = CHOSEN_AT_ONCE  # if their logits are copied
+    max_rows = CHOSEN_AT_ONCE  # of one choice, if the logits are copied
 
     def __init__(self, info: ModelInfo, groups: Groups, device: torch.device) -> None:
         self._groups = groups
@@ -91,22 +91,22 @@ class TokenChooser:
         ends = self._ends if is_gathered else self._own_ends
         if step.not_end and len(ends):
             rows = to_device(step.not_end, logits.device)
-            # Assigning a number would wait for the device: PyTorch copies it there from the host.
+            # Assigning a number would wait for the device: PyTorch copies the number there from the host.
             logits.index_put_((rows[:, None], ends), logits.new_full((), -torch.inf))
         if step.sampling is not None:
             gathered = logits if is_gathered else self.gather(logits)
             if gathered is None:
                 return None
-            # A GPU's sums may differ in the last bits from rank to rank; the tokens must not.
+            # A GPU's sums may differ in the last bits from rank to rank; the tokens must be equal.
             return self._groups.broadcast(sample(gathered, step.sampling, step.places))
         if is_gathered or len(self._n_columns) == 1:
             return likeliest(logits)
         return self._best_of_ranks(*logits.max(-1))
 
     def _best_of_ranks(self, best: Tensor, columns: Tensor) -> Tensor | None:
-        """Return each row's likeliest token from each rank's likeliest, or None."""
+        """Return each row's likeliest token, from each rank's likeliest token, or None."""
         n_ranks = len(self._n_columns)
-        # float64 represents both exactly.
+        # float64 represents logits and columns exactly.
         own_best = torch.stack([best.double(), (columns + self._first_column).double()], dim=1)
         gathered = self._groups.gather(own_best, [2] * n_ranks)
         if gathered is None:
@@ -116,7 +116,7 @@ class TokenChooser:
 
 
 def _parts(step: Step, max_rows: int) -> Iterator[tuple[int, Step]]:
-    """Yield steps of at most `max_rows` of a step's `logits_rows`, and the index of the first of them."""
+    """Yield steps of at most `max_rows` of a step's `logits_rows`, and the index of the first row."""
     for first in range(0, len(step.logits_rows), max_rows):
         rows = slice(first, first + max_rows)
         part = Step(places=step.places[rows], logprobs=step.logprobs)

@@ -1,6 +1,6 @@
 """Count what this process compiles: Triton kernels and CUDA graphs.
 
-A compilation takes seconds, so none belongs in a test.
+A compilation takes seconds, so none may happen during a test.
 """
 
 from __future__ import annotations

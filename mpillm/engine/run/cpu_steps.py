@@ -49,7 +49,7 @@ class _CAttention(ctypes.Structure):
 
 
 class CpuLayers:
-    """The layers of a dense model on an instance's only rank, or of a stage of it."""
+    """The layers of a dense model, or of one of its stages, in one call, without tensor parallelism."""
 
     def __init__(self, part: ModelPart, kernels: CpuKernels, layers: list[_CLayer]) -> None:
         self._part = part
@@ -58,12 +58,12 @@ class CpuLayers:
         self._run = c_function(kernels.library, "run_layers", *arguments)
         first = layers[0]
         self._hidden, self._attended = first.qkv.inputs, first.o.inputs
-        # Numbers for each row.
+        # Scratch numbers for each row.
         self._scratch_per_row = 2 * self._hidden + first.qkv.outputs + 3 * first.down.inputs
 
     @classmethod
     def of(cls, part: ModelPart, kernels: CpuKernels) -> CpuLayers | None:
-        """Return None if a layer has more than these operations, or a product is not compiled."""
+        """Return None with tensor parallelism, if a layer is not Llama's, or if a product is not compiled."""
         if part.groups.layout.tp_size > 1 or not part.model.in_parts:
             return None
         config = part.info.config
@@ -86,7 +86,7 @@ class CpuLayers:
         return cls(part, kernels, layers)
 
     def __call__(self, x: Tensor, attention: ByRow) -> Tensor:
-        """Compute the arguments of `Decoder.leave`: x [rows, hidden], in place, and `attended`."""
+        """Compute the arguments of `Decoder.leave`: x [rows, hidden] in place; return `attended`."""
         n, (kv_heads, size) = len(x), self._part.cache.keys.shape[2:4]
         attended, scratch = x.new_empty(n, self._attended), x.new_empty(n, self._scratch_per_row)
         step = _CAttention(

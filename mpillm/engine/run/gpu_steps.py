@@ -1,13 +1,13 @@
 """Compute steps on a GPU: the same model, with `kernels` between the products. The host never waits.
 
-Only a step's tokens go back to the host, which reads them while the next step runs. A new token stays on the
-device under its sequence's slot. A row with a token that the host has not read yet (`UNREAD`) takes it from
-there. Block tables are also on the device.
+Only a step's tokens go back to the host, which reads them while the next step runs. A new token also stays on
+the device, under its sequence's slot. If the host has not read a row's token yet (`UNREAD`), the row takes it
+from the slot. Block tables are also on the device.
 
 If every sequence of a step adds one token, and maybe draft tokens (decode), the step is a CUDA graph. Graphs
-are captured at load for each size of a ladder. Fewer rows are padded with rows of an unused slot, whose block
-is `NULL_BLOCK`. In other steps, the operations between two attentions are a graph (`LayerGraphs`), unless the
-step is long enough to hide the launches of all kernels.
+are captured at load for each size of a `ladder`. A step with fewer rows is padded with rows of an unused
+slot, whose block is `NULL_BLOCK`. In other steps, the operations between two attentions are a graph
+(`LayerGraphs`), unless the step is long enough to hide the launches of all kernels.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MIN_GRAPH_ROWS = 16  # of a step with contexts whose layers are graphs
 # A host's time for launching the products of an expert of a layer, and a GPU's speed: measured on H200s.
 _HOST_S, _FLOPS_PER_S = 0.3e-3, {"none": 0.6e15, "fp8": 1.2e15}
 _SAMPLING = SamplingParams(1.0), SamplingParams(1.0, top_k=8), SamplingParams(1.0, top_p=0.9)
-_SAMPLED_ROWS = 16  # in the warm-up, which runs only PyTorch's kernels; logits of more rows take gigabytes
+_SAMPLED_ROWS = 16  # in the warm-up: sampling runs only PyTorch's kernels; more rows' logits take gigabytes
 
 
 def use_gpu(device: str) -> Any:
@@ -56,7 +56,7 @@ def use_gpu(device: str) -> Any:
 
 
 def rows_that_hide_launches(info: ModelInfo) -> int:
-    """Return how many rows of a step keep a GPU busy with an expert while its host launches the next.
+    """Return how many rows of a step keep a GPU busy with an expert while its host launches the next one.
 
     Assumes that all experts are chosen equally often.
     """
@@ -134,7 +134,7 @@ class GpuSteps:
         starts = np.cumsum(counts) - counts
         positions = np.arange(len(step.tokens)) + np.repeat(n_cached - starts, counts)
         rows = np.array([step.tokens, np.repeat(slots, counts), positions])
-        # Contexts come last: without one, and with a token for each row, nothing but decode is left.
+        # Contexts come last: if the last span decodes, and each row gets a token, all spans decode.
         if layer_stored is None and step.spans[-1].decodes and len(step.tokens) == len(step.logits_rows):
             x, self._token_slots = self._decode(rows)
         else:
@@ -243,7 +243,7 @@ class GpuSteps:
         )
 
     def _write_blocks(self, spans: list[Span]) -> None:
-        """Write the blocks that `spans` name into the tables."""
+        """Write the blocks in `spans` into the tables."""
         self._write(self._table, [(s.slot, s.n_blocks_sent, s.blocks) for s in spans if s.blocks])
         of_window = [(s.slot, s.n_window_blocks_sent, s.window_blocks) for s in spans if s.window_blocks]
         self._write(self._window_table, of_window)
@@ -264,7 +264,7 @@ class GpuSteps:
     # --- graphs ---
 
     def _capture(self, sizes: list[int]) -> None:
-        """Capture the graphs, the largest first: the others fit into its memory."""
+        """Capture the graphs, the largest first: the smaller ones fit into its memory."""
         pool = None
         for size in reversed(sizes):
             with torch.inference_mode():
@@ -276,7 +276,7 @@ class GpuSteps:
             self._graphs[size] = graph, out
             compilations.note(f"CUDA graph of a decode step, {size} rows")
         self._graphs = dict(sorted(self._graphs.items()))
-        if self._part.groups.layout.tp_size == 1:  # ranks of a group would have to agree
+        if self._part.groups.layout.tp_size == 1:  # ranks of a group would have to agree on the sizes
             for size in too_slow({size: self._replay_ms(size) for size in self._graphs}):
                 del self._graphs[size]
 
@@ -298,7 +298,7 @@ class GpuSteps:
             self._capture_layers(max_num_tokens, run)
 
     def _capture_layers(self, max_num_tokens: int, run: Callable[[Step], object]) -> None:
-        """Capture graphs of steps with contexts, as far as launching the kernels takes longer."""
+        """Capture graphs of steps with contexts, for sizes whose launches take longer than their kernels."""
         sizes = [size for size in ladder(min(max_num_tokens, MAX_GRAPH_ROWS)) if size >= _MIN_GRAPH_ROWS]
         if not sizes or not self._part.model.in_parts:
             return
@@ -325,7 +325,7 @@ class GpuSteps:
     def _padding_steps(self, max_num_tokens: int) -> Iterator[Step]:
         """Yield steps that write only to `NULL_BLOCK`.
 
-        Numbers of rows with the same largest power of two in them use the same compilations of Triton.
+        Numbers of rows with the same largest power of two in them use the same compiled kernels of Triton.
         """
         longest = self._part.info.max_seq_len
         largest = min(max_num_tokens, self._max_batch_size * longest)
@@ -334,7 +334,7 @@ class GpuSteps:
             n_contexts = -(-(n_tokens - ones) // longest)
             contexts = [len(part) for part in np.array_split(range(n_tokens - ones), n_contexts)]
             yield self._padding_step([1] * ones + sorted(contexts))
-        for n_new in (2, MIN_QUERIES):  # chunks that are not their contexts' first
+        for n_new in (2, MIN_QUERIES):  # chunks that are not the first of their contexts
             if largest >= n_new and longest > n_new:
                 yield self._padding_step([n_new], n_cached=1)
         for n_rows in reversed(ladder(self._decode_rows)):

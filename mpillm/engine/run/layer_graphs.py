@@ -1,9 +1,9 @@
-"""CUDA graphs of what lies between the attentions of a step with contexts.
+"""CUDA graphs of the operations between the attentions of a step with contexts.
 
 Launching the kernels of such a step one by one takes a host 5 to 30 ms, longer than a GPU needs for a few
 hundred rows. Attention depends on the lengths of contexts, all other operations only on the number of rows.
-So for some sizes a layer is one graph, from an attention to the next, and the host launches only attention.
-Fewer rows are padded with rows of an unused slot.
+So for some numbers of rows (sizes), a layer is one graph, from an attention to the next, and the host
+launches only attention. A step with fewer rows is padded with rows of an unused slot.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mpillm.engine.tensors.graphs import capture, gpu_ms, too_slow
 
 
 class LayerGraphs:
-    """The graphs of a rank, for each size one for each of its layers."""
+    """The graphs of a rank: for each size, one graph for each of its layers."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class LayerGraphs:
         self._n_layers = len(model.layers)
 
     def fill(self, sizes: Iterable[int], launch_ms: float) -> None:
-        """Capture graphs of `sizes`, in order, while a GPU takes at most `launch_ms`. Collective."""
+        """Capture graphs of `sizes`, in order, while their replay takes at most `launch_ms`. Collective."""
         times: dict[int, int] = {}
         for size in sizes:
             self.add(size)
             took_ms = self.replay_ms(size)
-            # Ranks of a TP group wait for each other in each layer: all need the sizes of the first.
+            # Ranks of a TP group wait for each other in each layer: all need the first rank's sizes.
             measured = torch.tensor([1e6 * took_ms, took_ms > launch_ms], device=self._part.device).long()
             times[size], is_slow = self._part.groups.broadcast(measured).tolist()
             if is_slow:
@@ -92,7 +92,7 @@ class LayerGraphs:
         self._rows[: 3 * size].copy_(rows.view(-1))
         if not part.groups.layout.is_first_stage:
             self._x[:n] = part.receive_hidden(n)
-            self._x[n:size] = 0  # each step adds to it
+            self._x[n:size] = 0  # padding, to which each step would add
         for layer, replay in enumerate(self._pieces[size]):
             replay()
             attention.attend(layer, self._turned[:n], self._attended[:n])
@@ -101,7 +101,7 @@ class LayerGraphs:
         return part.model.leave(self._x[:n], self._attended[:n], logits_rows, n_padded=size)
 
     def _piece(self, layer: int, size: int) -> None:
-        """Compute from the attention before `layer`'s, or from the tokens, to its own."""
+        """Compute from the previous layer's attention, or from the tokens, to the attention of `layer`."""
         tokens, slots, positions = self._rows[: 3 * size].view(3, size)
         model, x = self._part.model, self._x[:size]
         if layer:

@@ -83,8 +83,8 @@ class Worker:
         """Run a step. On the first rank of the last stage, return a token for each of `Step.logits_rows`.
 
         With `Step.logprobs` 1 + k, return rows of 2 + 2k numbers: the token, its log probability, the k
-        likeliest tokens and their log probabilities, as the bits of float32. Returns None on the other ranks,
-        and for a step without tokens.
+        likeliest tokens and their log probabilities. Log probabilities are the bits of float32. Returns None
+        on the other ranks, and for a step without spans.
         """
         layer_stored = None
         if step.transfers:
@@ -119,12 +119,12 @@ class Worker:
         return self.part.model.logits(self.steps.forward(step))
 
     def warm_up(self, max_num_tokens: int) -> None:
-        """Run every kind of step of up to `max_num_tokens` tokens, so that tests compile none. Collective."""
+        """Run every kind of step up to `max_num_tokens` tokens, so that tests compile nothing. Collective."""
         self.steps.warm_up(max_num_tokens, self.run)
 
 
 class Follower:
-    """Runner of the root rank's steps on another rank, as soon as their input has arrived.
+    """Runs the root rank's steps on another rank, each as soon as its input has arrived.
 
     The root rank has the sequences, so this rank returns no progress.
     """

@@ -13,11 +13,12 @@ _WORTH_DOUBLING = 1.05  # times as many tokens/s
 
 
 def context_piece(seconds: Callable[[int], float], max_tokens: int) -> int:
-    """Return 32, 64, 128, … tokens: the first of which twice as many are not computed 5 % faster; or
-    `max_tokens`.
+    """Return the prompt tokens of a step: 32, 64, 128, … or `max_tokens`.
 
-    `seconds` measures a step of so many tokens of a prompt. It is called once for each size in order, up to
-    twice the size returned.
+    It is the first size at which twice as many tokens are not computed 5 % faster.
+
+    `seconds` measures a step of so many prompt tokens. It is called once for each size in order, up to twice
+    the size returned.
     """
     size, rate = _SMALLEST, 0.0
     while size <= max_tokens:

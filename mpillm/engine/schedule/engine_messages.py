@@ -1,8 +1,8 @@
 """The engine's own messages: for each tag its type, writer and reader.
 
-The ranks of an instance exchange PLAN, TOKENS, MOVED and `groups.HIDDEN`. For KV cache transfers, the GPUs of
-two instances exchange NCCL_ID and NOTICE, or TARGETS and PUT. The caches themselves (`Tag.KV` and above) are
-bytes as `KVCache.read` returns them. Both ends compute their sizes.
+The ranks of an instance exchange PLAN, TOKENS, MOVED and `groups.HIDDEN`. For KV cache transfers, ranks with
+GPUs of two instances exchange NCCL_ID and NOTICE, or TARGETS and PUT. The caches themselves (`Tag.KV` and
+above) are bytes as `KVCache.read` returns them. Both ends compute the number of bytes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ if TYPE_CHECKING:  # the module starts MPI
 
 # A step consists of int32: the head, a row for each span, blocks and window blocks of each span, a row for
 # each transfer, blocks and window blocks of each transfer, the tokens. Unless all requests are greedy, a row
-# of `_SAMPLING` for each of `logits_rows` follows. The bytes of `Step.extras` come last. As `Step.add` makes
-# them, a span's last rows are in `logits_rows`, and the first of these are the rows in `not_end`.
+# of `_SAMPLING` for each of `logits_rows` follows. The bytes of `Step.extras` come last. `Step.add` puts a
+# span's last rows into `logits_rows`, and the first of these rows into `not_end`.
 _HEAD = 6  # spans, transfers, tokens, rows of `_SAMPLING`, `Step.logprobs`, whether there are `Step.extras`
-# Slot, cached, new, blocks sent before, sent now, window blocks likewise, in `logits_rows`, in `not_end`.
+# Slot, cached tokens, new tokens, blocks sent before, blocks sent now, window blocks likewise, rows in
+# `logits_rows`, rows in `not_end`.
 _SPAN = 9
 _TRANSFER = 7  # kind, ticket, peer, slot, tokens, blocks, window blocks
 _SAMPLING = np.dtype(
@@ -63,7 +64,7 @@ def _write_step(step: Step) -> Buffer:
         step.logprobs,
         step.extras is not None,
     ]
-    end = i = 0  # of the spans so far: rows, and those among `Step.logits_rows`
+    end = i = 0  # of the spans so far: number of rows, and of rows in `Step.logits_rows`
     for span in step.spans:
         end, first = end + span.n_new, i
         while i < len(step.logits_rows) and step.logits_rows[i] < end:
@@ -155,7 +156,7 @@ def _bytes(array: NDArray[Any]) -> Buffer:
 
 
 PLAN: Message[Step] = Message(Tag.PLAN, _write_step, _read_step)
-TOKENS = _int32(Tag.TOKENS)  # of a step, what `Worker.run` returns
+TOKENS = _int32(Tag.TOKENS)  # of a step, as `Worker.run` returns them
 MOVED = _int32(Tag.MOVED)  # tickets of transfers
 NCCL_ID: Message[bytes] = Message(
     Tag.NCCL_ID, lambda unique: np.frombuffer(unique, np.uint8), lambda buffer: buffer.tobytes()

@@ -1,9 +1,9 @@
 """Reuse blocks by their content: sequences with a common prefix compute it once.
 
-A full block is found by the hash of its tokens and of all tokens before them (its parent's hash seeds its
-own), as in vLLM's and TensorRT-LLM's block reuse. Several sequences may hold a block, because no sequence
-writes to a full block. A block without a holder keeps its content until its memory is needed. The least
-recently released block is reused first.
+A full block is found by the hash of its tokens and of all tokens before them (the hash of the block before
+seeds its own), as in vLLM's and TensorRT-LLM's block reuse. Several sequences may hold a block, because no
+sequence writes to a full block. A block without a holder keeps its content until its memory is needed. The
+least recently released block is reused first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PrefixCache(BlockAllocator):
         return blocks
 
     def give_back(self, blocks: list[int]) -> None:
-        for block in reversed(blocks):  # a block is useless without those before it: keep those longer
+        for block in reversed(blocks):  # a block is useless without the blocks before it: keep these longer
             self._n_holders[block] -= 1
             if self._n_holders[block]:
                 continue
@@ -56,7 +56,7 @@ class PrefixCache(BlockAllocator):
                 super().give_back([block])
 
     def known(self, sequence: Sequence) -> list[int]:
-        """Return the known blocks after its cached tokens; never all: the last token must be computed."""
+        """Return known blocks after a sequence's cached tokens, but never all: the last must be computed."""
         if sequence.n_cached % self._tokens_per_block:
             return []
         hashes = self._hashes(sequence, (sequence.n_context - 1) // self._tokens_per_block)
@@ -82,7 +82,7 @@ class PrefixCache(BlockAllocator):
         size = self._tokens_per_block
         for sequence, _ in plan:
             n_known = len(sequence.prompt) + len(sequence.output)  # without unread and draft tokens
-            if sequence.extras is not None and sequence.extras.n_slots > 1:  # each slot has its own
+            if sequence.extras is not None and sequence.extras.n_slots > 1:  # each slot has its own output
                 n_known = len(sequence.prompt)
             first, end = sequence.n_published, min(sequence.n_cached, n_known) // size
             hashes = self._hashes(sequence, end) if end > first else []
@@ -98,7 +98,7 @@ class PrefixCache(BlockAllocator):
                 self._block_of[hash_], self._hash_of[block] = block, hash_
 
     def _hashes(self, sequence: Sequence, n: int) -> list[bytes]:
-        """Return the hashes of its first `n` blocks, all of them full."""
+        """Return the hashes of the sequence's first `n` blocks, all of them full."""
         hashes, size = sequence.hashes, self._tokens_per_block
         while len(hashes) < n:
             start = len(hashes) * size

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class SamplingParams:
     """Parameters for the choice of a token.
 
-    temperature 0 is greedy; top_k 0 and top_p 1 are off. top_k applies first, top_p to what is left.
+    temperature 0 is greedy; top_k 0 and top_p 1 are off. top_k applies first, top_p to the tokens that are
+    left.
     """
 
     temperature: float = 0.0

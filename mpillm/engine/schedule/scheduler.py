@@ -1,4 +1,4 @@
-"""Choose the sequences of the next step and their numbers of tokens; preempt some if blocks run out."""
+"""Choose the sequences of the next step and their numbers of tokens; preempt sequences if blocks run out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Scheduler:
 
     Sequences start first come, first served: after all earlier sequences, when the policy finds enough free
     blocks. When a generating sequence needs a block and none is free (only with `max_util`), the youngest
-    running sequence is preempted. It returns its blocks, and later computes its prompt and its output again.
+    running sequence is preempted. The preempted sequence returns its blocks, and later computes its prompt
+    and its output again.
 
     With several steps in flight, a sequence is in at most one of them, and generating sequences are spread
     over the steps.
@@ -37,9 +38,9 @@ class Scheduler:
 
         Args:
             n_in_flight: Number of steps in flight.
-            window: Number of tokens that a token sees in any layer, including itself; 0: all. Blocks of older
+            window: Most tokens that a token sees in any layer, including itself; 0: all. Blocks of older
                 tokens are freed.
-            window_blocks: Blocks of layers with a window, if other layers have none.
+            window_blocks: Blocks of layers with a window, if other layers have no window.
         """
         self._blocks = blocks
         self._known = blocks if isinstance(blocks, PrefixCache) else None
@@ -128,9 +129,9 @@ class Scheduler:
         sequence.blocks, sequence.n_blocks_freed = [], 0
 
     def start_ahead(self) -> None:
-        """Give blocks to the contexts of the next steps, so that receivers get early requests.
+        """Give blocks to the contexts of the next steps, so that receivers are requested early.
 
-        Covers one step more than can be in flight.
+        Covers one step more than the number of steps in flight.
         """
         left = (1 + self._n_in_flight) * self._max_num_tokens - sum(
             s.n_uncached for s in self.running if not s.in_flight
@@ -193,15 +194,15 @@ class Scheduler:
     # --- policies: whether a sequence may start with `n` blocks, and grow to `max_blocks` ---
 
     def _has_blocks_to_start(self, n: int, max_blocks: int) -> bool:
-        """max_util: blocks for its context, and one more for each running sequence."""
+        """max_util: blocks for the new sequence's context, and one more for each running sequence."""
         return n + len(self.running) + self._reserved <= self._blocks.n_free
 
     def _has_blocks_to_end(self, n: int, max_blocks: int) -> bool:
-        """no_evict: blocks for its longest answer, and those that the other sequences may still need."""
+        """no_evict: blocks for its longest answer, and the blocks that other sequences may still need."""
         return max_blocks + self._n_promised <= self._blocks.n_free
 
     def _has_blocks_for_batch(self, n: int, max_blocks: int) -> bool:
-        """static: like no_evict; no sequence starts between a batch's first step and its last end."""
+        """static: like no_evict; no sequence starts from a batch's first step to its last sequence's end."""
         return not self._batch_runs and self._has_blocks_to_end(n, max_blocks)
 
     # --- the parts of a step ---
@@ -220,9 +221,9 @@ class Scheduler:
     def _add_in_order(self, plan: list[tuple[Sequence, int]], left: int) -> None:
         """Add the whole oldest context, then the next.
 
-        Without chunking, a context that does not fit beside decode gets every other step alone, or else it
-        would wait until no sequence generates. A preempted sequence's tokens may exceed a whole step. Only
-        such a context is split.
+        Without chunking, a context that does not fit beside decode gets every other step alone. Otherwise, it
+        would wait until no sequence generates. A preempted sequence's tokens may exceed a whole step. Without
+        chunking, only such a context is split.
         """
         n_generating = len(plan)
         contexts = deque(s for s in self.running if s.n_uncached > 1 and not s.in_flight)
@@ -273,7 +274,7 @@ class Scheduler:
         return -(-n_tokens // self._tokens_per_block)
 
     def _demand(self, sequence: Sequence) -> tuple[int, int, int]:
-        """Return a sequence's blocks when it starts, the limit of its blocks, and its slots."""
+        """Return a sequence's number of blocks when it starts, the limit of its blocks, and its slots."""
         extras = sequence.extras
         if extras is not None and extras.n_slots > 1:
             n = extras.n_blocks(sequence, self._tokens_per_block)
@@ -282,9 +283,9 @@ class Scheduler:
         return n, self._max_blocks(n, sequence.max_cached), 1
 
     def _max_blocks(self, n: int, max_cached: int) -> int:
-        """Return the limit for the blocks of a sequence that has `n` and grows to `max_cached` tokens.
+        """Return the limit for the blocks of a sequence that has `n` blocks and grows to `max_cached` tokens.
 
-        A window limits them to the blocks that it reaches. Its ends may be in the middle of blocks.
+        A window limits the blocks to those that it overlaps. Both ends of the window may be inside a block.
         """
         max_blocks = self._blocks_for(max_cached)
         return min(max_blocks, max(n, self._blocks_for(self._window) + 2)) if self._window else max_blocks
@@ -294,7 +295,10 @@ class Scheduler:
         return len(self._slots) - self._reserved >= n_slots and self._has_blocks(n, max_blocks)
 
     def _can_start(self) -> bool:
-        """Return whether the first waiting sequence may start; a preempted one waits for all its tokens."""
+        """Return whether the first waiting sequence may start.
+
+        A preempted sequence waits until the host has read all its tokens.
+        """
         if not self.waiting or self.waiting[0].n_unread:
             return False
         return self._fits(*self._demand(self.waiting[0]))
@@ -340,7 +344,7 @@ class Scheduler:
     def _grow(self, sequence: Sequence) -> bool:
         """Give a sequence the block that its next token needs.
 
-        Returns False if the sequence is preempted, or must wait until the youngest sequence can be.
+        Returns False if the sequence is preempted, or must wait until the youngest sequence can be preempted.
         """
         self._free_unseen(sequence)
         while len(sequence.blocks) < self._blocks_for(sequence.n_cached + 1):
@@ -364,9 +368,10 @@ class Scheduler:
     def _free_unseen(self, sequence: Sequence) -> None:
         """Free the blocks that no later token of a generating sequence sees.
 
-        Steps in flight may still read these blocks. They end before a step starts that writes to the blocks.
+        Steps in flight may still read these blocks. These steps end before a step starts that writes to the
+        blocks.
         """
-        if not self._window or sequence.hand_over:
+        if not self._window or sequence.hands_off:
             return
         if sequence.extras is not None and sequence.extras.n_slots > 1:
             return

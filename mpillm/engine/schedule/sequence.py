@@ -21,18 +21,18 @@ class Sequence:
     max_output: int
     min_output: int
     sampling: SamplingParams
-    hand_over: bool = False  # stop after the first token and keep the blocks until they are released
+    hands_off: bool = False  # stop after the first token and keep the blocks until they are released
     ignore_stop: bool = False  # stop words do not end its output
     ignore_end: bool = False  # end tokens do not end its output
     stream: bool = False  # its client gets each token immediately
     arrival: int = 0
     output: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    n_blocks_freed: int = 0  # of its first blocks, whose tokens are outside all windows
+    n_blocks_freed: int = 0  # of its first blocks: their tokens are outside all windows
     window_blocks: list[int] = field(default_factory=list)  # of layers with a window (see `WindowBlocks`)
     n_window_blocks_freed: int = 0
     n_window_blocks_sent: int = 0
-    max_blocks: int = 0  # limit for its blocks, from its start
+    max_blocks: int = 0  # limit for its blocks, set at its start
     n_cached: int = 0
     # Draft tokens after `output`, which a step in flight verifies.
     draft: list[int] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Sequence:
     in_flight: bool = False  # in a step whose tokens must come back before its next step
     is_done: bool = False  # drop the tokens that steps in flight still bring
     slot: int = -1  # while it runs: its own number below max_batch_size
-    n_blocks_sent: int = 0  # how many of its blocks steps have named under its slot
+    n_blocks_sent: int = 0  # how many of its blocks steps have sent to the ranks, for its slot
     is_cancelled: bool = False
     n_passed_on: int = 0  # tokens of the answer that were streamed
     wants_logprobs: int = 0  # 0: none; 1 + k: of each token and of the k likeliest tokens
@@ -51,7 +51,7 @@ class Sequence:
     times: bool = False  # the response contains the two times above
     n_reused: int = 0  # blocks that already held its prompt
     hashes: list[bytes] = field(default_factory=list)  # of full blocks, if computed (see `PrefixCache`)
-    n_published: int = 0  # how many of its blocks other sequences can find there
+    n_published: int = 0  # how many of its blocks other sequences can find in the cache
     salt: bytes = b""  # sequences with different salts never share blocks
     extras: SequenceExtras | None = None
 
@@ -70,7 +70,7 @@ class Sequence:
     @property
     def max_cached(self) -> int:
         """Tokens in the KV cache when its longest output ends: all but the last token."""
-        return len(self.prompt) + (0 if self.hand_over else self.max_output - 1)
+        return len(self.prompt) + (0 if self.hands_off else self.max_output - 1)
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Return tokens [start, end) of prompt and output, with `UNREAD` for tokens still on the device."""

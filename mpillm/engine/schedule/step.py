@@ -18,8 +18,8 @@ class Span:
     """A sequence's part of a step: `n_new` tokens after `n_cached`, with keys and values in its blocks.
 
     Each rank keeps the block table of a slot. A span contains only the blocks that follow the first
-    `n_blocks_sent`, which earlier spans of the sequence contained. With `n_blocks_sent` 0 they begin a new
-    table. The same holds for `window_blocks`, if layers with a window have their own blocks (see
+    `n_blocks_sent`, which earlier spans of the sequence contained. With `n_blocks_sent` 0, the blocks begin a
+    new table. The same holds for `window_blocks`, if layers with a window have their own blocks (see
     `WindowBlocks`).
     """
 
@@ -34,7 +34,7 @@ class Span:
 
     @property
     def decodes(self) -> bool:
-        """Whether each of its tokens is computed like a single one."""
+        """Whether each of its tokens is computed like a single new token."""
         return self.n_new == 1 or self.is_few
 
 
@@ -50,7 +50,8 @@ class Step:
     sampling: list[SamplingParams] | None = None  # of each of `logits_rows`; None: all are greedy
     places: list[int] = field(default_factory=list)  # see `sample`
     transfers: list[Transfer] = field(default_factory=list)  # of KV caches; a step may hold nothing else
-    # 0: tokens only. 1 + k: also the log probability of each, and the k likeliest tokens with theirs.
+    # 0: tokens only. 1 + k: also the log probability of each, and the k likeliest tokens with their log
+    # probabilities.
     logprobs: int = 0
     # An object of `engine.extras` on the root rank, its bytes on other ranks.
     extras: SupportsBytes | None = None
@@ -70,7 +71,7 @@ class Step:
         self.tokens += sequence.tokens(start, end - len(draft))
         self.tokens += draft
         n_output = len(sequence.output) + sequence.n_unread
-        if end >= len(sequence.prompt) + n_output:  # above by the draft
+        if end >= len(sequence.prompt) + n_output:  # larger if there are draft tokens
             # The next token, and one after each draft token.
             n_rows, first = 1 + len(draft), len(self.sampled)
             if n_output < sequence.min_output:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 class Kind(enum.IntEnum):
     RECEIVE = 0
-    SEND = 1  # computed in earlier steps
-    SEND_LAYERS = 2  # completed by the step that it comes with
+    SEND = 1  # a cache that earlier steps completed
+    SEND_LAYERS = 2  # a cache that the step with this order completes
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Blocks of the layers with a window, where other layers see all tokens (gpt-oss, Gemma 3).
 
 These layers have their own KV cache, and sequences have a second table of blocks, only for the tokens inside
-the window. A step takes the blocks that it fills, and the next step frees them, so there are always enough
-blocks (`memory.cache_bytes`). Only the other layers' cache limits the sequences that may start.
+the window. A step frees the blocks that no window reaches any more, and then takes the blocks that it fills.
+So there are always enough blocks (`memory.cache_bytes`). Only the other layers' cache limits the sequences
+that may start.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ class WindowBlocks:
         self._last: list[Sequence] = []  # of the last step
 
     def cover(self, plan: list[tuple[Sequence, int]]) -> None:
-        """Free the blocks that this step and later steps do not see, then take the blocks that it fills.
+        """Free the blocks that no step sees from now on, then take the blocks that this step fills.
 
-        Steps in flight may still read freed blocks. They end before a step starts that writes to the blocks.
+        Steps in flight may still read freed blocks. These steps end before a step starts that writes to the
+        blocks.
         """
         for sequence in self._last:  # draft tokens of a step in flight may be rejected
             self._free_unseen(sequence, sequence.n_cached - len(sequence.draft))
@@ -84,5 +86,5 @@ class WindowBlocks:
         first, end = sequence.n_window_blocks_freed, n_unseen(n_cached, self._window, self._size)
         if end > first:
             self.blocks.give_back(sequence.window_blocks[first:end])
-            sequence.window_blocks[first:end] = [NULL_BLOCK] * (end - first)  # maybe more than it had
+            sequence.window_blocks[first:end] = [NULL_BLOCK] * (end - first)  # may lengthen the list
             sequence.n_window_blocks_freed = end

@@ -1,1 +1,1 @@
-"""What a model is, without PyTorch: families, configurations, layout over ranks, files, memory."""
+"""Descriptions of models, without PyTorch: families, configurations, layout over ranks, files, memory."""

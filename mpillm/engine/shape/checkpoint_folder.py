@@ -77,10 +77,10 @@ def new_folder(target: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def digests(folder: Path) -> list[str]:
-    """Return digests of a model's weights and of those that they were quantised from.
+    """Return digests of a model's weights, and of the weights that they were quantized from.
 
-    They cover the files' names, sizes, headers and some bytes: hashing all would read a large model from end
-    to end.
+    The digests cover the files' names, sizes, headers and some bytes: hashing all bytes would read a large
+    model from end to end.
     """
     state = hashlib.sha256()
     for file in weight_files(folder):
@@ -138,7 +138,7 @@ def write_safetensors(
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy everything in a model's folder except its weights and `config.json`."""
+    """Copy a model's tokenizer and other companion files, without weights and `config.json`."""
     for pattern in _COMPANIONS:
         for file in source.glob(pattern):
             if file.is_file():
@@ -169,7 +169,7 @@ def check_scales(files: Mapping[str, Path]) -> None:
 
 
 def stored_name(name: str, tensors: Container[str]) -> str:
-    """Return the name of a tensor that `checkpoint_files` accepts in a file with these tensors."""
+    """Return a tensor's name in a file with these `tensors`, which `checkpoint_files` has accepted."""
     if name in tensors:
         return name
     return next(other for other in (f"{TRANSFORMER}{name}", kv_scale_alias(name)) if other in tensors)
@@ -184,8 +184,8 @@ def _floats(data: bytes, dtype: str) -> NDArray[Any]:
 def checkpoint_files(folder: Path, model: ModelConfig) -> dict[str, Path]:
     """Return the file of every tensor of `model`.
 
-    Raises ConfigError if one is missing, truncated, or of a wrong shape or type, and if layers there have
-    parameters that `model` has not.
+    Raises ConfigError if a tensor is missing, truncated, or of a wrong shape or type, or if the folder's
+    layers have parameters that `model` does not have.
     """
     files = weight_files(folder)
     stored = {name: (file, entry) for file in files for name, entry in read_header(file).items()}
@@ -205,7 +205,7 @@ def checkpoint_files(folder: Path, model: ModelConfig) -> dict[str, Path]:
             shape = stored[name][1].shape if name in stored else (1,)
             is_one = math.prod(shape) in (1, model.n_kv_heads)
             expected[name] = Entry("F32", shape if is_one else (model.n_kv_heads,))
-    floats = tuple(CHECKPOINT_DTYPES)  # any of them, also for scales
+    floats = tuple(CHECKPOINT_DTYPES)  # any of them, even for scales
     for name, entry in expected.items():
         if name not in stored:
             raise ConfigError(f"{folder}: no tensor {name} in {', '.join(file.name for file in files)}")
@@ -223,10 +223,10 @@ def checkpoint_files(folder: Path, model: ModelConfig) -> dict[str, Path]:
 
 
 def _check_others(others: Mapping[str, tuple[Path, Entry]], model: ModelConfig) -> None:
-    """Raise ConfigError if tensors that a model does not read are parameters of layers: another model's.
+    """Raise ConfigError if tensors that a model does not read are another model's layer parameters.
 
-    A bias of zeros does not count, because some tools write one for each product. Layers behind the last of a
-    model with latents do not count: they are draft layers.
+    A bias of zeros does not count, because some tools write one for each product. Layers after the last layer
+    of a model with latents do not count: they are draft layers.
     """
     for name, (file, entry) in others.items():
         match = _PARAMETER.fullmatch(name)

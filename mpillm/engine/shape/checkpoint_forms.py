@@ -1,4 +1,4 @@
-"""Checkpoints whose tensors are not the parameters: others' names, several parameters in one, other order."""
+"""Checkpoints whose tensors are not the parameters: other names or order, or several parameters in one."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _NAME = re.compile(
 
 
 class PackedExperts:
-    """Implements `checkpoint_forms.Form` for parameters of single experts."""
+    """Implements `checkpoint_forms.Form`: a tensor holds the parameters of all experts of a layer."""
 
     def __init__(self, model: ModelConfig) -> None:
         self._model = model
-        self._last: tuple[tuple[str, int], Tensor] | None = None  # gate and up are read in turn
+        self._last: tuple[tuple[str, int], Tensor] | None = None  # last matrix read: gate and up share it
 
     def holds(self, name: str) -> bool:
         """Return whether a parameter is an expert's."""
@@ -134,7 +134,7 @@ class Gpt2Names:
 
 
 def _place(name: str) -> tuple[str, int | None]:
-    """Return a parameter's name there, and which third of the tensor it is, if it is one."""
+    """Return a parameter's name in the checkpoint, and which third of the tensor it is, or None."""
     module, _, kind = name.rpartition(".")
     if (match := _LAYER.fullmatch(module)) is None:
         return f"{_GLOBAL_NAMES[module]}.{kind}", None
@@ -157,7 +157,7 @@ class Form(Protocol):
         ...
 
     def get(self, name: str, rows: slice, columns: slice, read: Read) -> Tensor:
-        """Return a part of a parameter, from parts that `read` gives of tensors."""
+        """Return a part of a parameter, from parts of tensors that `read` returns."""
         ...
 
 

@@ -24,7 +24,7 @@ CLAMP, SWISH = 7.0, 1.702
 class Latent(NamedTuple):
     """Sizes of latent attention, by their names in `config.json`."""
 
-    q_lora_rank: int  # 0: queries are one product
+    q_lora_rank: int  # 0: queries come from one product
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
@@ -32,7 +32,7 @@ class Latent(NamedTuple):
 
     @property
     def head_dim(self) -> int:
-        """Values of a token in the cache, and of a query."""
+        """Number of values of a token in the cache, and of a query."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
@@ -45,7 +45,7 @@ class Embedding:
     """The token embedding."""
 
     is_scaled: bool = False  # by the square root of hidden_size
-    has_positions: bool = False  # learned positions are added, in place of rotations
+    has_positions: bool = False  # learned positions are added, instead of rotations
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class GroupedQueryAttention:
     o_bias: bool = False
     qk_norm: bool = False  # an RMS norm of each head of q and k, before the rotation
     window: int = 0  # tokens that a token attends to, itself included; 0: all tokens before it
-    local_rope: bool = False  # positions rotate with the base of layers with a window
-    sinks: bool = False  # each head has a score that takes its share of attention, and adds nothing
+    local_rope: bool = False  # rotations use the base of layers with a window
+    sinks: bool = False  # each head's softmax has one more score, which adds no value
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,12 @@ class ExpertGroups:
     n_groups: int
     n_chosen: int  # groups
     factor: float  # of the output of the chosen experts
-    shared_size: int  # of the expert that every row has
+    shared_size: int  # of the shared expert, which every row uses
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The best experts of each row, weighted (Shazeer et al., 2017): each a gated feed-forward."""
+    """The weighted sum of each row's best experts (Shazeer et al., 2017): each a gated feed-forward."""
 
     n_experts: int
     n_chosen: int

@@ -21,13 +21,14 @@ _FIXED: Raw = {
     "partial_rotary_factor": (1, None),
     "per_layer_config": ({}, None),
 }
-# Names of one field, in addition to a family's renames. In transformers the class decides which one applies.
+# Two names of the same field, in addition to a family's renames. In transformers, the model's class decides
+# which name applies.
 _ALIASES = (("num_local_experts", "num_experts"),)
 _EMPTY: Raw = MappingProxyType({})
 
 
 class ConfigFields:
-    """A model's fields, by Llama's names."""
+    """A model's fields, under Llama's names."""
 
     def __init__(self, raw: Raw, family: FamilyFields, architecture: str, source: Path) -> None:
         """Raise ConfigError if fields contradict each other or have values that the family does not support.
@@ -91,12 +92,12 @@ class FamilyFields(NamedTuple):
 
     defaults: Raw = _EMPTY  # of fields that may be absent, as in transformers
     renames: Mapping[str, str] = MappingProxyType({})  # own name -> Llama's name
-    aliases: tuple[tuple[str, str], ...] = ()  # further names of one field
+    aliases: tuple[tuple[str, str], ...] = ()  # pairs of names of the same field
     fixed: Mapping[str, tuple[Any, ...]] = MappingProxyType({})  # allowed values; None: may be absent
     quantization: tuple[str, ...] = ("awq", "gptq")  # supported methods, in addition to the common ones
     rope: Raw | None = None  # rope_parameters, if config.json has neither these nor rope_scaling
     local_rope: bool = False  # layers with a window have a rotary base of their own
     slides: Callable[[int, Raw], bool] | None = None  # whether a layer has the window `sliding_window`
-    layer_types: bool = False  # the field layer_types may name other layers that have it
+    layer_types: bool = False  # the field layer_types may name other layers with the window
     expert_size: str | None = None  # the field with the intermediate size of an expert; None: a dense model
-    more: Callable[[ConfigFields], dict[str, Any]] = _no_more  # fields of `ModelConfig` of few families
+    more: Callable[[ConfigFields], dict[str, Any]] = _no_more  # fields of `ModelConfig` that few families set

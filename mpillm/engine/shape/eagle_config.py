@@ -1,9 +1,9 @@
-"""The folder of an EAGLE-3 head, as its authors and vLLM have it: read and checked without torch.
+"""The folder of an EAGLE-3 head, in the format of its authors and vLLM: read and checked without torch.
 
 Li et al., EAGLE-3, 2025. Tensors: `fc`, one decoder layer (`midlayer.` or `layers.0.`) whose q, k and v read
-an embedding and a hidden state side by side, `norm`, `lm_head` for its own, smaller vocabulary, and `d2t`,
-what to add to a number of that vocabulary for the model's. `embed_tokens` is the model's unless the folder
-has one.
+an embedding and a hidden state side by side, `norm`, `lm_head` for the head's own, smaller vocabulary, and
+`d2t`. A token of that vocabulary plus its number in `d2t` is the model's token. `embed_tokens` is the
+model's, unless the folder has one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpillm.engine.shape.weight_files import read_header, weight_files
 from mpillm.files import as_written, read_object
 
 _ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
-# Fields of variants that are not built, each with what it has to be.
+# Fields of variants that are not supported, each with the value that it must have.
 _PLAIN = {
     "norm_before_fc": False,
     "fc_norm": False,
@@ -40,19 +40,19 @@ _PREFIXES = "midlayer.", "layers.0."
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """What is known of a head before it is loaded."""
+    """A draft head's configuration, before the head is loaded."""
 
     folder: Path
     model: ModelConfig  # of one layer; its vocabulary is the head's own
     vocab_size: int  # the model's
-    layers: tuple[int, ...]  # of the model, whose outputs it reads
+    layers: tuple[int, ...]  # layers of the model, whose outputs the head reads
     norm_before_residual: bool
-    # File of each tensor, and the tensor's name in the file. Key: its name if it were a model's.
+    # File of each tensor, and the tensor's name in the file. Key: the name that it would have in a model.
     names: dict[str, tuple[Path, str]]
 
 
 def eagle_config(config: EngineConfig, target: ModelConfig) -> EagleConfig | None:
-    """Return the head that guesses for `target`; None if an instance has none. Raises as `read_eagle`."""
+    """Return the draft head for `target`; None if the instance has none. Raises as `read_eagle` does."""
     how = read_speculation(config)
     if how is None or how.decoding_type != EAGLE:
         return None
@@ -61,7 +61,7 @@ def eagle_config(config: EngineConfig, target: ModelConfig) -> EagleConfig | Non
 
 @about("speculative_config")
 def read_eagle(folder: Path, target: ModelConfig) -> EagleConfig:
-    """Return the head of `folder`. Raises ConfigError if it is none, or not `target`'s."""
+    """Return the head in `folder`. Raises ConfigError if there is none, or if it does not fit `target`."""
     source = folder / "config.json"
     if not source.is_file():
         raise ConfigError(f"{source}: no such file; an EAGLE-3 head is a folder with one")
@@ -89,7 +89,7 @@ def _read(folder: Path, source: Path, raw: dict[str, Any], target: ModelConfig) 
     n_drafted = raw.get("draft_vocab_size") or model.vocab_size
     n = target.n_layers
     before = more.get("eagle_aux_hidden_state_layer_ids") or raw.get("eagle_aux_hidden_state_layer_ids")
-    layers = tuple(i - 1 for i in before or (2, n // 2, n - 3))  # each names the layer that reads it
+    layers = tuple(i - 1 for i in before or (2, n // 2, n - 3))  # each names the layer that reads the output
     if list(layers) != sorted({i for i in layers if 0 <= i < n - 1}):
         raise ConfigError(
             f"{source}: it reads the inputs of layers {[i + 1 for i in layers]} of a model of {n}"
@@ -123,7 +123,10 @@ def _names(
 
 
 def tensors(model: ModelConfig, n_layers: int, *, mapped: bool) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every tensor that a head must have, its layer's as a model's first one's."""
+    """Return name and shape of every tensor that a head must have.
+
+    The head's layer has the names of a model's first layer.
+    """
     h, wide = model.hidden_size, ("q_proj.weight", "k_proj.weight", "v_proj.weight")
     shapes: dict[str, tuple[int, ...]] = {
         name: (shape[0], 2 * h) if name.endswith(wide) else shape

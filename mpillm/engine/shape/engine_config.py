@@ -29,7 +29,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """A model, its types, its memory, and the place of a rank that holds a part of it."""
+    """A model, its types, its memory, and the coordinates of a rank that holds a part of the model."""
 
     scheduler: SchedulerConfig = SchedulerConfig()
     model_path: str | None = None  # a folder, or the name of a preset
@@ -37,16 +37,17 @@ class EngineConfig:
     dtype: str = AllFields.dtype.default  # auto: the checkpoint's; float32 or bfloat16
     # of linear layers. auto: the checkpoint's; none, int8 or fp8
     quantization: str = AllFields.quantization.default
-    # auto: what the checkpoint has scales for, or dtype; bfloat16 or fp8
+    # auto: fp8 if the checkpoint has scales for it, otherwise dtype; bfloat16 or fp8
     kv_cache_dtype: str = AllFields.kv_cache_dtype.default
-    # weights as each rank holds them (see `engine.weights.rank_weights`), instead of the checkpoint's
+    # built engine: weights as each rank holds them (see `engine.weights.rank_weights`), instead of the
+    # checkpoint's
     engine_dir: str | None = None
     max_seq_len: int | None = None  # prompt and answer; None: the model's
     kv_cache_tokens: int | None = None  # size of the KV cache; None: the core chooses
-    # of what the model leaves of a GPU
+    # of the GPU memory that the model leaves
     kv_cache_free_gpu_mem_fraction: float = AllFields.kv_cache_free_gpu_mem_fraction.default
     enable_max_num_tokens_tuning: bool = AllFields.enable_max_num_tokens_tuning.default
-    speculative_config: Mapping[str, Any] | None = None  # see `engine.speculation`; None: no guesses
+    speculative_config: Mapping[str, Any] | None = None  # see `engine.speculation`; None: no draft tokens
     beam_width: int = AllFields.beam_width.default
     end_ids: tuple[int, ...] | None = None  # None: the model's generation_config.json / config.json
     stop_words: tuple[str | tuple[int, ...], ...] = ()  # as text, or as tokens
@@ -60,14 +61,14 @@ class EngineConfig:
     tp_rank: int = 0
     pp_rank: int = 0
     gpu: int | None = None  # its index, as this process counts; None: runs on the CPU
-    # free on that GPU, and on those of the instance's other ranks; None: runs on the CPU
+    # bytes free on that GPU, and on each GPU of the instance's other ranks; None: runs on the CPU
     gpu_bytes: int | None = None
     n_threads: int = 1  # CPU threads that this rank may use
     node_ranks: int = 1  # ranks of this node that hold a part of a model, this one included
 
     @property
     def values(self) -> dict[str, Any]:
-        """All values by name, also the scheduler's."""
+        """All values by name, including the scheduler's."""
         return {**vars(self), **vars(self.scheduler)}
 
     @classmethod
@@ -76,7 +77,7 @@ class EngineConfig:
 
         Args:
             values: By name. None is a field's default; other names have no effect.
-            place: Fields that are not named as options.
+            place: Fields that are not options.
         """
         scheduler = SchedulerConfig(**_explicit(values, SchedulerConfig))
         return cls(**{**_explicit(values, cls), "scheduler": scheduler, **place})

@@ -1,8 +1,8 @@
-"""Engine folders: a model built for a layout by `build_engine`; what they hold, and whether they fit a run.
+"""Engine folders: models that `build_engine` built for a layout. Read them, and check that they fit a run.
 
-Without torch. `config.json` has the form of TensorRT-LLM's engines: `pretrained_config` is the model's with
-`dtype`, `mapping` and `quantization`, `build_config` the builder's options. Rank r of an instance, stage by
-stage, has `rank<r>.safetensors`.
+This module does not need torch. `config.json` has the form of TensorRT-LLM's engines: `pretrained_config` is
+the model's own `config.json` with `dtype`, `mapping` and `quantization`, and `build_config` has the builder's
+options. `rank<r>.safetensors` has the tensors of rank r of an instance, counted stage by stage.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mpillm.version import __version__
 FORMAT = 1  # of the files: another number means other tensors
 # TensorRT-LLM's names
 _ALGORITHMS = {"none": None, "int8": "W8A16", "fp8": "FP8", "mxfp4": "W4A16_MXFP4", "int4": "W4A16_GPTQ"}
-# Fields of `ModelConfig` that an engine has of its own.
+# Fields of `ModelConfig` in which an engine may differ from its checkpoint.
 _OF_WEIGHTS = ("dtype", "quantization", "kv_quantization", "stored", "group")
 _KV_ALGORITHMS = {"none": None, "fp8": "FP8"}
 
@@ -42,15 +42,15 @@ class EngineFolder:
     dtype: str
     quantization: str
     kv_quantization: str  # fp8: the files have scales for the KV cache
-    group: int  # inputs with one scale, of int4
-    digests: tuple[str, ...]  # of the checkpoint that it was built from, and of what that was quantised from
+    group: int  # int4: inputs that share a scale
+    digests: tuple[str, ...]  # of its checkpoint, and of the checkpoint that this was quantized from
 
     def file(self, layout: RankLayout) -> Path:
         return self.folder / file_name(layout)
 
 
 def preset_digest(name: str) -> str:
-    """Return the stand-in for the digest of a preset's random weights."""
+    """Return the text that replaces the digest of a preset, whose weights are random."""
     return f"preset {name}"
 
 
@@ -85,7 +85,7 @@ def engine_json(
     pretrained = {
         name: value for name, value in raw.items() if name not in ("quantization_config", "torch_dtype")
     }
-    # TensorRT-LLM's name for it
+    # TensorRT-LLM's name of the field
     pretrained["architecture"] = architecture_of(raw)
     quantized = {
         "quant_algo": _ALGORITHMS[quantization],
@@ -103,7 +103,7 @@ def engine_json(
 
 @about("engine_dir")
 def read_engine(folder: Path) -> EngineFolder:
-    """Read an engine. Raises ConfigError if `folder` holds none of ours."""
+    """Read an engine. Raises ConfigError if `folder` does not hold an engine of mpillm."""
     if not folder.is_dir():
         raise ConfigError(
             f"--engine_dir {folder}: no such folder (`python -m mpillm generate-engines` makes an engine)"
@@ -138,9 +138,10 @@ def read_engine(folder: Path) -> EngineFolder:
 def check_engine(
     engine: EngineFolder, built: ModelConfig, config: EngineConfig, model: ModelConfig, source: Path | None
 ) -> None:
-    """ConfigError unless `engine`, of model `built`, is complete and fits `model` and `config`'s instance.
+    """Raise ConfigError unless `engine`, of model `built`, is complete and fits `model` and `config`.
 
-    `source` is the folder of `model` (None: a preset). If its weights are gone, only shapes are compared.
+    `source` is the folder of `model` (None: a preset). If the folder has no weights any more, only shapes are
+    compared.
     """
     option = f"--engine_dir {engine.folder}"
     if config.load_format == "dummy":

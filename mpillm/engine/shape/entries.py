@@ -1,9 +1,9 @@
-"""Which tensors a file of weights holds: names, types and shapes. Without torch.
+"""The tensors in a file of weights: names, types and shapes. Without torch.
 
-A quantised model keeps each linear projection of a layer as two tensors, 8-bit numbers and a scale for each
-row (see `quantization`); with MXFP4 those of experts are bytes and exponents (see `mxfp4`), in int4 all
-are bytes, scales and zeros (see `int4`). An engine's file
-holds a rank's parts, with projections of the same input as one.
+A quantized model keeps each linear projection of a layer as two tensors: 8-bit numbers, and a scale for each
+row (see `quantization`). With MXFP4, the experts' projections are bytes and exponents (see `mxfp4`). With
+int4, all projections are bytes, scales and zero points (see `int4`). An engine's file holds a rank's parts,
+with projections of the same input fused into one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpillm.engine.shape.layout import RankLayout
 from mpillm.engine.shape.model_config import ModelConfig
 from mpillm.engine.shape.quantization import BLOCK_SIZE
 
-# By safetensors' names; those besides ours may be in a file that is copied.
+# By safetensors' names. The types in the second line occur only in files that are copied.
 ITEM_BYTES = {STORED[name]: n for name, n in N_BYTES.items()}
 ITEM_BYTES |= {"F64": 8, "I64": 8, "I32": 4, "I16": 2, "U8": 1, "BOOL": 1}
 _LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
@@ -25,14 +25,14 @@ _LINEARS |= {"c_fc", "c_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv
 _LINEARS |= FUSED.keys()
 
 
-BLOCK, NO_NUMBER = 32, 255  # numbers of MXFP4 with one exponent, and that of none
+BLOCK, NO_NUMBER = 32, 255  # MXFP4: numbers that share an exponent, and the exponent of NaN
 TRANSFORMER = "transformer."  # may stand before a checkpoint's names
 
 
 class Entry(NamedTuple):
     """A tensor in a file."""
 
-    dtype: str  # in safetensors' words
+    dtype: str  # safetensors' name
     shape: tuple[int, ...]
 
     @property
@@ -41,18 +41,18 @@ class Entry(NamedTuple):
 
 
 def is_linear(name: str) -> bool:
-    """Return whether parameter `name` is a layer's linear projection: 8 bits in a quantised model."""
+    """Return whether parameter `name` is a layer's linear projection, to which quantization applies."""
     layer, _, kind = name.rpartition(".")
     return kind == "weight" and layer.rpartition(".")[2] in _LINEARS
 
 
 def is_experts(name: str) -> bool:
-    """Return whether parameter `name` is a projection of one of several experts: MXFP4 in such a model."""
+    """Return whether parameter `name` is a linear projection of an expert, to which MXFP4 applies."""
     return ".experts." in name and is_linear(name)
 
 
 def blocks_name(name: str) -> str:
-    """Return the name under which a parameter's numbers are had as they are, in MXFP4."""
+    """Return the name of a parameter's numbers in their stored format, in MXFP4 or int4."""
     return f"{name}_blocks"
 
 
@@ -62,18 +62,18 @@ def scale_name(name: str) -> str:
 
 
 def block_scale_name(name: str) -> str:
-    """Return the name of the scales of a parameter's blocks; their inverse divides numbers, they multiply."""
+    """Return the name of the scales of a parameter's blocks. Despite the name, they multiply the numbers."""
     return f"{name}_scale_inv"
 
 
 def checkpoint_name(name: str) -> str:
-    """Return a checkpoint's name of a parameter: some are no `….weight` there."""
+    """Return a parameter's name in a checkpoint, where some names lack `.weight`."""
     is_bare = name.endswith((".sinks.weight", f".{CORRECTION}.weight"))
     return name.removesuffix(".weight") if is_bare else name
 
 
 def kv_scale_names(layer: int) -> tuple[str, str]:
-    """Return a checkpoint's names of the scales of a layer's cached keys and values."""
+    """Return the names of a layer's scales of cached keys and values in a checkpoint."""
     return f"model.layers.{layer}.self_attn.k_scale", f"model.layers.{layer}.self_attn.v_scale"
 
 
@@ -84,12 +84,15 @@ def kv_scale_alias(name: str) -> str:
 
 
 def rank_kv_scales(layer: int) -> str:
-    """Return an engine file's name for both: float32 [2, KV heads of the rank], the keys' first."""
+    """Return the name of both in an engine's file: float32 [2, KV heads of the rank], the keys' first."""
     return f"model.layers.{layer}.self_attn.kv_scale"
 
 
 def int4_group(model: ModelConfig) -> int:
-    """Return how many inputs of an output share a scale in the engine; those that all share one have some."""
+    """Return how many inputs of an output share a scale in the engine.
+
+    If all inputs share one in the checkpoint, the engine repeats it for each 128.
+    """
     return 128 if model.group == -1 else model.group
 
 
@@ -115,7 +118,7 @@ def stored(
 
 
 def in_checkpoint(name: str, shape: tuple[int, ...], model: ModelConfig) -> dict[str, Entry]:
-    """As `stored`, of a checkpoint of `model`."""
+    """Return the tensors of a parameter in a checkpoint of `model`, as `stored` does."""
     if is_linear(name) and model.stored == "matrix":
         return {name: Entry(STORED[model.quantization], shape), scale_name(name): Entry("F32", ())}
     if is_linear(name) and model.stored == "blocks":
@@ -127,7 +130,7 @@ def in_checkpoint(name: str, shape: tuple[int, ...], model: ModelConfig) -> dict
 def rank_entries(
     model: ModelConfig, layout: RankLayout, dtype: str, quantization: str, kv_quantization: str = "none"
 ) -> dict[str, Entry]:
-    """Return what a rank holds, in memory and in an engine's file: its parts of the parameters, fused."""
+    """Return the tensors of a rank in memory and in an engine's file: its parts of the parameters, fused."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in layout.shapes(model).items():
         path, _, kind = name.rpartition(".")
@@ -150,7 +153,7 @@ def rank_bytes(model: ModelConfig, layout: RankLayout, dtype: str, quantization:
 
 
 def layer_bytes(model: ModelConfig, dtype: str, quantization: str) -> tuple[int, int]:
-    """Return the bytes of all layers' weights in an engine of one rank, and those of experts among them."""
+    """Return the bytes of all layers' weights in an engine of one rank, and the experts' bytes among them."""
     entries = rank_entries(model, RankLayout(), dtype, quantization)
     sizes = {name: entry.n_bytes for name, entry in entries.items() if ".layers." in name}
     return sum(sizes.values()), sum(n for name, n in sizes.items() if ".experts." in name)

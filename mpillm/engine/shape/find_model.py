@@ -15,7 +15,7 @@ from mpillm.data.other_weights import other_weights
 from mpillm.files import check_files, path_exists
 
 PRESETS = Path(__file__).parent / "presets"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # of a model of the Hugging Face hub
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # a model's id on the Hugging Face hub
 
 
 def presets() -> list[str]:
@@ -29,7 +29,7 @@ def is_preset(name: str) -> bool:
 
 @about("model_path")
 def locate(model_path: str) -> tuple[Path, Path | None]:
-    """Return config.json and the folder (None for a preset). Raises ConfigError if there is neither."""
+    """Return config.json and the folder (None for a preset). Raises ConfigError if neither exists."""
     folder = model_folder(model_path)
     if folder is None:
         return PRESETS / f"{model_path}.json", None
@@ -45,7 +45,7 @@ def locate(model_path: str) -> tuple[Path, Path | None]:
 def model_folder(model_path: str) -> Path | None:
     """Return the folder that --model_path names; None for a preset, unless a folder has its name.
 
-    Raises ConfigError if there is neither.
+    Raises ConfigError if neither a folder nor a preset has the name.
     """
     folder = Path(model_path)
     if folder.is_dir():

@@ -1,11 +1,12 @@
-"""Checkpoints of AWQ and GPTQ: weights of four bits, with a scale and a zero for some inputs of an output.
+"""Checkpoints of AWQ and GPTQ: weights of four bits, with a scale and a zero point for groups of inputs.
 
-A weight is its number, from 0 to 15, less the zero, times the scale. There `qweight` packs eight numbers into
-an int32: AWQ eight outputs, in an order of its own, GPTQ eight inputs. `qzeros` packs eight outputs' zeros;
-GPTQ's are one less than what they stand for, but in its second format. Everything is [inputs, outputs].
+A weight is its number, from 0 to 15, minus the zero point, times the scale. In a checkpoint, `qweight` packs
+eight numbers into an int32: AWQ packs eight outputs, in an order of its own, and GPTQ eight inputs. `qzeros`
+packs the zero points of eight outputs; GPTQ's first format stores them minus 1. All tensors are [inputs,
+outputs].
 
-The engine has them by `blocks_name`, bytes [out, in / 2] with the first of two numbers in the lower half, and
-by `scale_name`, float16 [out, groups, 2]: scales and zeros.
+The engine reads the numbers by `blocks_name`, bytes [out, in / 2] with the first of two numbers in the lower
+half. It reads scales and zero points by `scale_name`, float16 [out, groups, 2].
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     Read = Callable[[str, slice, slice], Tensor]
 
-_EACH = 8  # numbers of an int32
+_EACH = 8  # numbers in an int32
 _BLOCKS, _SCALES = blocks_name(""), scale_name("")
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight outputs in an int32
 
@@ -39,7 +40,7 @@ class Int4:
         self._shapes = {name: shape for name, shape in tensor_shapes(model).items() if is_linear(name)}
 
     def holds(self, name: str) -> bool:
-        """Return whether a parameter, or a part of it as it is, is stored in this form."""
+        """Return whether a parameter, or its blocks or scales, is stored in this form."""
         return _parameter(name) in self._shapes
 
     def entries(self) -> dict[str, Entry]:
@@ -57,7 +58,7 @@ class Int4:
         return entries
 
     def get(self, name: str, rows: slice, columns: slice, read: Read) -> Tensor:
-        """As `WeightSource.get`: floats, or a part as it is."""
+        """Return floats, or the blocks or scales alone (see `WeightSource.get`)."""
         full = _parameter(name)
         prefix = full.removesuffix("weight")
         if name.endswith(_BLOCKS):
@@ -72,7 +73,7 @@ class Int4:
         return (numbers[::2] | numbers[1::2] << 4).t()
 
     def _scales(self, name: str, columns: slice, read: Read) -> Tensor:
-        """Return the scales of complete groups, `int4_group` inputs each."""
+        """Return scales and zero points of complete groups, `int4_group` inputs each."""
         import torch
 
         prefix, model = name.removesuffix("weight"), self._model
@@ -91,7 +92,7 @@ class Int4:
 
 
 def in_units(part: slice, size: int) -> slice:
-    """Return a part of items, which holds whole units of `size` items, as a part of the units."""
+    """Convert a slice of items, which holds whole units of `size` items, to a slice of units."""
     return slice(*(None if end is None else end // size for end in (part.start, part.stop)))
 
 
@@ -108,7 +109,10 @@ def _unpacked(packed: Tensor, places: range | tuple[int, ...]) -> Tensor:
 
 
 def widened(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return the weights as float32 [out, in], exactly: rounded to float16 they are the references'."""
+    """Return the weights as float32 [out, in], exactly.
+
+    Rounded to float16, they equal the weights of the reference implementations.
+    """
     from mpillm.engine.shape.mxfp4 import numbers_of
 
     numbers = numbers_of(blocks).float().view(len(blocks), scales.shape[1], -1)

@@ -1,8 +1,8 @@
 """Which part of a model a rank holds: the one place that splits layers, heads, rows, columns and experts.
 
-Attention and dense layers are split over the TP group; the experts of a mixture over its EP ranks, and each
-expert's intermediate rows over the `tp_size / ep_size` ranks that hold the same experts, as in TensorRT-LLM.
-What does not divide is split as evenly as possible.
+Attention and dense layers are split over the TP group. The experts of a mixture are split over the group's EP
+ranks, and each expert's intermediate rows over the `tp_size / ep_size` ranks that hold the same experts, as
+in TensorRT-LLM. Sizes that do not divide are split as evenly as possible.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RankLayout:
         return config.n_heads // self.tp_size
 
     def kv_heads(self, config: ModelConfig) -> slice:
-        """This rank's KV heads. With more ranks than KV heads, several hold the same one."""
+        """This rank's KV heads. With more ranks than KV heads, several ranks hold the same head."""
         first = config.n_kv_heads * self.tp_rank // self.tp_size
         return slice(first, first + max(1, config.n_kv_heads // self.tp_size))
 
@@ -108,7 +108,7 @@ class RankLayout:
                 return ALL, ALL
 
     def adds_bias(self, name: str) -> bool:
-        """Return whether this rank adds a projection's bias: of ranks that add up their parts, one does."""
+        """Return whether this rank adds a projection's bias: of ranks that add up parts, only one does."""
         last = name.split(".")[-2]
         if last not in ("o_proj", "down_proj", "w2", "c_proj"):
             return True
@@ -148,15 +148,16 @@ class CachePiece(NamedTuple):
     heads: range  # KV heads of the model
 
 
-MAX_PIECES = 4  # for a stage's layers: the first move while later layers compute
+MAX_PIECES = 4  # for a stage's layers: the first pieces move while later layers are computed
 
 
 def cuts(
     config: ModelConfig, sender: tuple[int, int], receiver: tuple[int, int], n_pieces: int = MAX_PIECES
 ) -> list[CachePiece]:
-    """Re-cut a KV cache between layouts (TP size, PP size), layer by layer, a sender's part in `n_pieces`.
+    """Cut a KV cache into messages between two layouts (TP size, PP size), each sender's part in `n_pieces`.
 
-    Each receiver gets all that it holds. Senders that hold the same heads share the receivers.
+    Each receiver gets all layers and heads that it holds. Senders that hold the same heads share the
+    receivers.
     """
     result = []
     for source_stage, dest_stage in itertools.product(range(sender[1]), range(receiver[1])):

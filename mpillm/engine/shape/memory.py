@@ -17,21 +17,21 @@ from mpillm.engine.shape.speculative_config import decode_rows
 
 _MAX_COPIED_ROWS = 1 << 16  # rows
 PADDED = 64  # rows of a sequence that are copied begin and end at multiples of it
-# Rows of logits that are copied together: choosing a token other than the likeliest takes float32, sorts the
-# vocabulary, and sums in float64: on an H200 up to 69 bytes a number (tests/gpu measures it). A batch of
-# 1,024 would take 9 GB.
+# Rows of logits that are copied together. Choosing a token other than the likeliest takes float32, sorts the
+# vocabulary, and sums in float64. On an H200, that takes up to 69 bytes per logit (tests/gpu measures it). A
+# batch of 1,024 rows would take 9 GB.
 CHOSEN_AT_ONCE = 64
 BYTES_TO_CHOOSE = 72
-# Bytes: CUDA's context, kernels, the libraries' own memory, and what PyTorch rounds up to.
+# Bytes: CUDA's context, kernels, the libraries' own memory, and PyTorch's rounding up.
 _GPU_OVERHEAD = 3 << 29
-# Rows of a step with contexts whose layers are graphs, at most; for more, an H200 takes longer than its host
-# with every model.
+# Most rows of a step with contexts whose layers are graphs. For more rows, an H200 takes longer than its host
+# takes for the launches, with every model.
 MAX_GRAPH_ROWS = 1024
 
 
 @dataclass(frozen=True)
 class GpuNeeds:
-    """Bytes of one GPU that an engine takes beside its KV cache, and for each token of that."""
+    """Bytes of one GPU that an engine takes beside its KV cache, and for each token in the cache."""
 
     weights: int
     step: int
@@ -57,7 +57,7 @@ def gpu_needs(
     inner = 3 * n_chosen * model.intermediate_size * config.ep_size
     per_row = (3 + n_chosen) * model.hidden_size + (2 * heads * model.head_dim + inner) // config.tp_size
     n_rows = decode_rows(config)
-    # Graphs keep the memory of their largest step; others have theirs beside it.
+    # Graphs keep the memory of their largest step; other steps need memory beside it.
     n_tokens = config.scheduler.max_num_tokens
     in_graphs = max(n_rows, min(n_tokens, MAX_GRAPH_ROWS))
     step = width * per_row * (max(n_tokens, n_rows) + in_graphs)
@@ -70,13 +70,13 @@ def gpu_needs(
 
 @dataclass(frozen=True)
 class CacheBytes:
-    """Bytes of a KV cache on a rank: per token, without and in layers with a window (see `WindowBlocks`).
+    """Bytes of a KV cache on a rank, per token: in layers without and with a window (see `WindowBlocks`).
 
     Layers with a window have their own cache if `max_window_tokens`, the tokens that sequences can hold in
     it, are fewer than in the other cache.
     """
 
-    per_token: int  # without those layers
+    per_token: int  # in all layers without a window
     window_bytes: int = 0
     max_window_tokens: int = 0
 
@@ -90,15 +90,15 @@ class CacheBytes:
         return (n_bytes - self.max_window_tokens * self.window_bytes) // self.per_token
 
     def window_cache_tokens(self, n_tokens: int) -> int:
-        """Return the size of those layers' own cache beside one of so many tokens; 0: they have none."""
+        """Return the tokens of the window layers' own cache beside one of `n_tokens`; 0: there is none."""
         return self.max_window_tokens if self.window_bytes and self.max_window_tokens < n_tokens else 0
 
 
 def cache_bytes(config: EngineConfig, model: ModelConfig, kv_dtype: str, per_token: int) -> CacheBytes:
-    """Return what an instance's KV cache takes on a GPU.
+    """Return the bytes that an instance's KV cache takes on a GPU.
 
-    `per_token`: of all layers, and of what is beside them.
-    A cache that is handed over leaves the blocks of all layers.
+    `per_token`: of all layers, and of a draft model or head. A context instance has one cache, because a
+    handoff sends the blocks of all layers.
     """
     if config.role == "context" or not model.partial_window:
         return CacheBytes(per_token)
@@ -107,7 +107,8 @@ def cache_bytes(config: EngineConfig, model: ModelConfig, kv_dtype: str, per_tok
     of_layer = model.kv_bytes_per_token(kv_dtype, tp, model.n_layers)
     n_all = -(-model.n_layers // pp)
     n_window_layers, n_others = (model.kv_layers(pp, windowed=windowed) for windowed in (True, False))
-    # Each sequence's window, whose ends may be in the middle of blocks, as may be what steps in flight add.
+    # Each sequence's window, whose ends may be in the middle of blocks, and the tokens that steps in flight
+    # add.
     n_blocks = scheduler.max_batch_size * (-(-model.partial_window // size) + 2)
     n_blocks += -(-scheduler.max_num_tokens * pp // size)
     if scheduler.enable_kv_cache_reuse:
@@ -118,7 +119,7 @@ def cache_bytes(config: EngineConfig, model: ModelConfig, kv_dtype: str, per_tok
 def free_cache_bytes(config: EngineConfig, needs: GpuNeeds, free: int) -> int:
     """Return how many of the `free` bytes of each GPU are left for the KV cache.
 
-    Raises ConfigError if they hold no block. `needs` includes a draft model or a draft head.
+    Raises ConfigError if they are too few for one block. `needs` includes a draft model or a draft head.
     """
     left, scheduler = free - needs.weights - needs.step - _GPU_OVERHEAD, config.scheduler
     if left < scheduler.tokens_per_block * needs.per_token:
@@ -136,7 +137,7 @@ def free_cache_bytes(config: EngineConfig, needs: GpuNeeds, free: int) -> int:
 
 
 def padded(n_tokens: int) -> int:
-    """Return the rows that a sequence takes among those that are copied."""
+    """Return the number of copied rows that a sequence takes."""
     return -(-n_tokens // PADDED) * PADDED
 
 
@@ -152,11 +153,11 @@ def stages(layout: RankLayout) -> list[RankLayout]:
 def load_bytes(model: ModelConfig, layout: RankLayout, dtype: str, quantization: str) -> int:
     """Return the peak bytes while a rank loads: a matrix exists twice while it is packed or fused.
 
-    One that is rounded or widened on the way exists a few times, as float32.
+    A matrix that is rounded or widened while it is loaded exists a few times, as float32.
     """
     sizes = {name: math.prod(shape) for name, shape in layout.shapes(model).items()}
     width = N_BYTES[dtype]
-    # as rows, and packed
+    # the embedding, as rows and packed
     tied = sizes["model.embed_tokens.weight"] if model.tie_word_embeddings and layout.is_last_stage else 0
     is_widened = quantization != "none" or model.stored in ("blocks", "mxfp4")
     under_way = 3 * 4 if is_widened else 2 * width

@@ -41,7 +41,7 @@ class Family(NamedTuple):
     embedding: Embedding = Embedding()
     norm: Norm = RmsNorm("model.norm")  # of the last layer's output
     checkpoint: Form = "parameters"  # how files store parameters: see `checkpoint_forms`
-    norms_less_one: bool = False  # the weights of norms are stored less 1
+    norms_less_one: bool = False  # the weights of norms are stored minus 1
 
     def __repr__(self) -> str:
         """Return a text that is equal in each process: servers compare models by it."""
@@ -66,14 +66,14 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: str  # of the checkpoint: float32, bfloat16 or float16
     family: Family
-    windows: tuple[int, ...] = ()  # tokens that a token sees, by layer (0: all); empty: all in all layers
+    windows: tuple[int, ...] = ()  # tokens that a token sees, by layer (0: all); empty: all layers see all
     local_rope_theta: float | None = None  # of layers with a window, if it is not `rope_theta`
     query_scalar: float | None = None  # scores are divided by its square root; None: head_dim
     n_experts: int = 0  # 0: dense
     n_experts_per_token: int = 0
     norms_choice: bool = True  # the weights of a row's experts add up to 1
     groups: tuple[int, int] = (1, 1)  # of experts, and how many of them a row chooses from
-    routed_factor: float = 1.0  # of what the chosen experts add
+    routed_factor: float = 1.0  # of the chosen experts' output
     n_dense_layers: int = 0  # the first ones, without experts
     dense_size: int = 0  # of these layers' feed-forward
     shared_size: int = 0  # of the expert that each row has
@@ -82,8 +82,8 @@ class ModelConfig:
     n_draft_layers: int = 0  # draft layers after the last one (see `mtp_config`)
     quantization: str = "none"  # of the checkpoint: none, int8, fp8 or int4
     kv_quantization: str = "none"  # fp8: the checkpoint has scales for the KV cache
-    stored: Stored = "rows"  # what the checkpoint's scales are of
-    group: int = 0  # inputs with one scale, of int4; -1: all
+    stored: Stored = "rows"  # which numbers share a scale in the checkpoint
+    group: int = 0  # int4: inputs that share a scale; -1: all
 
     def layer(self, index: int) -> AnyLayer:
         """Return the composition of a layer."""
@@ -121,6 +121,6 @@ class ModelConfig:
         return 2 if self.latent is None else 1
 
     def kv_bytes_per_token(self, dtype: str, tp_size: int = 1, pp_size: int = 1) -> int:
-        """Return the bytes in a cache of `dtype` (float32, bfloat16, fp8), on the rank with the most."""
+        """Return a token's bytes in a cache of `dtype` (float32, bfloat16, fp8) on the rank with the most."""
         layers, heads = -(-self.n_layers // pp_size), max(1, self.n_kv_heads // tp_size)
         return self.kv_parts * layers * heads * self.head_dim * N_BYTES[dtype]

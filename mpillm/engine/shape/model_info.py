@@ -52,7 +52,7 @@ _DEFAULT_KV_BYTES = 2 << 30  # on a CPU
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What the rest of the program needs to know about a model and its engine."""
+    """Facts about a model and its engine, for the rest of the program."""
 
     config: ModelConfig
     vocab_size: int
@@ -67,19 +67,19 @@ class ModelInfo:
     quantization: str  # none or one of `TYPES`
     kv_cache_tokens: int  # size of the KV cache
     folder: Path | None  # None: a preset
-    engine: EngineFolder | None = None  # the source of the weights, if it is one
-    head: EagleConfig | MtpConfig | None = None  # that guesses
-    feature_rows: int = 0  # of a step, at most
-    window_cache_tokens: int = 0  # size of the KV cache of layers with a window; 0: they are in the other one
+    engine: EngineFolder | None = None  # source of the weights; None: no built engine
+    head: EagleConfig | MtpConfig | None = None  # draft head
+    feature_rows: int = 0  # rows of `Features`: of the largest step
+    window_cache_tokens: int = 0  # size of the KV cache of layers with a window; 0: they use the other one
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Whose outputs a head that guesses reads."""
+        """The layers whose outputs a draft head reads."""
         return () if self.head is None else self.head.layers
 
 
 def check_model(config: EngineConfig) -> ModelInfo:
-    """As `model_info`; raises ConfigError also if the model does not fit in free memory.
+    """Return `model_info`; raise ConfigError also if the model does not fit in free memory.
 
     Call it before any rank loads.
     """
@@ -94,7 +94,7 @@ def check_fit(config: EngineConfig, info: ModelInfo, other_bytes: int = 0) -> in
     """Return the bytes that the ranks of this node need for their parts of the model.
 
     Raises ConfigError if they do not fit beside `other_bytes` of other models. Call it before any rank loads.
-    Assumes that nodes are alike, and that each rank holds as much as the largest of its instance.
+    Assumes that nodes are alike, and that each rank holds as much as the largest rank of its instance.
     """
     weights = max(
         load_bytes(info.config, stage, info.dtype, info.quantization) for stage in stages(info.layout)
@@ -125,11 +125,11 @@ def check_fit(config: EngineConfig, info: ModelInfo, other_bytes: int = 0) -> in
 
 @about("model_path")
 def model_info(config: EngineConfig) -> ModelInfo:
-    """Return what can be known before loading; reads only JSON, safetensors headers and file sizes.
+    """Return the facts that are known before loading; read only JSON, safetensors headers and file sizes.
 
-    ConfigError names the file, tensor or option: no such model, an unsupported architecture or field, a
-    missing or truncated file, a missing tensor or a wrong shape, a layout that does not divide the model, a
-    length that does not fit.
+    The message of a ConfigError names the file, tensor or option. Causes: no such model, an unsupported
+    architecture or field, a missing or truncated file, a missing tensor or a wrong shape, a layout that does
+    not divide the model, a length that does not fit.
     """
     if not config.model_path:
         known = ", ".join(presets())
@@ -182,7 +182,7 @@ def model_info(config: EngineConfig) -> ModelInfo:
     auto = "bfloat16" if model.dtype == "bfloat16" else "float32"
     dtype = auto if config.dtype == "auto" else config.dtype
     if config.quantization == "int4" and model.quantization == "none":
-        model = dataclasses.replace(model, group=_INT4_GROUP)  # which it is rounded with
+        model = dataclasses.replace(model, group=_INT4_GROUP)  # with which it is rounded
     quantization = _quantization(config, model, layout, dtype)
     kv_dtype = _kv_dtype(config, model, dtype)
     _check_fp8_contexts(config, model, quantization, kv_dtype)
@@ -268,7 +268,7 @@ def _check_fp8_contexts(config: EngineConfig, model: ModelConfig, quantization: 
 
 
 def _quantization(config: EngineConfig, model: ModelConfig, layout: RankLayout, dtype: str) -> str:
-    """Return the engine's quantisation: the checkpoint's, or that to apply to an unquantised one at load."""
+    """Return the engine's quantization: the checkpoint's, or that to apply at load to an unquantized one."""
     why_floats = _why_floats(config, model, layout, dtype)
     if config.quantization == "auto":
         quantization = model.quantization
@@ -313,7 +313,7 @@ def _quantization(config: EngineConfig, model: ModelConfig, layout: RankLayout, 
 
 
 def _why_floats(config: EngineConfig, model: ModelConfig, layout: RankLayout, dtype: str) -> str | None:
-    """Return why a model's experts can't be MXFP4 in memory; None if they can."""
+    """Return why a model's experts cannot be MXFP4 in memory; None if they can."""
     if not model.n_experts:
         return "it has none"
     if config.gpu_bytes is not None and dtype != "bfloat16":
@@ -342,7 +342,7 @@ def _kv_dtype(config: EngineConfig, model: ModelConfig, dtype: str) -> str:
 def _gpu_needs(
     config: EngineConfig, model: ModelConfig, dtype: str, kv_dtype: str, quantization: str
 ) -> GpuNeeds:
-    """Return what the model needs of each GPU, and what its draft model needs, if there is one."""
+    """Return the memory that the model, with its draft model if there is one, needs of each GPU."""
     needs = gpu_needs(config, model, dtype, kv_dtype, weight_type(quantization, on_gpu=True))
     if (drafting := draft_config(config)) is not None:
         draft = model_info(drafting)
@@ -351,9 +351,9 @@ def _gpu_needs(
 
 
 def _head_needs(config: EngineConfig, head: EagleConfig | MtpConfig, dtype: str) -> GpuNeeds:
-    """Return what a head, which is on one rank, needs there beside its model.
+    """Return the memory that a draft head needs beside the model, on the head's only rank.
 
-    An embedding is counted, which is more than its `fc`.
+    It includes an embedding, which is larger than the head's `fc`.
     """
     n_ranks = config.tp_size
     config = dataclasses.replace(config, tp_size=1, ep_size=1)
@@ -361,7 +361,7 @@ def _head_needs(config: EngineConfig, head: EagleConfig | MtpConfig, dtype: str)
     needs, hidden_state = gpu_needs(config, head.model, dtype, dtype, quantization), head.model.hidden_size
     hidden_state *= N_BYTES[dtype]
     rows = (len(head.layers) + 3) * max_rows(config)
-    # Its own, or the model's, of which a rank of several has a part.
+    # The head's own embedding, or the whole of the model's, of which each of several ranks has a part.
     has_embedding = n_ranks > 1 or (isinstance(head, EagleConfig) and EMBEDDING in head.names)
     embedding = head.vocab_size * hidden_state if has_embedding else 0
     # There is a hidden state for each token in the KV cache.
@@ -371,9 +371,9 @@ def _head_needs(config: EngineConfig, head: EagleConfig | MtpConfig, dtype: str)
 def _lengths(
     config: EngineConfig, model: ModelConfig, cache: CacheBytes, gpu_bytes: int | None
 ) -> tuple[int, int]:
-    """Return the tokens in the KV cache and the longest sequence.
+    """Return the number of tokens in the KV cache, and the length of the longest sequence.
 
-    `cache`: what it takes. On a GPU, `gpu_bytes` are free for it.
+    `cache`: the bytes that the cache takes. On a GPU, `gpu_bytes` are free for it.
     """
     max_seq_len = config.max_seq_len
     if max_seq_len is not None and not 1 <= max_seq_len <= model.max_position_embeddings:
@@ -426,7 +426,7 @@ def _end_ids(config: EngineConfig, raw: dict[str, Any], folder: Path | None) -> 
 
 @about("stop_words")
 def _stop_words(config: EngineConfig, model: ModelConfig, folder: Path | None) -> tuple[tuple[int, ...], ...]:
-    """Return each stop word as tokens; the model's tokenizer encodes a text by itself."""
+    """Return each stop word as tokens; the model's tokenizer encodes only the text."""
     texts = [word for word in config.stop_words if isinstance(word, str)]
     tokenizer = load_tokenizer(folder, apply_chat_template=False) if texts else None
     words = []

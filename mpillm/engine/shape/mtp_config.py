@@ -1,8 +1,9 @@
-"""The draft layer behind a model's last (multi-token prediction), read and checked without torch.
+"""The draft layer after a model's last layer (multi-token prediction), read and checked without torch.
 
-DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 2.2. A checkpoint has it as one more layer: `eh_proj`
-makes its input of the next token's embedding (`enorm`) and of what the model thought of the token (`hnorm`),
-and `shared_head` has a norm and the model's own head. A model computes without it.
+DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 2.2. A checkpoint has it as one more layer. `eh_proj`
+makes the layer's input from the next token's embedding (normed by `enorm`) and the token's hidden state in
+the model (normed by `hnorm`). `shared_head` has a norm and the model's own head. The model itself computes
+without this layer.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from mpillm.engine.shape.speculative_config import MTP, read_speculation
 
 @dataclass(frozen=True)
 class MtpConfig:
-    """A draft layer before it is loaded."""
+    """A draft layer's configuration, before it is loaded."""
 
     folder: Path  # the model's
     full_model: ModelConfig  # with this layer
@@ -34,7 +35,7 @@ class MtpConfig:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Whose outputs it reads: the last one's, normed, which has the number of the layer that guesses."""
+        """The layers that it reads: `n_layers`, which stands for the last layer's normed output."""
         return (self.full_model.n_layers,)
 
 

@@ -33,9 +33,9 @@ _FORMATS = {"int8": "int-quantized", "fp8": "float-quantized"}
 
 MODELOPT = "hf_quant_config.json"
 BLOCK_SIZE = 128  # rows and columns of "blocks"
-# The numbers that share a scale in a checkpoint: a row of a matrix, all of it, a square block, or 32 numbers
-# of four bits. The engine has rows, floats for blocks, and for the last either floats or the same.
-# "gptq2" is GPTQ's second format (see `int4`).
+# The numbers that share a scale in a checkpoint: a row of a matrix, the whole matrix, a square block, or 32
+# numbers of MXFP4. The engine has a scale for each row, floats for blocks, and either floats or MXFP4 for
+# MXFP4. "gptq2" is GPTQ's second format (see `int4`).
 Stored = Literal["rows", "matrix", "blocks", "mxfp4", "awq", "gptq", "gptq2"]
 GROUPS = (32, 64, 128, -1)  # inputs with one scale in int4; -1: all
 _STRATEGIES: dict[str, Stored] = {"channel": "rows", "tensor": "matrix"}  # compressed-tensors' words
@@ -59,7 +59,7 @@ def quantization_config(
 ) -> dict[str, Any]:
     """Return `config.json`'s entry for `algorithm` and the cache's `kv_algorithm`: none (the model's) or fp8.
 
-    `router`: the name in a layer of a mixture's router, which keeps its type.
+    `router`: name, within a layer, of the router of a mixture of experts, which keeps its type.
 
     fp8 multiplies 8-bit weights with activations that are quantized token by token at run time
     (llm-compressor's FP8_DYNAMIC); int8 quantizes only weights.
@@ -80,7 +80,7 @@ def quantization_config(
         "targets": ["Linear"],
         "weights": {**number, "strategy": "channel", "dynamic": False},
         "input_activations": activations,
-        "format": _FORMATS[algorithm],  # without it, int8 weights alone would be looked for packed into int32
+        "format": _FORMATS[algorithm],  # without it, readers would expect int8 weights packed into int32
     }
     return {
         **common,
@@ -102,7 +102,7 @@ class Quantization(NamedTuple):
 def parse_quantization(raw: Raw, source: Path, more: Sequence[str]) -> Quantization:
     """Read `quantization_config`, or ModelOpt's file beside `source`.
 
-    Raises ConfigError if it is not supported. `more`: the methods of the model's family.
+    Raises ConfigError if it is not supported. `more`: methods that only the model's family supports.
     """
     config = raw.get("quantization_config")
     modelopt = source.parent / MODELOPT
@@ -144,7 +144,7 @@ def _compressed(config: Raw, refuse: _Refuse) -> Quantization:
 
 
 def _modelopt(config: Raw, refuse: _Refuse) -> Quantization:
-    """`hf_quant_config.json` of NVIDIA's ModelOpt, or what it writes into `config.json` since."""
+    """Read `hf_quant_config.json` of NVIDIA's ModelOpt, or what newer versions write into `config.json`."""
     if (algorithm := config.get("quant_algo")) != "FP8":
         raise refuse("quant_algo", algorithm, '"FP8"')
     unquantized = config.get("exclude_modules") or config.get("ignore")
@@ -157,7 +157,7 @@ def _modelopt(config: Raw, refuse: _Refuse) -> Quantization:
 
 
 def _fp8(config: Raw, refuse: _Refuse) -> Quantization:
-    """Read the format of DeepSeek and Qwen: a scale for each block. The engine multiplies these as floats."""
+    """Read the format of DeepSeek and Qwen: a scale for each block. The engine widens weights to floats."""
     if (size := config.get("weight_block_size")) is None:
         return Quantization("fp8", stored="matrix")
     if size != [BLOCK_SIZE] * 2:
@@ -168,7 +168,7 @@ def _fp8(config: Raw, refuse: _Refuse) -> Quantization:
 
 
 def _awq(config: Raw, refuse: _Refuse) -> Quantization:
-    """Read the format of AutoAWQ: `gemm`, its only one for many rows."""
+    """Read the format of AutoAWQ: `gemm`, its only format for many rows."""
     values = {"version": "gemm", "zero_point": True, "modules_to_not_convert": None, **config}
     _check(values, refuse, bits=(4,), group_size=GROUPS, version=("gemm", "GEMM"), zero_point=(True,))
     _check(values, refuse, modules_to_not_convert=(None, [], ["lm_head"]))
@@ -176,7 +176,7 @@ def _awq(config: Raw, refuse: _Refuse) -> Quantization:
 
 
 def _gptq(config: Raw, refuse: _Refuse) -> Quantization:
-    """Read the format of AutoGPTQ and GPTQModel, with inputs in their order."""
+    """Read the format of AutoGPTQ and GPTQModel, with inputs in their original order."""
     values = {"checkpoint_format": "gptq", **config}
     off = False, None
     _check(values, refuse, bits=(4,), group_size=GROUPS, desc_act=off, checkpoint_format=("gptq", "gptq_v2"))
@@ -195,7 +195,7 @@ def _kv_algorithm(config: Raw, refuse: _Refuse) -> str:
         return "none"
     if not isinstance(scheme, dict):
         raise refuse("kv_cache_scheme", scheme, "null, or an object")
-    # ModelOpt leaves out what is fp8's usual form.
+    # ModelOpt leaves out the values of fp8's usual form.
     numbers, strategies = {"strategy": "tensor"} | scheme, ("tensor", "attn_head")
     _check_numbers(numbers, "float", strategies, refuse, "kv_cache_scheme.")
     return "fp8"

@@ -1,6 +1,6 @@
 """Read the shape of a model from its `config.json`, without torch and without reading weights.
 
-`model_info` checks it for a run.
+`model_info` checks the shape for a run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def load_model_config(model_path: str) -> ModelConfig:
 
 
 def with_own_head(model: ModelConfig, folder: Path | None) -> ModelConfig:
-    """Return `model` with a head of its own if its folder has one, even with `tie_word_embeddings`.
+    """Return `model` with its own `lm_head` if its folder has one, even with `tie_word_embeddings`.
 
     transformers ties only a head that is missing, or equal to the embedding.
     """
@@ -77,7 +77,7 @@ def parse_model(raw: Raw, source: Path) -> ModelConfig:
 
 def _parsed(raw: Raw, source: Path) -> ModelConfig:
     name = architecture_of(raw)
-    family = FAMILIES.get(name, LLAMA)  # `check_architecture` refuses other names; a draft head is as Llama
+    family = FAMILIES.get(name, LLAMA)  # `check_architecture` refuses other names; a draft head is like Llama
     fields = ConfigFields(raw, family.fields, name, source)
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     n_layers = fields.integer("num_hidden_layers")
@@ -197,7 +197,7 @@ def _sliding_layers(fields: ConfigFields, n_layers: int, family: FamilyFields) -
 
 
 def _by_types(types: Any, slides: list[bool], fields: ConfigFields, *, has_effect: bool) -> list[bool]:
-    """Return which layers slide by `layer_types`. Raises ConfigError if transformers ignores that field."""
+    """Return which layers slide by `layer_types`. Raises ConfigError if that has no effect but differs."""
     n_layers = len(slides)
     if not isinstance(types, list) or len(types) != n_layers or any(kind not in _KINDS for kind in types):
         raise fields.error(

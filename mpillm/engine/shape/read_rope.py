@@ -1,4 +1,4 @@
-"""Read how a model turns positions, from `rope_parameters`, or the older `rope_scaling` and `rope_theta`."""
+"""Read a model's rotary embeddings from `rope_parameters`, or the older `rope_scaling` and `rope_theta`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mpillm.engine.shape.config_fields import FamilyFields, Raw
 from mpillm.engine.shape.model_config import RopeScaling
 from mpillm.files import excerpt
 
-_NEW, _OLD = "rope_parameters", "rope_scaling"  # of transformers 5, and of those before
+_NEW, _OLD = "rope_parameters", "rope_scaling"  # of transformers 5, and of earlier versions
 _FULL, _SLIDING = "full_attention", "sliding_attention"  # kinds of layers
-_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # fields that a type needs, and may have
+_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # a type's required and optional fields
     "default": ((), ()),
     "linear": (("factor",), ()),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
@@ -35,7 +35,7 @@ class Rope(NamedTuple):
 def read_rope(raw: Raw, family: FamilyFields, source: Path) -> Rope:
     """Read `raw`, which has the family's defaults. Raises ConfigError if it cannot run here.
 
-    Where both forms are there, transformers drops one, with its base: only equal ones are read.
+    If both forms are there, transformers drops one of them, with its base. So they must be equal.
     """
     for name in (_NEW, _OLD):
         if not isinstance(raw.get(name) or {}, dict):
@@ -65,7 +65,7 @@ def _flat(raw: Raw, new: Raw, old: Raw | None, source: Path) -> Rope:
         raise ConfigError(
             f"{source}: partial_rotary_factor {excerpt(partial)} is not supported by the torch core"
         )
-    length = raw.get(_LENGTH)  # wins over the object's
+    length = raw.get(_LENGTH)  # takes precedence over the object's
     scaling = _scaling(rope if length is None else {**rope, _LENGTH: length}, raw, source)
     score_factor = 1.0
     if scaling.kind != "default" and (scale := rope.get("mscale_all_dim")):
@@ -74,7 +74,7 @@ def _flat(raw: Raw, new: Raw, old: Raw | None, source: Path) -> Rope:
 
 
 def _by_kind(raw: Raw, new: Raw, old: Raw | None, source: Path) -> Rope:
-    """`rope_parameters` has an object for each kind of layer; `rope_scaling` is of those without a window."""
+    """Read `rope_parameters` for each kind of layer; `rope_scaling` is for layers without a window."""
     if unknown := [name for name in new if name not in (_FULL, _SLIDING)]:
         raise ConfigError(
             f"{source}: {_NEW} has {excerpt(unknown[0])}, which has no effect in this model; must be"
@@ -132,7 +132,7 @@ def _scaling(rope: Raw, raw: Raw, source: Path) -> RopeScaling:
         if not is_number(rope.get(name) or 0.0):
             raise ConfigError(f"{source}: {name} is {excerpt(rope[name])}; must be a number")
     if "attention_factor" not in values:
-        # As the paper has it; DeepSeek's models weigh it against another one.
+        # As in the paper; DeepSeek's models divide it by another factor.
         factor, more, all_ = values["factor"], rope.get("mscale"), rope.get("mscale_all_dim")
         values["attention_factor"] = _yarn_scale(factor, 1)
         if more and all_:

@@ -26,7 +26,7 @@ class SpeculativeConfig:
     """How the engine proposes draft tokens."""
 
     decoding_type: str
-    max_draft_len: int  # draft tokens of a step; MTP calls it num_nextn_predict_layers
+    max_draft_len: int  # draft tokens of a sequence in a step; MTP calls it num_nextn_predict_layers
     max_matching_ngram_size: int = 2  # NGram: the most tokens whose earlier occurrence is searched
     # Draft_Target: a folder or preset, of the same vocabulary; Eagle: a head's folder
     speculative_model: str = ""
@@ -36,7 +36,7 @@ class SpeculativeConfig:
     @about("speculative_config")
     def read(cls, raw: Mapping[str, Any]) -> SpeculativeConfig:
         """Return the configuration from an option or a YAML. Raises ConfigError for a wrong name or value."""
-        values = {str(name): value for name, value in raw.items()}  # YAML's may be numbers
+        values = {str(name): value for name, value in raw.items()}  # names in a YAML may be numbers
         kind = str(values.get("decoding_type"))
         if kind not in _OF_TYPE:
             raise ConfigError(
@@ -62,7 +62,7 @@ class SpeculativeConfig:
 
 
 def read_speculation(config: EngineConfig) -> SpeculativeConfig | None:
-    """Return how an instance drafts. None if it does not: a context instance computes only first tokens."""
+    """Return how an instance drafts; None if it does not: a context instance computes only first tokens."""
     if not config.speculative_config or config.role == "context":
         return None
     return SpeculativeConfig.read(config.speculative_config)
@@ -106,5 +106,5 @@ def draft_config(config: EngineConfig) -> EngineConfig | None:
         ep_size=1,
         tp_rank=0,
         pp_rank=0,
-        node_ranks=max(1, config.node_ranks // (config.tp_size * config.pp_size)),  # one of each instance
+        node_ranks=max(1, config.node_ranks // (config.tp_size * config.pp_size)),  # one per instance
     )

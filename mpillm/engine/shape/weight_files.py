@@ -47,7 +47,7 @@ def read_header(file: Path) -> dict[str, Entry]:
             begin, end = entry["data_offsets"]
             if any(type(n) is not int or n < 0 for n in (begin, end - begin)):
                 raise ValueError
-            n, item = n_values(entry["shape"]), ITEM_BYTES.get(entry["dtype"])  # None: it is not read here
+            n, item = n_values(entry["shape"]), ITEM_BYTES.get(entry["dtype"])  # None: a type not read here
             if item is not None and item * n != end - begin:
                 raise ValueError
         expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
@@ -62,7 +62,7 @@ def read_header(file: Path) -> dict[str, Entry]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model's index, its only one, or all of its shards without an index.
+    """Return a model's safetensors files: those in its index; without an index, its only file or all shards.
 
     Raises ConfigError if the index cannot be read.
     """

@@ -1,8 +1,8 @@
 """Drafts from a smaller model of the same vocabulary, as in Leviathan et al., 2023. Drafts are greedy.
 
 The draft model runs only on the root rank of the instance, for every layout, with its own KV cache. So it
-also computes each prompt, even after a handoff. On a GPU, a draft token stays there for the draft model's
-next step. The host reads all draft tokens after the launch of all steps.
+also computes each prompt, even after a handoff. On a GPU, a draft token stays on the device for the draft
+model's next step. The host reads all draft tokens after it has launched all steps.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class DraftSequence:
     blocks: list[int] = field(default_factory=list)
     n_blocks_sent: int = 0  # see `Span`
     n_right: int = 0  # tokens of the sequence that this model has computed
-    draft: list[int] = field(default_factory=list)  # draft tokens after them; all but the last are computed
+    draft: list[int] = field(default_factory=list)  # draft tokens after those; all but the last are computed
     n_cached: int = 0  # tokens with keys and values
 
 
 class StartedStep(NamedTuple):
     """A launched step, whose tokens may not be available yet."""
 
-    rows: list[DraftSequence]  # of each token
+    rows: list[DraftSequence]  # sequence of each token
     sampled: SampledTokens
 
 
@@ -159,7 +159,7 @@ class DraftModel:
             step.spans.append(span)
             state.n_cached += len(new)
             step.tokens += new
-            # A step with a token for each of its rows is a graph.
+            # A step with a token for each of its rows is a CUDA graph.
             n_rows = len(new) if span.decodes else 1
             step.logits_rows += range(len(step.tokens) - n_rows, len(step.tokens))
             rows += [state] * n_rows

@@ -1,8 +1,8 @@
 """Drafts from a draft head (`eagle_head`, `mtp_head`), which reads the model's hidden states.
 
-The head's row i is token i + 1 with the hidden state of token i. So it is a draft model without the first
-token of a sequence. Rows of draft tokens use the head's own hidden states. After verification, they are
-computed again with the model's hidden states.
+The head's row i is token i + 1 with the hidden state of token i. So the head is a draft model without the
+first token of a sequence. Rows of draft tokens use the head's own hidden states. After verification, these
+rows are computed again with the model's hidden states.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class EagleDrafter(DraftModel):
         self._head = head
         self._features = features
         # Hidden states: the model's for each position in its KV cache, then, for each slot, the head's output
-        # for its last row.
+        # for the slot's last row.
         self._first_slot = (1 + worker.part.info.kv_cache_tokens // self._size) * self._size
         with torch.inference_mode():
             n_states = self._first_slot + config.max_batch_size
@@ -68,7 +68,10 @@ class EagleDrafter(DraftModel):
             self._states.index_copy_(0, on_device, self._head.fuse(self._features.rows[: len(on_device)]))
 
     def _places(self, sequence: Sequence | None, start: int, n: int) -> NDArray[np.int64]:
-        """Return the positions of a sequence's states [start, start + n); None: the null block's."""
+        """Return the positions of a sequence's states [start, start + n).
+
+        Without a sequence, they are in the null block.
+        """
         if sequence is None:
             return np.full(n, NULL_BLOCK * self._size)
         at, first = np.arange(start, start + n), start // self._size

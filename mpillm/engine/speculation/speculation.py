@@ -1,8 +1,8 @@
 """Verification of drafts: a step computes a sequence's last token and the draft tokens after it.
 
-The model chooses a token for each row. As long as it equals the draft token, the next row's token is also
-correct. So the answer equals, token for token, the answer without speculation. This is also true for
-sampling, because a sampled token depends only on its logits, its request's seed and its position.
+The model chooses a token for each row. As long as the chosen token equals the draft token, the next row's
+token is also correct. So the answer equals, token for token, the answer without speculation. This is also
+true for sampling, because a sampled token depends only on its logits, its request's seed and its position.
 
 Keys and values of rejected draft tokens stay in the sequence's own blocks until its next tokens overwrite
 them. Other sequences can find a block only after the host has all of its tokens (`PrefixCache.publish`).
@@ -20,7 +20,7 @@ from mpillm.engine.schedule.step import Step
 
 
 class Drafter(Protocol):
-    """Source of draft tokens: `NGramDrafter`, `DraftModel`."""
+    """Source of draft tokens: `NGramDrafter`, `DraftModel`, `EagleDrafter`."""
 
     def draft(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
         """Return draft tokens for each sequence, up to the given number, or none."""
@@ -56,11 +56,11 @@ class Speculation:
         self._has_drafted = False  # the last step has draft tokens
 
     def waits(self) -> bool:
-        """Return whether the next step needs the last step's tokens: one of the two has draft tokens."""
+        """Return whether the next step needs the last step's tokens, because either may have draft tokens."""
         return self._has_drafted or not self._is_crowded()
 
     def add_drafts(self, plan: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
-        """Add draft tokens to the scheduler's plan, within the free tokens and blocks."""
+        """Add draft tokens to the scheduler's plan, within the step's free tokens and the free blocks."""
         self._has_drafted = False
         if self._is_crowded():
             return plan

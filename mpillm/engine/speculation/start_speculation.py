@@ -48,7 +48,7 @@ def start_drafter(config: EngineConfig, worker: Worker) -> Drafter:
         return _head_drafter(config, info.head, worker)
     if (draft := draft_config(config)) is None:
         return NGramDrafter(_how(config).max_matching_ngram_size)
-    if config.gpu_bytes is not None:  # `info` reserves a token of the draft cache for each of the model's
+    if config.gpu_bytes is not None:  # `info` reserves as many tokens for the draft cache as for the model's
         draft = replace(draft, kv_cache_tokens=info.kv_cache_tokens)
     worker = draft_worker(draft, replace(model_info(draft), window_cache_tokens=0))
     return DraftModel(worker, config.scheduler)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 
-# Ranks, clients and servers share a node's CPU cores. By default a thread spins until the thread that it
-# waits for gets a core. But a step has hundreds of short parallel sections, and waking a thread takes longer
-# than many of them, which halves a small model's speed on idle cores. So a thread spins for about ten
-# microseconds, then sleeps. Only libgomp, PyTorch's OpenMP on Linux, reads GOMP_SPINCOUNT.
+# Ranks, clients and servers share a node's CPU cores. By default, a thread spins until the thread that it
+# waits for gets a core. If a thread slept immediately, a small model would run at half the speed on idle
+# cores: a step has hundreds of short parallel sections, and waking a thread takes longer than many of them.
+# So a thread spins for about ten microseconds, then sleeps. Only libgomp, PyTorch's OpenMP on Linux, reads
+# GOMP_SPINCOUNT.
 _WAITING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
 
 

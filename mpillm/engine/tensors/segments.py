@@ -1,7 +1,8 @@
 """Segments of PyTorch's GPU memory: they grow, so that loading leaves no fragments.
 
 A segment of a fixed size stays allocated while a part of it is in use. Loading packs and frees matrices, and
-with fixed segments 5 GiB beside 70B's weights were unusable. CUDA IPC exports only segments of a fixed size.
+with fixed segments, 5 GiB beside the weights of a 70B model were unusable. CUDA IPC exports only segments of
+a fixed size.
 """
 
 from __future__ import annotations

@@ -24,12 +24,12 @@ class StreamEvent(Protocol):
 def to_device(array: NDArray[Any] | list[int], device: torch.device) -> Tensor:
     """Return a copy on `device` (lists become int64), complete for all work that starts on it later."""
     tensor = torch.from_numpy(np.asarray(array))
-    # From pinned memory the host need not wait; PyTorch keeps that memory until the copy is done.
+    # The host need not wait for a copy from pinned memory. PyTorch keeps that memory until the copy is done.
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def last_of_each(places: NDArray[np.int64], nowhere: int) -> NDArray[np.int64]:
-    """Replace each place that the next repeats by `nowhere`, since a device writes in any order."""
+    """Replace each place that equals the next one by `nowhere`, since a device writes in any order."""
     return np.where(np.append(places[:-1] == places[1:], False), nowhere, places)
 
 

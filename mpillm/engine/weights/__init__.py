@@ -1,1 +1,1 @@
-"""A rank's weights: read from checkpoints and engines, quantised, or made up."""
+"""A rank's weights: read from checkpoints and engines, quantized, or random."""

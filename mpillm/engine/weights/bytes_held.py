@@ -1,4 +1,4 @@
-"""Count the bytes of weights that this process has read so far, for progress."""
+"""Count the bytes of weights that this process has read so far, for progress reports."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ def quantize(
     Files keep their names, other tensors their type. `target` appears when it is complete.
 
     Args:
-        kv_scales: Scales of an fp8 KV cache (see `calibrate`); the folder's configuration then has fp8 for
-        it. progress: Receives a line for each file.
+        kv_scales: Scales of an fp8 KV cache (see `calibrate`), which `target`'s configuration then has.
+        progress: Receives a line for each file.
 
     Returns: The content of `quantization.json`: bytes before and after, and each matrix's relative error
         (Frobenius norms).

@@ -106,7 +106,7 @@ class Shards(Weights):
         return bias if self._layout.adds_bias(names[0]) else torch.zeros_like(bias)
 
     def _parameter(self, name: str) -> Tensor:
-        """Return this rank's part of a parameter without quantization; q and k in `model`'s order."""
+        """Return this rank's part of a parameter without quantization; rows of q and k in `model`'s order."""
         part = self._source.get(name, *self._layout.part(name, self.config)).to(self.device)
         if name.endswith("norm.weight") and self.config.family.norms_less_one:
             part = part.float() + 1
@@ -205,7 +205,7 @@ class EngineWeights(Weights):
 
 
 def read_embedding(info: ModelInfo, device: str, *, dummy: bool) -> Tensor:
-    """Return the embedding [vocabulary, hidden] of a model of one stage; as `open_weights`."""
+    """Return a one-stage model's whole embedding [vocabulary, hidden]. Raises as `open_weights` does."""
     each = layouts(info.layout) if info.engine is not None else [RankLayout()]
     parts = [open_weights(info, layout, device, dummy=dummy).get("model.embed_tokens") for layout in each]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

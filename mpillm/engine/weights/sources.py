@@ -55,7 +55,7 @@ class Checkpoint:
     """The safetensors files of a folder."""
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
-        """Read only headers. Raises ConfigError as `check_model`."""
+        """Read only headers. Raises ConfigError as `checkpoint_files` does."""
         self._file_of = checkpoint_files(folder, config)
         self._files = OpenFiles()
         self._config = config
@@ -82,7 +82,7 @@ class DummyWeights:
     """Seeded random weights, nearly normal.
 
     A value depends only on its parameter's name, row and column, and only requested values are computed. A
-    rank with a part has the same numbers there as a rank with all of them.
+    rank with a part of a parameter has the same numbers as a rank with the whole parameter.
 
     Row and column are hashed, combined and hashed again, as in counter-based generators (Salmon et al.,
     "Parallel Random Numbers: As Easy as 1, 2, 3"). The value is the sum of the hash's four bytes. Integers,

@@ -96,7 +96,7 @@ class StepInstance:
         self.ranks = ranks
         self._times = times
         self._depth = stages
-        self._hands_over = hands_over
+        self._hands_off = hands_over
         self._listener = listener
         blocks = BlockAllocator(kv_cache_tokens // config.tokens_per_block)
         self._scheduler = Scheduler(config, blocks, stages)
@@ -114,7 +114,7 @@ class StepInstance:
     def poll(self, now: float) -> None:
         while len(self._in_flight) < self._depth and (plan := self._scheduler.plan()):
             self._begin(plan)
-        if self._hands_over:
+        if self._hands_off:
             self._scheduler.start_ahead()
             for sequence in [s for s in self._scheduler.running if s.id not in self._offered]:
                 self._offered.add(sequence.id)
@@ -162,7 +162,7 @@ class StepInstance:
             max_output=request.max_output,
             min_output=0,
             sampling=SamplingParams(),
-            hand_over=self._hands_over,
+            hands_off=self._hands_off,
         )
         self._n_added += 1
         self._sequences[sequence.id] = sequence, request
@@ -194,9 +194,9 @@ class StepInstance:
         if len(sequence.output) == 1:
             self._listener.computed(request, now)
         ends = len(sequence.output) >= request.n_output
-        if ends or sequence.hand_over:
+        if ends or sequence.hands_off:
             self._scheduler.drop(sequence)
-        if ends and not sequence.hand_over:
+        if ends and not sequence.hands_off:
             self._scheduler.free(sequence)
             del self._sequences[sequence.id], self._ids[id(request)]
             self._listener.ended(request, now)

@@ -34,7 +34,7 @@ class SlotInstance:
         self.ranks = ranks
         self._slots = slots
         self._times = times
-        self._hands_over = hands_over
+        self._hands_off = hands_over
         self._listener = listener
         self._at = at
         self._waiting: deque[SimulatedRequest] = deque()
@@ -51,14 +51,14 @@ class SlotInstance:
             if request.first >= 0:
                 self._end_later(request, now)
                 continue
-            if self._hands_over:
+            if self._hands_off:
                 self._listener.started(request)
             self._at(now + self._times.first.seconds(request.n_prompt), self._first_token_of(request))
 
     def _first_token_of(self, request: SimulatedRequest) -> Callable[[float], None]:
         def on_first_token(now: float) -> None:
             self._listener.computed(request, now)
-            if not self._hands_over:
+            if not self._hands_off:
                 self._end_later(request, now)
 
         return on_first_token

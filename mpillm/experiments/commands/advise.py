@@ -66,8 +66,8 @@ class Options(SeriesOptions, group=GROUP):
         argparse_opts={"nargs": "?", "const": str(_PROPOSED)},
     )
     repeats = option(
-        "alternating short runs of each kind, and runs that verify a proposal; their median counts. Use more"
-        " than one if the machine's speed changes",
+        "short runs of each kind, all of which count, and runs that verify a proposal, of which the one with"
+        " median throughput counts. Use more than one if the machine's speed changes",
         positive,
         default=1,
     )

@@ -1,4 +1,4 @@
-"""The registry of all options: of command lines, --help, docs/reference/options.md and config.json.
+"""The registry of all options: for command lines, --help, docs/reference/options.md and config.json.
 
 A new option is one declaration in the class of its subject: ``name = option("what it means", parser,
 default=…)``. It is then an option of the commands that show its group, an attribute of
@@ -42,13 +42,13 @@ class AllFields(
     OutputFields,
     DeadlineFields,
 ):
-    """Every option, by stage."""
+    """Every option, by subject."""
 
 
 FIELDS: tuple[Field, ...] = tuple(AllFields.declared())
 BY_NAME: dict[str, Field] = {name: field for field in FIELDS for name in (field.name, *field.aliases)}
 
-# Fields that several commands show from other groups.
+# Fields that several commands show although they do not show the fields' groups.
 SIZES = ("tensor_parallelism", "pipeline_parallelism", "moe_expert_parallelism")
 MODEL_AND_LIMITS = ("model_path", "max_batch_size", "max_num_tokens", "max_seq_len")
 
@@ -68,7 +68,7 @@ SETS: dict[Field, tuple[Field, ...]] = {
 
 
 def command_fields(*groups: str, also: Iterable[str] = ()) -> list[Field]:
-    """Return a command's options: the fields of `groups` and `also`, and all that may set them."""
+    """Return a command's options: the fields of `groups` and `also`, and all fields that may set these."""
     selected = {field for field in FIELDS if field.group in groups} | {BY_NAME[name] for name in also}
     while setting := {field for field, others in SETS.items() if selected.intersection(others)} - selected:
         selected |= setting

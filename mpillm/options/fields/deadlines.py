@@ -53,6 +53,6 @@ class DeadlineFields(Options, group="deadlines", effect=TIME):
 FIELD_OF: dict[Phase, Field[float]] = {
     phase: getattr(DeadlineFields, f"{phase}_deadline") for phase in PHASES
 }
-"""The deadline of each phase, in their order."""
+"""The deadline of each phase, in the order of the phases."""
 
 DEADLINES: dict[Phase, float] = {phase: field.default for phase, field in FIELD_OF.items()}

@@ -1,8 +1,8 @@
 """Which commands and cores use an option: the parts of a field's `effect` (see `unused_options`).
 
-A command here measures or serves. The stages before it (`generate-engines`, `run-llm-server`, …) get the same
-arguments, so an option of any of them counts as used. Cores are named as in `core_names`, with the backend if
-it is not the core's usual one. A core of your own may use every option.
+Here, commands are those that measure or serve. The stages before them (`generate-engines`, `run-llm-server`,
+…) get the same arguments, so an option of any stage counts as used. Cores are named as in `core_names`, with
+the backend if it is not the core's default one. A core that the user supplies may use every option.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from mpillm.options.field import Effect, Use
 RUN, SERVE, PLAN, SUBMISSION = "run", "serve", "plan", "submission"
 BOTH = (RUN, SERVE)
 STAGES = ("generate-engines", "run-llm-server")
-"""Commands before these: they build their engines or start their servers."""
+"""Commands before a measurement or a server: they build engines or start servers."""
 
 LIBRARY = (*TRTLLM_EXECUTOR, *TRTLLM_HLAPI)
 COMPUTING = (*EMBEDDED, *LIBRARY, *TRTLLM_DISAGG)
-"""Cores that compute here, or whose servers read our YAML."""
+"""Cores that compute in the ranks, or whose servers read mpillm's YAML."""
 MODELS = (*COMPUTING, *TRTLLM_ENDPOINT, *TRITON)
 """All built-in cores with a model behind them."""
 CLIENTS = (*TRTLLM_DISAGG, *TRTLLM_ENDPOINT, *TRITON)
-"""Cores that are clients of servers, started by `run-llm-server`, by others, or by the run (--server)."""
+"""Cores that are clients. `run-llm-server`, other programs or the run (--server) start their servers."""
 
 
 def used_by(
@@ -48,7 +48,7 @@ def used_by(
 
 
 def of_engines(*cores: str, needs: tuple[str, Any] | None = None) -> Effect:
-    """Return the effect of an option of an engine; a client's server gets it in a stage before the run."""
+    """Return the effect of an engine's option. A client's server gets it in a stage before the run."""
     here, behind = (tuple(c for c in cores if (c in CLIENTS) is is_client) for is_client in (False, True))
     each = (BOTH, here), (STAGES, behind)
     return Effect(tuple(Use(commands, of, needs=needs) for commands, of in each if of))
@@ -56,16 +56,16 @@ def of_engines(*cores: str, needs: tuple[str, Any] | None = None) -> Effect:
 
 COMPUTED = used_by(DEFAULT, *LIBRARY, *TRTLLM_DISAGG, *DUMMY)
 DISAGG = of_engines(*EMBEDDED, *TRTLLM_DISAGG, *DUMMY)
-"""For disaggregated serving."""
+"""Options for disaggregated serving."""
 SIZED = of_engines(*MODELS, *DUMMY)
 BUILT = Effect(
     (*SIZED.uses, Use(BOTH, (*TRTLLM_ENDPOINT, *TRTLLM_DISAGG), needs=("enable_attention_dp", True)))
 )
-"""For an engine's size. With attention data parallelism, it limits the requests of a client's servers."""
+"""An engine's size. With attention data parallelism, it limits the requests to a client's servers."""
 TEST = used_by(commands=[RUN])
-"""For a test."""
+"""Options of a test."""
 REPORTED = used_by(commands=[RUN], measured=False)
-"""For the records of a test."""
+"""Options of a test that only its records contain."""
 SERVED = used_by(commands=[SERVE], measured=False)
 SYNTHETIC = used_by(commands=[RUN], needs=("dataset", "synthetic"))
 SUBMITTED = used_by(commands=[SUBMISSION], measured=False)

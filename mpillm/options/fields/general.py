@@ -7,7 +7,7 @@ from mpillm.options.fields.effects import REPORTED, RUN, SERVE, used_by
 from mpillm.options.parsers import accuracy, boolean, names
 from mpillm.workloads import TARGETS, WORKLOADS
 
-# NVIDIA's and the submission checker's name for Server with a workload's interactive form.
+# Name of NVIDIA and of the submission checker for scenario Server with a workload's interactive form.
 INTERACTIVE = "Interactive"
 SINGLE_STREAM = "SingleStream"
 SCENARIOS = ("Offline", "Server", SINGLE_STREAM)
@@ -36,7 +36,7 @@ class GeneralFields(Options, group="workload"):
         f" {INTERACTIVE} is Server with a workload's interactive form",
         names(*SCENARIOS, INTERACTIVE, **{"single-stream": "SingleStream", "single_stream": "SingleStream"}),
         default=("Offline",),
-        # in `serve`, it only selects among a file's configurations
+        # In `serve`, the value only selects a configuration in --config_file.
         effect=Effect((Use((RUN,)), Use((SERVE,), needs=("config_file", ANY))), measured=False),
     )
     accuracy_target = option(

@@ -7,7 +7,7 @@ from mpillm.options.field import Effect, Options, Use, option
 from mpillm.options.fields.effects import BOTH, COMPUTING, LIBRARY, MODELS, of_engines, used_by
 from mpillm.options.parsers import boolean, flag_dict, fraction, one_of, positive
 
-# The harness's names of policies, and TensorRT-LLM's.
+# Policies by the names in NVIDIA's harness, with the names in TensorRT-LLM.
 SCHEDULER_POLICIES = {
     "max_util": "MAX_UTILIZATION",
     "no_evict": "GUARANTEED_NO_EVICT",

@@ -1,4 +1,4 @@
-"""The option of commands that start an mpirun of their own."""
+"""The option of commands that start their own mpirun."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The known keys of trtllm_runtime_flags and trtllm_build_flags: their values, and the harness's defaults.
 
-TensorRT-LLM's flags vary with the model, so its cores receive keys that are unknown here; our cores reject
-them (`options.flags`).
+TensorRT-LLM's flags vary with the model, so its cores also get keys that are unknown here. mpillm's own cores
+reject unknown keys (`options.flags`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mpillm.options.fields.model import ModelFields
 from mpillm.options.fields.topology import TopologyFields
 from mpillm.options.parsers import boolean, positive
 
-# A key that is another name of an option has that option's field, any other a field of its own.
+# A key that is another name of an option has the option's field. Any other key has its own field.
 RUNTIME_FLAGS: dict[str, Field] = {
     "batch_scheduler_policy": ModelFields.batch_scheduler_policy,
     "context_chunking_policy": ModelFields.context_chunking_policy,
@@ -60,7 +60,7 @@ RUNTIME_FLAGS: dict[str, Field] = {
     "max_batch_size": ModelFields.max_batch_size,
     "max_num_tokens": ModelFields.max_num_tokens,
 }
-# Names of some flags in Triton's templates, and their values there.
+# Values of some flags in Triton's templates, which also have other names for the flags.
 _BATCHING = {"V1": False, "v1": False, "inflight_batching": True, "inflight_fused_batching": True}
 OTHER_NAMES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "kv_cache_free_gpu_mem_fraction": ("kvcache_free_gpu_mem_frac", {}),
@@ -91,7 +91,7 @@ BUILD_OPTIONS = _by_name(
 
 
 def _of_client(why: str) -> Effect:
-    """Return the effect of a flag of NVIDIA's client; `why`: what replaces it here."""
+    """Return the effect of a flag for NVIDIA's client; `why`: what replaces the flag in mpillm."""
     return Effect((), measured=False, instead=why)
 
 
@@ -112,7 +112,7 @@ KNOWN_FLAGS: dict[str, Field] = {
         effect=_of_client("each worker rank is a client: mpirun -n decides"),
     ),
 }
-"""Runtime flags with their own effect, or none; without the flags that are only passed on to TensorRT-LLM."""
+"""Runtime flags whose effect is known here. Flags that mpillm only passes on to TensorRT-LLM are missing."""
 
 _SIZES = (*BUILD_OPTIONS, "tp_size", "pp_size", "moe_ep_size")
 OUR_BUILD_FLAGS = ("max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len", "max_beam_width")
@@ -124,7 +124,7 @@ _NAMES: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def names_of(flags: Field, core: str) -> tuple[str, ...] | None:
-    """Return the keys of flags that a core, named with its backend, knows; None: it passes on all."""
+    """Return the keys of flags that a core supports; None: it passes on all. `core`: with its backend."""
     if flags.name != "trtllm_runtime_flags":
         return next((names for cores, names in _NAMES[flags.name].items() if core in cores), None)
     name = core.partition(" ")[0]

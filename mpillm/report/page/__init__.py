@@ -1,1 +1,1 @@
-"""The page of a run, and its trace."""
+"""A run's HTML report and its trace."""

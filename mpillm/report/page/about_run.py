@@ -1,4 +1,4 @@
-"""The section of a page about hardware, precision, lengths, how to repeat the run, and the next step."""
+"""Section of the HTML report: hardware, precision, lengths, how to repeat the run, and the next step."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _prompts(result: Mapping[str, Any]) -> str:
 
 def _answers(run: RunFiles) -> str:
     samples, tokens = run.result.get("samples"), run.result.get("tokens")
-    if not samples or not tokens:  # a run that was stopped has no count of tokens
+    if not samples or not tokens:  # a stopped run has no count of tokens
         return ""
     max_tokens = run.value("max_output_len")
     limit = f", at most {max_tokens:,} (--max_output_len)" if max_tokens else ""

@@ -1,4 +1,4 @@
-"""The charts of a page as data: series over time, and distributions. `svg` draws them, and page.js."""
+"""Charts of HTML reports as data: series over time, and distributions. `svg` and page.js draw them."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ MARKED = (50, 90, 99)
 class Chart:
     """Lines over a common x, or points."""
 
-    name: str  # of its element
+    name: str  # id of its HTML element
     title: str
     unit: str
     x: list[float]
     lines: list[tuple[str, list[float | None], int]] = field(default_factory=list)  # label, y, colour
     x_label: str = "s"  # ms: a log scale
-    limit: tuple[str, float] | None = None  # an x with its label
-    # The text at each x. With it every line is drawn as points, and the first `joined` lines join theirs.
+    limit: tuple[str, float] | None = None  # label and x of a line
+    # A text for each x. With `names`, all lines are drawn as points; only the first `joined` are lines also.
     names: list[str] | None = None
-    y_limit: tuple[str, float] | None = None  # a y with its label
-    marks: list[tuple[str, float]] = field(default_factory=list)  # more of x with their labels
-    joined: int = 1  # of points: see `names`
-    crossed: tuple[str, list[int]] | None = None  # points with a cross, by their places in x, and why
+    y_limit: tuple[str, float] | None = None  # label and y of a line
+    marks: list[tuple[str, float]] = field(default_factory=list)  # labels and x of other lines
+    joined: int = 1  # see `names`
+    crossed: tuple[str, list[int]] | None = None  # why points have a cross, and their indices in x
 
     @property
     def is_cdf(self) -> bool:
@@ -57,7 +57,7 @@ class Chart:
 
 
 def over_time(facts: Facts) -> list[Chart]:
-    """Return the progress of the test and of its instances by second."""
+    """Return charts of the progress of the test and of its instances, by second."""
     charts = [chart for chart in (_answered(facts),) if chart is not None]
     if not facts.run.timeline:
         return charts
@@ -100,7 +100,7 @@ def over_time(facts: Facts) -> list[Chart]:
 def _queued(
     facts: Facts, rows: dict[int, list[dict[str, Any]]], grid: NDArray[np.float64]
 ) -> list[float | None] | None:
-    """Return the requests that wait for an instance: issued, not answered, and in no instance's figures."""
+    """Return how many requests wait for an instance: issued, not answered, and in no instance's figures."""
     progress = facts.run.telemetry.get("progress") or {}
     if not any(progress.get("issued") or ()):
         return None
@@ -124,7 +124,7 @@ def _answered(facts: Facts) -> Chart | None:
     for name, key, colour in (("issued", "issued", 7), ("answered", "samples", 6)):
         counts = floats(progress[key])
         chart.lines.append((name, _listed(_rate(grid, seconds, counts)), colour))
-    # In Offline, all are issued simultaneously, and a server does not count them: the line is useless.
+    # In Offline, all samples are issued simultaneously, and a server does not count issued ones.
     if facts.run.result.get("scenario") == "Offline" or not any(progress["issued"]):
         del chart.lines[0]
     return chart
@@ -228,7 +228,7 @@ def _slope(seconds: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray
 def _rate(
     grid: NDArray[np.float64], seconds: NDArray[np.float64], counts: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return how fast a count grew before each moment of the grid; NaN where the grid begins."""
+    """Return how fast a count grew before each moment of the grid; NaN at the first moment."""
     at = np.interp(grid, np.concatenate([[0.0], seconds]), np.concatenate([[0.0], counts]))
     rate = np.diff(at, prepend=np.nan) / np.diff(grid, prepend=np.nan)
     positive: NDArray[np.float64] = np.maximum(rate, 0)
@@ -248,7 +248,7 @@ def _listed(values: NDArray[np.float64]) -> list[float | None]:
 
 
 _MAX_ROWS = 64
-_MAX_SPANS = 24_000  # of all rows: a megabyte of the page
+_MAX_SPANS = 24_000  # of all rows together: a megabyte of the HTML report
 _PHASE_S = 0.005  # shorter phases can't be seen
 
 
@@ -277,7 +277,7 @@ def _control(facts: Facts, rank: int) -> str:
 
 
 def _thinned(lane: dict[str, list[Any]], max_spans: int) -> dict[str, list[Any]]:
-    """Return at most `max_spans` spans: neighbors are merged if there are more."""
+    """Return at most `max_spans` spans: neighbors are merged if a lane has more."""
     names = ("start", "end", "busy_s", "n", "kind")
     columns = [lane.get(name) or [] for name in names]
     n = min(map(len, columns))

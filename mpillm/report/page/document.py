@@ -1,7 +1,7 @@
-"""The frame of every page, and what pages are made of: sections, tables, charts.
+"""The frame of every HTML report, and its elements: sections, tables, charts.
 
-A page is one file that needs nothing else, and no network. Tables and pictures are there without JavaScript;
-page.js puts uPlot's charts, and lanes that zoom, in their place.
+A page is one file that needs no other files and no network. It has tables and pictures without JavaScript.
+With JavaScript, page.js replaces the pictures by uPlot's charts, and by ranks' lanes that can be zoomed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ASSETS = Path(__file__).parent / "assets"
 
 
 class Html(str):
-    """A text that is HTML already: `escape` leaves it as it is."""
+    """A text that is HTML already: `escape` does not change it."""
 
     __slots__ = ()
 
@@ -46,7 +46,7 @@ def escape(value: object) -> Html:
 def document(
     title: str, body: Iterable[str], charts: Sequence[Chart], lanes: Mapping[str, Any] | None = None
 ) -> str:
-    """Return a whole page. `charts` and `lanes`: what page.js draws where `body` has their elements."""
+    """Return a whole page. `charts`, `lanes`: data that page.js draws into their elements in `body`."""
     data = {"charts": [chart.to_json() for chart in charts], "lanes": lanes}
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
@@ -88,7 +88,7 @@ def _limit(chart: Chart) -> str:
 
 
 def link_to_run(run: Path, folder: Path, text: str) -> Html:
-    """Return the run's name, as a link to its page where it has one."""
+    """Return `text`, as a link to the run's HTML report if the run has one."""
     page = run.absolute() / PAGE
     if not page.exists():
         return escape(text)
@@ -96,7 +96,7 @@ def link_to_run(run: Path, folder: Path, text: str) -> Html:
 
 
 def link(path: str, text: str = "") -> Html:
-    """Return a link to a file, by its path from the page's folder. `text`: by default the path."""
+    """Return a link to a file. `path`: from the page's folder; `text`: by default the path."""
     # Quoted: a file may be called javascript:x, or have a # or a % in its name.
     return Html(f'<a href="{escape(quote(path))}">{escape(text or path)}</a>')
 
@@ -123,12 +123,12 @@ def table(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def breakable(text: str) -> Html:
-    """Return a long name or path as HTML that may break behind its marks."""
+    """Return a long name or path as HTML; a line may break after its punctuation."""
     return Html(_LONG.sub(_breakable, escape(text)))
 
 
 def _cell(value: object) -> str:
-    """Return a cell: a number stays beside its unit, a long name or path may break after its marks."""
+    """Return a cell: a number stays beside its unit, a long name or path may break after punctuation."""
     text = _QUANTITY.sub(_TOGETHER, escape(value))
     return text if isinstance(value, Html) else _LONG.sub(_breakable, text)
 
@@ -138,7 +138,7 @@ def _breakable(word: re.Match[str]) -> str:
 
 
 def _embedded(data: object) -> str:
-    """Return JSON that no text in it can end the script element with."""
+    """Return JSON in which no text can end the script element."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 

@@ -1,6 +1,6 @@
 """`index.html` of a folder of runs: what `mpillm runs` lists, with links.
 
-page.js filters, sorts and groups it.
+page.js filters, sorts and groups the list.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GROUPS = {"": "nothing", "series": "series", "2": "what", "1": "verdict"}  # va
 
 
 def index_page(folder: Path, runs: Sequence[ListedRun], series: Sequence[Path]) -> str:
-    """Return the page: single runs first. `series`: pages of commands that start several runs."""
+    """Return the page, single runs first. `series`: pages of commands that start several runs."""
     ordered = sorted(runs, key=lambda one: bool(one.series))
     n_parts = sum(bool(one.series) for one in runs)
     pages = "".join(f"<li>{link(os.path.relpath(page, folder))}</li>" for page in series)
@@ -53,7 +53,7 @@ def _controls(n_parts: int, n_runs: int) -> str:
 
 
 def _row(one: ListedRun, folder: Path) -> str:
-    """Return a row; page.js sorts by `data-v` of a cell."""
+    """Return a row; page.js sorts by the cells' `data-v`."""
     started, _, *figures = cells_of(one)
     values = [one.figure(*name) for name in _FIGURES]
     cells = [

@@ -1,4 +1,4 @@
-"""`report.html`: the page of a run."""
+"""`report.html`: the HTML report of a run."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def leave_page(
 ) -> tuple[str, str]:
     """Write telemetry.json, report.html and trace.json of the run that ends in `path`.
 
-    Returns the row of the summary: the report's path, or why it is missing. An error here must not cost the
-    test's result, which is already written.
+    Returns the summary's row: the report's path, or why the report is missing. An error here must not cost
+    the test's result, which is already written.
     """
     try:
         write_telemetry(path / TELEMETRY)
@@ -43,7 +43,7 @@ def leave_page(
 def write_page(path: Path, price_per_gpu_hour: float | None = None) -> Path:
     """Write report.html and trace.json from the files of a run; return the page's path.
 
-    `price_per_gpu_hour`: None: from the run's options. Raises ConfigError if `path` is not a run directory,
+    `price_per_gpu_hour`: if None, the run's option. Raises ConfigError if `path` is not a run directory,
     OSError if a file can't be written.
     """
     run = RunFiles.read(path)
@@ -53,7 +53,7 @@ def write_page(path: Path, price_per_gpu_hour: float | None = None) -> Path:
 
 
 def page(run: RunFiles, price_per_gpu_hour: float | None = None) -> str:
-    """Return the HTML of a run's page."""
+    """Return the HTML of a run's report."""
     if price_per_gpu_hour is None:
         price_per_gpu_hour = run.value("price_per_gpu_hour")
     facts, damaged = facts_of(run)
@@ -72,7 +72,7 @@ def page(run: RunFiles, price_per_gpu_hour: float | None = None) -> str:
     latencies = build("latencies", distributions, [], facts)
     hardware = build("CPUs and GPUs", machines, [], facts)
     rows = build("what each rank did", lane_rows, [], facts)
-    end = max(facts.test_s, 1e-3)  # the lanes first display the test
+    end = max(facts.test_s, 1e-3)  # the lanes display the test until the user zooms
     top = build("verdict", sections.head, "", facts)
     wrong = build("failures", sections.failures, "", run)
     parts = [

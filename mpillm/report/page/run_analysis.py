@@ -31,10 +31,10 @@ class InstanceFacts:
     role: str  # ctx, gen or executor
     ranks: list[int]
     has_steps: bool = False
-    share: float | None = None  # of the test; `share_of` names what counts
-    strip: list[float] | None = None  # the same in `_STRIP` pieces of the test
-    waited: float | None = None  # share of the test in which requests waited in it
-    holding_limits: bool = False  # an instance with requests computes as much as it can
+    share: float | None = None  # busy share of the test; `share_of` names the activity
+    strip: list[float] | None = None  # busy share of each of `_STRIP` pieces of the test
+    waited: float | None = None  # share of the test in which requests waited in the instance
+    is_never_starved: bool = False  # while the instance has requests, it computes as much as it can
     result: dict[str, Any] | None = None  # its entry in result.json
     lost: bool = False
     failed: bool = False  # one of its ranks caused the failure of the run
@@ -45,13 +45,13 @@ class InstanceFacts:
 
     @property
     def share_of(self) -> str:
-        """The activity that counts in `share`, for a reader."""
+        """The activity that counts in `share`, in words."""
         return busy_with(self.has_steps)
 
     @property
     def load(self) -> float | None:
-        """The degree to which it may have limited the test, 0 to 1."""
-        if self.has_steps or not self.holding_limits:
+        """The degree to which the instance may have limited the test, 0 to 1."""
+        if self.has_steps or not self.is_never_starved:
             return self.share if self.has_steps else self.waited
         return max((one for one in (self.share, self.waited) if one is not None), default=None)
 
@@ -91,11 +91,11 @@ class Facts:
         facts.result = next((one for one in per if one.get("instance") == number), None)
         facts.lost = any(one.get("instance") == number for one in self.run.result.get("lost") or [])
         facts.failed = not self.failed.isdisjoint(ranks)
-        # A server may not report which of its waiting requests it has started. In a disaggregated run, the
-        # instance that is not the limit also has waiting requests.
+        # A server may not report which of its waiting requests it has started. In a disaggregated run, an
+        # instance that is not the bottleneck also has waiting requests.
         result = self.run.result
         never_starved = not self._as_clients_like or bool(result.get("queue_grew"))
-        facts.holding_limits = role == "executor" and never_starved
+        facts.is_never_starved = role == "executor" and never_starved
         if bypasses_ranks(result):
             return facts
         noted = self.noted.get(ranks[0])
@@ -103,7 +103,7 @@ class Facts:
             facts.has_steps = bool(noted.get("knows_steps"))
             facts.strip = _strip(noted.get("steps") or {}, self.test_s)
             facts.share = busy_share(noted, self.test_s)
-        if facts.result is not None and "busy_fraction" in facts.result:  # not of a run that was stopped
+        if facts.result is not None and "busy_fraction" in facts.result:  # missing if the run was stopped
             facts.share = _number(facts.result["busy_fraction"])
         waiting = [row.get("waiting") or 0 for row in self.run.timeline if row["instance"] == number]
         if waiting:
@@ -135,7 +135,7 @@ class Facts:
         return f"bottleneck: {worst.name}"
 
     def missed_limits(self) -> list[str]:
-        """Return LoadGen's latency limits that the test missed, each with the percentile that is over it."""
+        """Return LoadGen's latency limits that the test missed, each with the percentile that exceeds it."""
         if "latency limits" not in (self.run.result.get("loadgen_unsatisfied") or []):
             return []
         missed = []
@@ -148,7 +148,7 @@ class Facts:
 
     @property
     def _as_clients_like(self) -> bool:
-        """Whether clients decide when requests come: in a Server test, and at a server."""
+        """Whether clients decide when requests come: in a Server test, and in a run that serves."""
         return self.run.result.get("scenario") in ("Server", None)
 
     @property
@@ -265,7 +265,7 @@ def limits_ms(run: RunFiles) -> dict[str, float | None]:
 
 
 def facts_of(run: RunFiles) -> tuple[Facts, list[str]]:
-    """Return the facts of a run, without its damaged files, and a line about these."""
+    """Return the facts of a run, without its damaged files, and a line about the damaged files."""
     replaced: dict[str, Any] = {}
     notes: list[str] = []
     for name, empty in (("telemetry", {}), ("timeline", []), ("plan", {}), ("result", {})):
@@ -288,22 +288,22 @@ def unrecorded(facts: Facts) -> list[str]:
 
 
 def busy_with(has_steps: bool) -> str:
-    """Return what of an instance counts as busy."""
+    """Return the activity of an instance that counts as busy."""
     return "computing" if has_steps else "holding requests"
 
 
 def busy_share(noted: Mapping[str, Any], test_s: float) -> float:
-    """Return which share of the test an instance was busy, by what its first rank noted; see `busy_with`."""
+    """Return the share of the test in which an instance was busy. `noted`: its root rank's telemetry."""
     return float(np.mean(_strip(noted.get("steps") or {}, test_s)))
 
 
 def _strip(steps: dict[str, list[float]], test_s: float) -> list[float]:
-    """Return for each of equal pieces of the test which share of it the spans cover."""
+    """Return the busy share of each of `_STRIP` equal pieces of the test. `steps`: spans of work."""
     starts, ends, busy = (floats(steps.get(name) or []) for name in ("start", "end", "busy_s"))
     edges = np.linspace(0, test_s, _STRIP + 1)
     if not len(starts):
         return [0.0] * _STRIP
-    # Busy seconds until each moment: a span's are spread evenly over it.
+    # Busy seconds until each moment. A span's busy seconds are spread evenly over the span.
     moments = np.column_stack([starts, np.maximum(ends, starts + 1e-9)]).ravel()
     done = np.repeat(np.cumsum(busy), 2)
     done[0::2] -= busy

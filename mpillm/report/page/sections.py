@@ -1,4 +1,4 @@
-"""The parts of a page that are text, tables and the picture of the plan."""
+"""Parts of the HTML report: text, tables and the picture of the plan."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _REFUSED = "LoadGen accepts this test, but the servers did not meet its requirem
 
 
 def head(facts: Facts) -> str:
-    """Return the verdict, its reasons, and what ran; in a run without an outcome, what it planned."""
+    """Return the verdict, its reasons, and what ran; without an outcome, what was planned to run."""
     run = facts.run
     planned = {name: run.value(name) for name in ("test_mode", "mode", "core_type")} | {
         "workload": _value_text(run.value("benchmarks") or ""),
@@ -89,7 +89,7 @@ def _counted(result: Mapping[str, Any] | None) -> str:
 
 
 def _server(run: RunFiles) -> str:
-    """Return where this run served, or which servers it used; "" if neither."""
+    """Return this run's URL if it served, or the servers that it used; "" if neither."""
     if url := run.result.get("url"):
         return str(url)
     urls = [url for name in _SERVERS for url in run.value(name) or ()]
@@ -209,7 +209,7 @@ def _plan_title(facts: Facts, worst: InstanceFacts | None) -> str:
     if facts.failed:
         failed = [one.name for one in facts.instances.values() if one.failed]
         return f"Failed: {escape(', '.join(failed))}" if failed else "The plan"
-    if worst is None and facts.run.result.get("status") in (None, "FAILED"):  # its end is unknown
+    if worst is None and facts.run.result.get("status") in (None, "FAILED"):  # how the run ended is unknown
         return "The plan"
     limit = facts.limit()
     return escape(limit[:1].upper() + limit[1:]) or "The plan"
@@ -307,11 +307,11 @@ def figures(facts: Facts) -> str:
 
 
 def options(run: RunFiles) -> str:
-    """Return each option's value and where it was set; those by default are folded away."""
+    """Return each option's value and where it was set; default values are folded away."""
     rows = []
     for name, entry in sorted(run.config.items()):
         value, source = entry["value"], entry.get("source", "")
-        if isinstance(value, dict) and isinstance(source, dict):  # each flag's own
+        if isinstance(value, dict) and isinstance(source, dict):  # one source for each flag
             rows += [
                 (f"{name}.{key}", _value_text(one), str(source.get(key, ""))) for key, one in value.items()
             ]
@@ -332,8 +332,8 @@ def _value_text(value: Any) -> str:
 
 
 def files(run: RunFiles) -> str:
-    """Return links to the files beside the page, and what the ranks ran."""
-    names = {path.name for path in run.path.iterdir() if path.is_file()} | {TRACE}  # written after the page
+    """Return links to the files beside the report, and the ranks' software versions."""
+    names = {path.name for path in run.path.iterdir() if path.is_file()} | {TRACE}  # TRACE is written later
     logs = sorted(path.name for path in run.path.glob(f"{RANKS}/*.log"))
     failed = {run.log_of(rank) for rank in run.failed_ranks}
     links = "".join(_link(name) for name in sorted(names - {PAGE}))

@@ -11,15 +11,15 @@ from launch.safe_text import whole_number
 from mpillm.report.numbers import milliseconds, short
 from mpillm.report.page.charts import Chart
 
-_WIDE, _NARROW = (800, 320), (400, 200)  # the width of a page, and a third of it or a phone's
+_WIDE, _NARROW = (800, 320), (400, 200)  # for the width of a page; for a third of it, or a phone
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 10, 36
 _ROW, _GAP = 22, 6
-_POINT = 4  # its radius
-_LABEL_HEIGHT = 12  # of points whose numbers would overlap
-_LETTER, _WIDE_LETTER = 7, 11  # their widths; in a wide picture they are larger, for a phone
+_POINT = 4  # radius
+_LABEL_HEIGHT = 12  # texts that are closer would overlap
+_LETTER, _WIDE_LETTER = 7, 11  # widths of letters; those of a wide picture are larger, for a phone
 _MAX_TICKS = 6
 _MARGIN = 0.05  # at the ends of an axis of latencies, as a share of its values
-_FEW = 5  # counts of which each has a tick
+_FEW = 5  # up to this count, an axis has a tick for each count
 _MAX_LIMIT = 1.5  # times the largest value: a limit that lies further away would leave the chart blank
 _LOG_FROM = 20  # a y axis is logarithmic if its largest value is so many times the smallest
 
@@ -121,7 +121,7 @@ def _up(chart: Chart, ys: list[float]) -> Axis:
     if chart.unit.startswith("%"):
         return Axis(0, 100, [0, 25, 50, 75, 100])
     low, high = min(ys), max(ys)
-    if chart.y_limit and chart.y_limit[1] <= _MAX_LIMIT * high:  # a far one is in the caption only
+    if chart.y_limit and chart.y_limit[1] <= _MAX_LIMIT * high:  # the caption has a limit further away
         high = max(high, chart.y_limit[1])
     if chart.names is not None and chart.unit == "ms" and low > 0 and high / low > _LOG_FROM:
         low, high = low / 1.5, high * 1.5
@@ -135,7 +135,7 @@ def _up(chart: Chart, ys: list[float]) -> Axis:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Return round numbers from `low` to `high`, some five of them."""
+    """Return round numbers from `low` to `high`, about five of them."""
     if low >= high:
         return [low]
     rough = (high - low) / (_MAX_TICKS - 1)
@@ -166,7 +166,7 @@ def around(low: float, high: float) -> tuple[float, float]:
 def _points(
     chart: Chart, place: Callable[[float, float], tuple[float, float]], letter: float, right: float
 ) -> Iterator[str]:
-    """Yield the points of a chart, with their numbers, the first words of their names.
+    """Yield the points of a chart, with their numbers. A point's number is the first word of its name.
 
     `right`: where the picture ends.
     """
@@ -193,10 +193,10 @@ def _points(
 def labels(
     points: Sequence[tuple[float, float, str]], letter: float, right: float
 ) -> list[tuple[float, float, str]]:
-    """Return texts for points, (across, down, number) of each: where some would overlap, one has all numbers,
-    at the rightmost of them.
+    """Return texts for points: (across, down, text). `points`: (across, down, number).
 
-    `letter`: the width of a letter; `right`: where the picture ends. page.js does the same for what it draws.
+    If texts would overlap, the rightmost point has one text with all their numbers. `letter`: width of a
+    letter; `right`: where the picture ends. page.js places its texts in the same way.
     """
     placed: list[tuple[float, float, list[str]]] = []
     for across, down, number in points:
@@ -222,7 +222,7 @@ def _overlap(
 
 
 def _span(across: float, _: float, numbers: list[str], letter: float, right: float) -> tuple[float, float]:
-    """Return from where to where a point reaches with its text."""
+    """Return the left and the right end of a point with its text."""
     text = numbers_text(numbers)
     width = max(_LABEL_HEIGHT, letter * (len(text) + 1))
     to_left = _to_left(across, text, letter, right)
@@ -238,7 +238,7 @@ def numbers_text(numbers: Sequence[str]) -> str:
     ordered = sorted(number for number in integers if number is not None)
     for i, number in enumerate(ordered):
         if 0 < i < len(ordered) - 1 and ordered[i - 1] + 1 == number == ordered[i + 1] - 1:
-            continue  # inside a row of numbers
+            continue  # inside a run of consecutive numbers
         goes_on = i > 1 and ordered[i - 2] + 2 == number
         texts.append(f"{texts.pop()} to {number}" if goes_on else str(number))
     return ", ".join(texts)
@@ -269,7 +269,7 @@ def lanes(rows: Sequence[dict[str, Any]], end: float) -> str:
 
 
 def strip(shares: Sequence[float]) -> str:
-    """Return how busy an instance was over the test: a bar of pieces, as high as each was busy."""
+    """Return a picture of how busy an instance was over the test: a bar for each piece of the test."""
     bars = "".join(
         f'<rect x="{i}" y="{1 - share:.3f}" width="1.02" height="{share:.3f}"/>'
         for i, share in enumerate(shares)

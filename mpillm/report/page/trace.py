@@ -2,7 +2,7 @@
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: complete events (X) with
 microseconds, metadata (M) that names processes and threads, counters (C), flows (s, f) from a request to its
-answer. A rank is a process, its lanes are threads.
+answer. Each rank is a process, and its lanes are threads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpillm.report.page.run_analysis import Facts, facts_of
 from mpillm.report.request_log import read_requests
 from mpillm.report.run_files import RunFiles
 
-_PHASES, _STEPS, _HANDOFFS, _REQUESTS = 1, 2, 3, 100  # threads; requests have further ones from the last
+_PHASES, _STEPS, _HANDOFFS, _REQUESTS = 1, 2, 3, 100  # thread ids; requests have 100 and more
 _MAX_REQUESTS = 2000
 _SAMPLED = {"cpu_s": "CPU cores", "rss_bytes": "memory, MiB"}
 _GPU = {"power_w": "GPU power, W", "sm_mhz": "GPU clock, MHz", "temperature_c": "GPU, °C", "load": "GPU load"}
@@ -41,7 +41,7 @@ def write_trace(run: RunFiles, path: Path) -> None:
 
 
 def events(run: RunFiles) -> Iterator[dict[str, Any]]:
-    """Yield the events of a run. Times count from its first; 0 in the files is the start of the test."""
+    """Yield the events of a run. Times count from the first event; in the files, 0 is the test's start."""
     facts, _ = facts_of(run)
     run = facts.run
     phases = [phase for noted in facts.noted.values() for phase in noted.get("phases") or []]
@@ -103,7 +103,7 @@ def _requests(run: RunFiles, at: Any) -> Iterator[dict[str, Any]]:
 
 
 def _on_threads(rows: NDArray[np.void], at: Any) -> Iterator[dict[str, Any]]:
-    """Yield the events of requests: `request_log.RECORD`, in order of issue."""
+    """Yield the events of requests. `rows`: `request_log.RECORD`, in order of issue."""
     ends = rows["issued"] + rows["latency"]
     firsts = np.where(np.isnan(rows["ttft"]), ends, rows["issued"] + rows["ttft"])
     threads: list[tuple[float, int]] = []  # a heap: when each thread's last request ended

@@ -19,7 +19,7 @@ from mpillm.comms.messages import Batch, Refusal, RequestFlag, ResponseFlag
 from mpillm.core_names import TRITON_URL
 from mpillm.cores.base import CoreConfig, Metrics, NumericLimits, check_option_names, short_requests
 from mpillm.cores.clients import (
-    EARLIER,
+    DEADLINE_SHARE,
     longest_first_token_s,
     longest_wait_s,
     until_when,
@@ -161,7 +161,9 @@ class TritonGrpcCore(ClientCore):
 
     def run_health_check(self) -> None:
         """Generate a token on each server."""
-        limit = longest_first_token_s(self.config, EARLIER * self._harness.health_deadline / len(self._urls))
+        limit = longest_first_token_s(
+            self.config, DEADLINE_SHARE * self._harness.health_deadline / len(self._urls)
+        )
         for url in self._urls:
             stream = next(one for one in self._clients.open if one.url == url)
             self._submit(0, np.full(8, 3, np.int32), InferParams(1, end_id=NO_END, streaming=False), stream)
@@ -294,7 +296,7 @@ class TritonGrpcCore(ClientCore):
             return
         self._next_watch = now + _WATCH_S
         self._give_up(now)
-        silence_s = EARLIER * self._harness.stall_timeout
+        silence_s = DEADLINE_SHARE * self._harness.stall_timeout
         for stream in self._clients.open:
             if stream.ended:
                 raise self._failure(f"tritonserver {stream.url}: {stream.ended}; {self._outstanding(stream)}")

@@ -9,7 +9,7 @@ import pytest
 
 from mpillm.comms.messages import RequestFlag, ResponseFlag
 from tests.helpers.oracle import Tokens, expected_tokens
-from tests.helpers.torch_cores import N_OUTPUT, Answers, answer, hand_over, make_batch, make_core, make_pair
+from tests.helpers.torch_cores import N_OUTPUT, Answers, answer, hands_off, make_batch, make_core, make_pair
 
 # --- the end of an answer ---
 
@@ -55,7 +55,7 @@ def test_stop_words(folder: Path, prompts: Tokens, expected: Tokens, min_output:
         != wanted
     )
     pair = make_pair(folder, {"stop_words": tuple(words)}, {"stop_words": tuple(words)})
-    assert hand_over(*pair, make_batch(prompts, min_output=min_output, generation=1)) == wanted
+    assert hands_off(*pair, make_batch(prompts, min_output=min_output, generation=1)) == wanted
 
 
 def test_end_tokens_come_from_the_model(

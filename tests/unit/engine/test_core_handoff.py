@@ -10,7 +10,7 @@ import pytest
 
 from mpillm.comms.messages import RequestFlag
 from tests.helpers.oracle import Tokens
-from tests.helpers.torch_cores import Answers, answer, hand_over, make_batch, make_core, make_pair
+from tests.helpers.torch_cores import Answers, answer, hands_off, make_batch, make_core, make_pair
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_handed_over_requests_give_the_same_tokens(
     folder: Path, prompts: Tokens, expected: Tokens, context: dict[str, Any], generation: dict[str, Any]
 ) -> None:
     sender, receiver = make_pair(folder, context, generation)
-    assert hand_over(sender, receiver, make_batch(prompts, generation=1)) == expected
+    assert hands_off(sender, receiver, make_batch(prompts, generation=1)) == expected
     if "kv_cache_tokens" in generation:
         assert receiver.statistics()["preemptions"] > 0
     c = sender.info.config
@@ -40,7 +40,7 @@ def test_handed_over_requests_give_the_same_tokens(
 def test_handed_over_requests_sample_the_same_tokens(folder: Path, prompts: Tokens) -> None:
     fields = {"temperature": 1.0, "top_k": 50, "seed": np.arange(len(prompts))}
     alone = answer(make_core(folder), make_batch(prompts, **fields))
-    assert hand_over(*make_pair(folder), make_batch(prompts, generation=1, **fields)) == alone
+    assert hands_off(*make_pair(folder), make_batch(prompts, generation=1, **fields)) == alone
 
 
 def test_a_request_of_one_token_is_not_handed_over(folder: Path, prompts: Tokens) -> None:
@@ -56,7 +56,7 @@ def test_an_answer_that_ends_with_its_first_token_is_given_up_at_both_ends(
 ) -> None:
     """Such a request was offered, and its KV cache has moved, before its first token was known."""
     end = {"end_ids": (expected[2][0],)}
-    answers = hand_over(*make_pair(folder, end, end), make_batch(prompts, generation=1))
+    answers = hands_off(*make_pair(folder, end, end), make_batch(prompts, generation=1))
     assert answers[2] == expected[2][:1]
     assert answers == [
         tokens[: tokens.index(end["end_ids"][0]) + 1 if end["end_ids"][0] in tokens else None]
@@ -131,7 +131,7 @@ def test_a_handed_over_request_streams_on_behind_its_first_token(
 ) -> None:
     pair = make_pair(folder, {}, {})
     streamed: dict[int, list[int]] = {}
-    assert hand_over(*pair, make_batch(prompts, generation=1, flags=RequestFlag.STREAM), streamed) == expected
+    assert hands_off(*pair, make_batch(prompts, generation=1, flags=RequestFlag.STREAM), streamed) == expected
     assert streamed == {i: tokens[1:-1] for i, tokens in enumerate(expected)}
 
 

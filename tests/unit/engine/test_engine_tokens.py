@@ -23,7 +23,7 @@ from mpillm.engine.schedule.step import Span, Step
 from mpillm.engine.tensors.staging import SampledTokens
 from mpillm.errors import RunError
 from tests.helpers.oracle import Tokens, expected_tokens
-from tests.helpers.torch_cores import N_OUTPUT, Answers, answer, hand_over, make_batch, make_core, make_pair
+from tests.helpers.torch_cores import N_OUTPUT, Answers, answer, hands_off, make_batch, make_core, make_pair
 
 
 @pytest.mark.parametrize(
@@ -252,4 +252,4 @@ def test_a_real_model_equals_transformers() -> None:
     assert answer(scarce, make_batch(prompts, max_output=64)) == wanted
     assert scarce.statistics()["preemptions"] > 0
     pair = make_pair(model, options, options | {"max_seq_len": None, "kv_cache_tokens": 1024})
-    assert hand_over(*pair, make_batch(prompts, max_output=64, generation=1)) == wanted
+    assert hands_off(*pair, make_batch(prompts, max_output=64, generation=1)) == wanted

@@ -276,20 +276,20 @@ def test_a_generation_instance_counts_all_but_first_tokens() -> None:
     def receive(tag: Tag, buffer: Any) -> None:
         route.handlers[tag](Envelope(5, tag, buffer))
 
-    def hand_over(*ids: int) -> None:
+    def hands_off(*ids: int) -> None:
         receive(Tag.OFFER, OFFER.write(asked(*ids)))
         receive(Tag.FIRST, FIRST.write([(id_, 3) for id_ in ids]))
         role.poll()
 
     receive(Tag.WARM_UP, WARM_UP.write(1))
-    hand_over(1)
+    hands_off(1)
     role.poll()
     assert not role.done("warmup")
     core.ready = [answered((1, 6, ResponseFlag.FINAL))]
     role.poll()
     assert role.done("warmup") and counted(role) == (0, 0, 0)
     role.ready()
-    hand_over(7, 8)
+    hands_off(7, 8)
     role.poll()
     assert counted(role) == (2, 0, 0)
     core.ready = [answered((7, 6, ResponseFlag.FINAL), (8, 0, ResponseFlag.FINAL | ResponseFlag.ERROR))]

@@ -163,7 +163,7 @@ def test_a_rank_that_fails_tells_rank_0_and_waits_to_be_stopped(monkeypatch: pyt
         "finalize",
         "exit 3",
     ]
-    assert world.states == [State.TELLING, State.STOPPING, State.STOPPING, State.EXITING, State.EXITING]
+    assert world.states == [State.REPORTING, State.STOPPING, State.STOPPING, State.EXITING, State.EXITING]
 
 
 def test_a_rank_that_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def test_rank_0_tells_the_person_and_stops_all(monkeypatch: pytest.MonkeyPatch) 
     world = World(monkeypatch, 0)
     events = ["launcher 3", "told broken", "stop all", "role stops", "quiet", "finalize", "exit 3"]
     assert world.ended(world.ending.fail, BROKEN) == events
-    assert world.states == [State.TELLING, State.STOPPING, State.STOPPING, State.EXITING, State.EXITING]
+    assert world.states == [State.REPORTING, State.STOPPING, State.STOPPING, State.EXITING, State.EXITING]
 
 
 def test_a_rank_that_ended_sooner_changes_nothing_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +295,7 @@ def test_rank_0_ends_while_stuck_if_a_process_is_gone(monkeypatch: pytest.Monkey
 def test_the_watch_yields_to_the_main_thread(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     """Messages are the main thread's as well: it reads a STOP."""
     world = World(monkeypatch, rank)
-    world.exited, world.rank0_lost, world.ending.state = [1], "silent", State.TELLING
+    world.exited, world.rank0_lost, world.ending.state = [1], "silent", State.REPORTING
     world.messages.append(Envelope(0, Tag.STOP, STOP.write(Stop(4, True))))
     assert world.ending.end_stuck() is None
     assert world.events == [] and len(world.messages) == 1

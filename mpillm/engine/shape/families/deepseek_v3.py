@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (DeepSeek-AI, 2024): latent attention; grouped experts in all but the first layers."""
+"""DeepSeek-V3 (DeepSeek-AI, 2024): latent attention; dense first layers, then mixtures of grouped experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Gemma 3 (Gemma Team, 2025): norms around attention and feed-forward, windows in five of six layers."""
+"""Gemma 3 (Gemma Team, 2025): norms before and after attention and feed-forward.
+
+By default, five of six layers have a sliding window.
+"""
 
 from __future__ import annotations
 

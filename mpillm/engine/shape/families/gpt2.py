@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al., 2019): LayerNorms, learned positions, biases in all products, GELU."""
+"""GPT-2 (Radford et al., 2019): LayerNorm, learned positions, biases in all products of a layer, GELU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""gpt-oss (OpenAI, 2025): biases, sinks, a window in every second layer, a mixture in each layer."""
+"""gpt-oss (OpenAI, 2025): attention with biases and sinks, a mixture of experts in every layer.
+
+Even layers default to sliding windows.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from mpillm.engine.shape.model_config import Family, ModelConfig
 
 
 def layer(config: ModelConfig, index: int) -> PreNorm:
-    """Return the composition of a layer; with a window, Mistral's."""
+    """Return the composition of a layer; with a window, it is Mistral's."""
     return PreNorm(
         RmsNorm("input_layernorm"),
         GroupedQueryAttention(window=config.window(index)),

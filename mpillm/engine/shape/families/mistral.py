@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al., 2023): Llama's layer, in which a token attends to a window of tokens."""
+"""Mistral (Jiang et al., 2023): Llama's layer, with attention limited to a sliding window."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mpillm.engine.shape.config_fields import FamilyFields, Raw
 from mpillm.engine.shape.families import llama
 from mpillm.engine.shape.model_config import Family
 
-# Mistral's sizes, which its descendants have also.
+# Mistral's defaults, which Mixtral shares.
 DEFAULTS: dict[str, Any] = {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
 
 

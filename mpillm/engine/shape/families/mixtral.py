@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al., Mixtral of Experts, 2024): Mistral's layer with a mixture as its feed-forward."""
+"""Mixtral (Jiang et al., Mixtral of Experts, 2024): Mistral's layer with a mixture of experts."""
 
 from __future__ import annotations
 

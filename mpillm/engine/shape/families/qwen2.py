@@ -1,4 +1,4 @@
-"""Qwen2 (Qwen Team, 2024): Llama's layer with biases of q, k and v; upper layers may have a window."""
+"""Qwen2 (Qwen Team, 2024): Llama's layer with q, k and v biases; upper layers may have a sliding window."""
 
 from __future__ import annotations
 

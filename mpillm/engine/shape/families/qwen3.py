@@ -1,4 +1,4 @@
-"""Qwen3 (Qwen Team, 2025): Llama's layer with norms of each q and k head; upper layers may have windows."""
+"""Qwen3 (Qwen Team, 2025): Llama's layer with norms of each q and k head; sliding windows in upper layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3-MoE (Qwen Team, 2025): Qwen3's layer with a mixture as its feed-forward."""
+"""Qwen3-MoE (Qwen Team, 2025): Qwen3's layer with a mixture of experts."""
 
 from __future__ import annotations
 

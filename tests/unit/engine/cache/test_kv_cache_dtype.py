@@ -32,7 +32,7 @@ from tests.helpers.fp8_caches import N_KV_HEADS, N_LAYERS, scales_of_heads, with
 from tests.helpers.gpu_steps_on_cpu import GpuCore
 from tests.helpers.oracle import Tokens
 from tests.helpers.presets import save_preset
-from tests.helpers.torch_cores import N_OUTPUT, answer, hand_over, make_batch, make_core, make_pair
+from tests.helpers.torch_cores import N_OUTPUT, answer, hands_off, make_batch, make_core, make_pair
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def test_the_steps_of_a_gpu(folder: Path, prompts: Tokens, expected: Tokens) -> 
 def test_a_cache_is_handed_over_as_it_is(folder: Path, prompts: Tokens, expected: Tokens) -> None:
     context, generation = make_pair(folder, {"max_num_tokens": 24}, {"tokens_per_block": 4})
     assert (
-        same(hand_over(context, generation, make_batch(prompts, generation=1)), expected) >= len(prompts) - 1
+        same(hands_off(context, generation, make_batch(prompts, generation=1)), expected) >= len(prompts) - 1
     )
     assert context.statistics()["kv_bytes"] == sum(
         map(len, prompts)

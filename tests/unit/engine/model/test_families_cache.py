@@ -83,7 +83,7 @@ def test_what_a_scheduler_takes_back() -> None:
         SchedulerConfig(4, 64, 4, enable_chunked_context=True), BlockAllocator(20), window=8
     )
     grows, kept = (
-        Sequence(i, [1] * 21, 12, 0, SamplingParams(), hand_over=hands_over)
+        Sequence(i, [1] * 21, 12, 0, SamplingParams(), hands_off=hands_over)
         for i, hands_over in enumerate((False, True))
     )
     scheduler.add(kept)

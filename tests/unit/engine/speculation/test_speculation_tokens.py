@@ -18,7 +18,7 @@ from tests.helpers.draft_tokens import N_OUTPUT, NGRAM, draft_target
 from tests.helpers.engine_configs import changed
 from tests.helpers.oracle import Tokens
 from tests.helpers.presets import save_preset
-from tests.helpers.torch_cores import Answers, answer, hand_over, make_batch, make_core, make_pair
+from tests.helpers.torch_cores import Answers, answer, hands_off, make_batch, make_core, make_pair
 
 
 def counts(core: TorchCore) -> tuple[int, int]:
@@ -110,7 +110,7 @@ def test_disaggregated(
             folder, {"speculative_config": config}, {"speculative_config": config, **cache}
         )
         batch = make_batch(repetitive, max_output=N_OUTPUT, generation=1)
-        assert hand_over(context, generation, batch) == plain
+        assert hands_off(context, generation, batch) == plain
         assert "drafted_tokens" not in context.statistics()
         assert counts(generation)[1] > 0
         assert (generation.statistics()["preemptions"] > 0) == scarce
