@@ -15,7 +15,7 @@ from launch.launcher import find_launcher
 from launch.signals import Echoes, stop_signals, title
 from mpillm.comms import connection_holder
 from mpillm.comms.start import node_name, start_run
-from mpillm.core_names import lacks
+from mpillm.core_names import BUILT_IN, lacks
 from mpillm.errors import ExitCode, InterruptError
 from mpillm.options.fields import DEADLINES
 from mpillm.options.options import parse_run
@@ -64,22 +64,29 @@ def start_rank(
     for number in stop_signals():
         # A rank cannot report a signal before MPI runs, and a handler does not run inside MPI_Init.
         signal.signal(number, signal.SIG_DFL)
-    connection_holder.prepare()  # before anything that may start MPI, such as a core's module
+    connection_holder.prepare()  # before MPI starts
     gc.disable()  # saves a tenth of PyTorch's import time; `Rank` enables it when the test begins
     config: RunConfig | None = None
     usage_error = ""
     try:
         config = parse(argv)
         _import_numpy()
-        from mpillm.cores.registry import check_core
-
-        check_core(config)
+        if config.core_type in BUILT_IN:
+            _check_core(config)
     except ConfigError as error:
         usage_error = str(error)  # reported once, after all ranks have joined
     except OSError as error:
         usage_error = f"{error.filename}: {error.strerror}"
     _warn()
     comms = start_run([command, *argv], config.join_deadline if config else DEADLINES["join"])
+    # The module of another core may import mpi4py.MPI, and so start MPI without the settings of start_run.
+    if config is not None and not usage_error and config.core_type not in BUILT_IN:
+        try:
+            _check_core(config)
+        except ConfigError as error:
+            usage_error = str(error)
+        except Exception as error:  # noqa: BLE001 - of the user's module: `Rank` raises it again, and reports it
+            usage_error = f"--core_type {config.core_type}: {type(error).__name__}: {error}"
     # Imports mpi4py.MPI, which starts MPI: only after start_run has prepared it.
     from mpillm.runtime.rank import Rank
 
@@ -99,6 +106,12 @@ def start_rank(
         return rank.live(), rank.log_dir
     except InterruptError as interrupted:
         os._exit(interrupted.exit_code)  # a signal during the end of the run
+
+
+def _check_core(config: RunConfig) -> None:
+    from mpillm.cores.registry import check_core  # after NumPy
+
+    check_core(config)
 
 
 def _import_numpy() -> None:

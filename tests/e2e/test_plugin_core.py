@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.helpers.support import DONE, ROOT, USAGE, Ended, Samples, Starter
+from tests.helpers.support import DONE, NOT_READY, ROOT, USAGE, Ended, Samples, Starter
 
 HERE = str(Path(__file__).parent)
 
@@ -82,3 +82,32 @@ def test_a_missing_module(one: Starter) -> None:
         ended = one.run(2, core=core, env={"PYTHONPATH": str(ROOT)}).must(USAGE)
         assert core in ended.message
         assert word in ended.message
+
+
+def test_a_core_whose_module_imports_mpi4py_does_not_start_mpi(
+    both: Starter, samples: Samples, tmp_path: Path
+) -> None:
+    """MPI would start without the settings of mpillm, for example over Docker's bridge, and hang."""
+    (tmp_path / "with_mpi.py").write_text(
+        "import sys\n"
+        "assert 'mpi4py.MPI' in sys.modules\n"
+        "from mpi4py import MPI\n"
+        "assert MPI.Is_initialized() and MPI.Query_thread() == MPI.THREAD_MULTIPLE\n"
+        "RANKS = MPI.COMM_WORLD.size\n"
+        "from tests.helpers.plugin_cores import Echo\n"
+    )
+    options = ["--dataset_path", samples.path, "--max_output_len", 4, "--save_outputs"]
+    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    check(both.run(3, *options, core="with_mpi:Echo", env=env), samples)
+
+
+def test_a_core_whose_import_fails_on_one_rank(both: Starter, tmp_path: Path) -> None:
+    (tmp_path / "licensed.py").write_text(
+        "from mpi4py import MPI\n"
+        "if MPI.COMM_WORLD.rank == 1:\n"
+        "    raise RuntimeError('no licence here')\n"
+        "from tests.helpers.plugin_cores import Echo\n"
+    )
+    ended = both.run(3, core="licensed:Echo", env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    message = ended.must(NOT_READY).message
+    assert "rank 1: RuntimeError: no licence here" in message and "licensed.py" in message
