@@ -71,7 +71,7 @@ class Session(RunSession):
         super().__init__(prepared.planned, record, console, control, record.path / TIMELINE)
         (record.path / "user.conf").write_text(prepared.settings.user_conf, encoding="utf-8")
         record.result["loadgen"] = prepared.settings.to_json()
-        lengths = prepared.dataset.lengths()
+        lengths = prepared.dataset.n_tokens
         record.result["prompt_tokens"] = {"mean": round(float(lengths.mean()), 2), "max": int(lengths.max())}
         self._outputs: Outputs | None = None
         if config.save_outputs or prepared.shows_text:
