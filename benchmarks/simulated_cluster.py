@@ -87,10 +87,9 @@ class Wire:
 
 
 class Clock:
-    """Seconds that pass when somebody says so.
+    """Clock that advances only when a test sets it.
 
-    They begin at the machine's, which the control reads where nobody simulates it: a number of our own may
-    be later than the machine's, which start with it.
+    It starts at the machine's time, because the control reads the machine's clock outside `simulated`.
     """
 
     def __init__(self) -> None:

@@ -78,15 +78,21 @@ def start_rank(
     except OSError as error:
         usage_error = f"{error.filename}: {error.strerror}"
     _warn()
-    comms = start_run([command, *argv], config.join_deadline if config else DEADLINES["join"])
-    # The module of another core may import mpi4py.MPI, and so start MPI without the settings of start_run.
-    if config is not None and not usage_error and config.core_type not in BUILT_IN:
+    unchecked = None if usage_error or config is None or config.core_type in BUILT_IN else config
+
+    def import_core() -> None:
+        """Import a core that is not mpillm's: its module may import mpi4py.MPI, which would start MPI."""
+        nonlocal usage_error
+        if unchecked is None:
+            return
         try:
-            _check_core(config)
+            _check_core(unchecked)
         except ConfigError as error:
             usage_error = str(error)
-        except Exception as error:  # noqa: BLE001 - of the user's module: `Rank` raises it again, and reports it
-            usage_error = f"--core_type {config.core_type}: {type(error).__name__}: {error}"
+        except Exception as error:  # noqa: BLE001 - of the user's module; `Rank` imports it again, and reports
+            usage_error = f"--core_type {unchecked.core_type}: {type(error).__name__}: {error}"
+
+    comms = start_run([command, *argv], config.join_deadline if config else DEADLINES["join"], import_core)
     # Imports mpi4py.MPI, which starts MPI: only after start_run has prepared it.
     from mpillm.runtime.rank import Rank
 

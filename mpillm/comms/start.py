@@ -46,7 +46,11 @@ if TYPE_CHECKING:
 _LAUNCHER_GRACE_S = 12.0  # after rank 0's exit, `mpillm mpirun` leaves the other ranks less time than this
 _LOOK_S = 0.5  # in MPI_Init: between checks of the other ranks
 _INIT_END_S = 0.5  # after a rank's exit, MPI_Init returns within this time, or never
-_BEGINS, _DONE = b"b", b"d"  # from a rank to the child process that limits the time of MPI_Init
+_BEGINS, _STARTED, _DONE = (
+    b"b",
+    b"s",
+    b"d",
+)  # from a rank to the child process that limits the time of MPI_Init
 
 
 def mpi_library() -> str:
@@ -78,17 +82,25 @@ def start_mpi(command: Sequence[str], deadline_s: float, *, spawns: bool = False
         deadline_s: maximum seconds of the start.
         spawns: this world will communicate with another world, by MPI_Comm_spawn.
     """
-    with _deadline(deadline_s) as begins:
-        world = _world(command, begins, spawns=spawns)
+    with _deadline(deadline_s) as notify:
+        world = _world(command, lambda: notify(_BEGINS), spawns=spawns)
         (own,) = _duplicates(world, 1)
     rank_registry.deregister()
     return own
 
 
-def start_run(command: Sequence[str], deadline_s: float) -> RunComms:
-    """Start MPI for a run, as `start_mpi` does; return the communicators of all ranks."""
-    with _deadline(deadline_s) as begins:
-        world = _world(command, begins, spawns=False)
+def start_run(
+    command: Sequence[str], deadline_s: float, import_core: Callable[[], None] = lambda: None
+) -> RunComms:
+    """Start MPI for a run, as `start_mpi` does; return the communicators of all ranks.
+
+    `import_core`: called in between, when MPI has started. The deadline holds for it also, and the
+    communicators wait for all ranks.
+    """
+    with _deadline(deadline_s) as notify:
+        world = _world(command, lambda: notify(_BEGINS), spawns=False)
+        notify(_STARTED)
+        import_core()
         return RunComms(world, *_duplicates(world, 2))
 
 
@@ -256,16 +268,17 @@ def _networks(spawns: bool) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _deadline(seconds: float) -> Iterator[Callable[[], None]]:
+def _deadline(seconds: float) -> Iterator[Callable[[bytes], None]]:
     """End this process if the block, which calls MPI_Init, takes longer than `seconds`.
 
     MPI_Init waits for every rank and holds the GIL, so a child process of rank 0 enforces the deadline and
     prints the message. If rank 0 hangs, rank 1's child does both shortly afterwards. The other ranks exit
     silently, `_LAUNCHER_GRACE_S` after the deadline.
 
-    After the block has called the yielded function, the child also ends the wait if a rank of this host has
-    exited. Before this call, a rank may exit because of its own error. If rank 0 is killed, its child reports
-    this immediately, because the other ranks may abort without a message.
+    The block notifies the child of _BEGINS before MPI_Init, and of _STARTED after it. From _BEGINS on, the
+    child also ends the wait if a rank of this host has exited. Earlier, a rank may exit because of
+    its own error. If rank 0 is killed, its child reports this immediately, because the other ranks may abort
+    without a message.
     """
     launcher = find_launcher()
     rank = launcher.rank or 0 if launcher else 0
@@ -273,7 +286,7 @@ def _deadline(seconds: float) -> Iterator[Callable[[], None]]:
         # SIGALRM ends a process that does not handle it.
         signal.setitimer(signal.ITIMER_REAL, seconds + _LAUNCHER_GRACE_S)
         try:
-            yield lambda: None
+            yield lambda byte: None
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         return
@@ -294,7 +307,7 @@ def _deadline(seconds: float) -> Iterator[Callable[[], None]]:
         os._exit(0)
     os.close(wait_end)
     try:
-        yield lambda: _write(done_end, _BEGINS)
+        yield lambda byte: _write(done_end, byte)
     finally:
         _write(done_end, _DONE)
         os.close(done_end)
@@ -319,13 +332,16 @@ def _cause_to_end(
     init_end_s = _INIT_END_S + extra_s
     ended: EndedRanks | None = None
     lost = ""
-    stopped = StoppedProcesses()
+    stopped, has_started = StoppedProcesses(), False
     while (left := end - time.monotonic()) > 0:
         files: list[int | Exits[int]] = [pipe, *([] if lost or ended is None else [ended.exits])]
         if pipe in select.select(files, [], [], min(left, init_end_s if lost else _LOOK_S))[0]:
             byte = os.read(pipe, 1)
             if byte == _BEGINS:
                 ended = EndedRanks()
+                continue
+            if byte == _STARTED:
+                has_started = True
                 continue
             if byte == _DONE or rank == 1 or read_signal() is not None:
                 return None
@@ -344,6 +360,9 @@ def _cause_to_end(
         patience = end - extra_s + diagnosis_s - time.monotonic()
         if select.select([pipe], [], [], max(0.0, patience))[0]:
             return None  # rank 0's child has printed the message, and ended this rank
+    if has_started and not stopped_ranks():
+        missing = "MPI has started, but on a rank the import of the core's module (--core_type) has not ended"
+        return f"the deadline of {seconds:g} s (--join_deadline) has passed: {missing}", ExitCode.NOT_READY
     return f"MPI_Init did not end within the deadline of {seconds:g} s: {missing}", ExitCode.NOT_READY
 
 

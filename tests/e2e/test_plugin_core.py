@@ -111,3 +111,12 @@ def test_a_core_whose_import_fails_on_one_rank(both: Starter, tmp_path: Path) ->
     ended = both.run(3, core="licensed:Echo", env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
     message = ended.must(NOT_READY).message
     assert "rank 1: RuntimeError: no licence here" in message and "licensed.py" in message
+
+
+def test_a_core_whose_import_hangs(both: Starter, tmp_path: Path) -> None:
+    """The deadline of MPI's start holds for it."""
+    (tmp_path / "hanging.py").write_text("import time\ntime.sleep(600)\n")
+    ended = both.run(2, "--join_deadline", 5, core="hanging:Core", env={"PYTHONPATH": str(tmp_path)})
+    assert "on a rank the import of the core's module (--core_type) has not ended" in (
+        ended.must(NOT_READY).message
+    )

@@ -136,7 +136,7 @@ def test_without_a_launcher_there_are_none(monkeypatch: pytest.MonkeyPatch) -> N
     assert (siblings(), stopped_ranks(), describe_rank(0), ranks_here()) == ({}, "", "", None)
 
 
-def test_without_a_file_descriptor_nobody_counts_as_ended() -> None:
+def test_without_a_file_descriptor_no_rank_counts_as_ended() -> None:
     """Strangers may hold them all."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
