@@ -13,6 +13,7 @@ from launch.environment import write_exit_code
 from launch.launcher import EveryRankError, find_launcher
 from mpillm.commands.run import start_rank
 from mpillm.options.options import parse_serve
+from mpillm.options.unused_options import unused_in_role
 
 if TYPE_CHECKING:  # these modules need MPI
     from mpillm.comms.communicators import RunComms
@@ -49,7 +50,7 @@ def _lead(config: RunConfig) -> int | None:
         from mpillm.runtime.yaml_effects import check_leaders_yaml
     except ImportError as error:
         raise ConfigError(f"serve needs aiohttp ({error}): pip install 'mpillm[http]'") from error
-    for line in check_leaders_yaml(config):
+    for line in [*check_leaders_yaml(config), *unused_in_role(config)]:
         print(f"  {line}", flush=True)
     return lead(config)
 
@@ -58,6 +59,8 @@ def _share(config: RunConfig, comms: RunComms) -> WorkerRun:
     from mpillm.runtime.worker_run import WorkerRun, worker_run
 
     if config.server_role == "worker":
+        for line in unused_in_role(config) if comms.control.rank == 0 else ():
+            print(f"  {line}", flush=True)
         return worker_run(config, comms.control)
     if config.server_role == "leader":
         raise EveryRankError(

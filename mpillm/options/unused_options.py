@@ -38,6 +38,12 @@ SERVER_SIZES = {
 CLIENT_FLAGS = ("max_concurrency", "trtllm_backend", "triton_backend")
 """Runtime flags, other than options, that a client reads. Its server reads all other flags."""
 
+_OF_LEADER = (
+    *(AllFields.server_role, AllFields.disagg_config, AllFields.api_key, AllFields.max_body_bytes),
+    *(AllFields.load_deadline, AllFields.stall_timeout, AllFields.drain_deadline),
+    *(AllFields.traffic_distribution_policy, AllFields.tokens_per_block),
+)
+
 _MAX_NAMED = 24  # flags that a message lists
 
 
@@ -99,6 +105,24 @@ def unused_options(config: RunConfig, command: str) -> list[UnusedOption]:
     ):
         unused += _unused_flags(config, flags, command)
     return unused
+
+
+def unused_in_role(config: RunConfig) -> list[str]:
+    """Return a line with the options that `serve` does not use with `config.server_role`, if one is set.
+
+    The YAML has the addresses of the leader and the workers, and the leader computes nothing.
+    """
+    unused: dict[str | None, list[Field]] = {
+        "leader": [field for field in FIELDS if field not in _OF_LEADER],
+        "worker": [AllFields.host, AllFields.port],
+    }
+    values = [(field, config.option_value(field.name)) for field in unused.get(config.server_role, [])]
+    texts = [
+        config.named(field.name)
+        for field, value in values
+        if value.source > Source.YAML and _is_set(field, value)
+    ]
+    return [f"no effect with --server_role {config.server_role}: {', '.join(texts)}"] if texts else []
 
 
 def unused_in_all(configs: Sequence[RunConfig], command: str) -> list[UnusedOption]:

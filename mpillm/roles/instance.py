@@ -28,7 +28,11 @@ _LOG_S = 10.0
 
 
 class InstanceRole(FollowerRole):
-    """Role of an instance's root rank: exchanges messages with the leader. Executors use this class."""
+    """Role of an instance's root rank: exchanges messages with the leader.
+
+    An instance that computes contexts and generates (an executor) uses this class itself. Context and
+    generation instances use subclasses.
+    """
 
     works_on: Kind = "busy"
     """Kind of the spans recorded while requests are open, if the core does not record its steps."""
@@ -90,7 +94,8 @@ class InstanceRole(FollowerRole):
         if self._measured is None:
             return None
         (at, metrics), now = self._measured, self._clock()
-        # During a long step, the core's counts do not change, so the last counts are still valid.
+        # The heartbeat's thread calls this. If the last counts are old, the main thread is in a long step,
+        # during which they do not change: they are also the counts of now.
         return (now if now - at > 2 * _MEASURE_S else at) - self._test_started, metrics
 
     def report(self) -> dict[str, Any]:
@@ -115,7 +120,8 @@ class InstanceRole(FollowerRole):
         if now >= self._measure_at:
             self._measure(now)
             if isinstance(self._core, OutlivesServer) and self._core.waits_for_server:
-                self._send_flag([], ResponseFlag.FINAL)  # no rows: only prevents the leader's stall report
+                # An empty message: the leader starts its stall timeout again.
+                self._send_flag([], ResponseFlag.FINAL)
         if not self._core.has_work():
             return False
         responses = self._core.poll_responses()

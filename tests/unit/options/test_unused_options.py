@@ -17,7 +17,7 @@ from mpillm.options.fields import BY_NAME, FIELDS
 from mpillm.options.fields.effects import RUN
 from mpillm.options.options import parse_run, parse_serve
 from mpillm.options.run_config import RunConfig
-from mpillm.options.unused_options import check_unused, unused_options
+from mpillm.options.unused_options import check_unused, unused_in_role, unused_options
 from mpillm.runtime import choose_samples
 from tests.helpers.configured import DUMMY
 from tests.helpers.every_option import COMMANDS, config_of, outcomes
@@ -245,6 +245,19 @@ def test_a_yaml_of_servers_is_theirs(tmp_path: Path) -> None:
         f' "generation_servers": {section.replace("a:1", "a:2")}}}'
     )
     assert check_unused(on("trtllm_disagg", "--disagg_config", str(file)).with_yaml(), RUN) == []
+
+
+@pytest.mark.parametrize(
+    ("role", "line"),
+    [
+        ("leader", ["no effect with --server_role leader: --num_threads 2, --host 0.0.0.0, --port 9111"]),
+        ("worker", ["no effect with --server_role worker: --host 0.0.0.0, --port 9111"]),
+        ("context", []),
+    ],
+)
+def test_a_leader_and_workers_name_unused_options(role: str, line: list[str]) -> None:
+    words = ["--api_key=x", "--host=0.0.0.0", "--num_threads=2", "--port=9111", "--stall_timeout=7"]
+    assert unused_in_role(parse_serve([f"--server_role={role}", *words])) == line
 
 
 def test_a_core_of_your_own_may_use_every_option() -> None:
