@@ -94,8 +94,8 @@ class InstanceRole(FollowerRole):
         if self._measured is None:
             return None
         (at, metrics), now = self._measured, self._clock()
-        # The heartbeat's thread calls this. If the last counts are old, the main thread is in a long step,
-        # during which they do not change: they are also the counts of now.
+        # The heartbeat's thread calls this. If the last counts are old, the main thread has not read the core
+        # since then: it is in a long step, or it waits. The counts are then still current.
         return (now if now - at > 2 * _MEASURE_S else at) - self._test_started, metrics
 
     def report(self) -> dict[str, Any]:
@@ -120,7 +120,8 @@ class InstanceRole(FollowerRole):
         if now >= self._measure_at:
             self._measure(now)
             if isinstance(self._core, OutlivesServer) and self._core.waits_for_server:
-                # An empty message: the leader starts its stall timeout again.
+                # A message without rows, so its flag is not used. It restarts the leader's stall timeout:
+                # waiting for the server is not a stall.
                 self._send_flag([], ResponseFlag.FINAL)
         if not self._core.has_work():
             return False
@@ -179,5 +180,8 @@ class InstanceRole(FollowerRole):
         self._samples += n_requests
 
     def _own_tokens(self, rows: NDArray[np.void], final: NDArray[np.bool_]) -> int:
-        """Return the number of tokens that this instance generated. `final`: which rows have FINAL."""
+        """Return the number of tokens that this instance generated.
+
+        `final`: which rows have FINAL. Only these count, because each has the complete response.
+        """
         return int(rows["n_tokens"][final].sum())
