@@ -94,8 +94,8 @@ class InstanceRole(FollowerRole):
         if self._measured is None:
             return None
         (at, metrics), now = self._measured, self._clock()
-        # The heartbeat's thread calls this. If the last counts are old, the main thread has not read the core
-        # since then: it is in a long step, or it waits. The counts are then still current.
+        # The heartbeat's thread calls this. Usually the main thread has read the metrics in the last 0.5 s. If
+        # it has not, it is in a long step or sleeps. Then its last metrics are reported with the time of now.
         return (now if now - at > 2 * _MEASURE_S else at) - self._test_started, metrics
 
     def report(self) -> dict[str, Any]:
@@ -120,8 +120,8 @@ class InstanceRole(FollowerRole):
         if now >= self._measure_at:
             self._measure(now)
             if isinstance(self._core, OutlivesServer) and self._core.waits_for_server:
-                # A message without rows, so its flag is not used. It restarts the leader's stall timeout:
-                # waiting for the server is not a stall.
+                # Without ids, this sends an empty message. It tells the leader that this instance is not
+                # stalled: it only waits for its server.
                 self._send_flag([], ResponseFlag.FINAL)
         if not self._core.has_work():
             return False
