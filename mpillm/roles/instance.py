@@ -94,8 +94,9 @@ class InstanceRole(FollowerRole):
         if self._measured is None:
             return None
         (at, metrics), now = self._measured, self._clock()
-        # The heartbeat's thread calls this. Usually the main thread has read the metrics within the last second.
-        # If it has not, for example during a long step, the last metrics are reported with the current time.
+        # The heartbeat's thread calls this. Usually the main thread has read the metrics within the last
+        # second. If it has not, for example during a long step, the last metrics are reported with the
+        # current time.
         return (now if now - at > 2 * _MEASURE_S else at) - self._test_started, metrics
 
     def report(self) -> dict[str, Any]:
