@@ -80,7 +80,7 @@ def test_a_package_that_rank_0_lacks(both: Starter, tmp_path: Path) -> None:
     ended = both.run(2, env={"PYTHONPATH": str(tmp_path)})
     assert ended.code != DONE
     assert re.search(r"mpillm: rank 0, \S+: the package 'mlperf_loadgen' is missing", ended.err + ended.out)
-    assert "deadline" not in ended.err + ended.out
+    assert "(--join_deadline" not in ended.err + ended.out
 
 
 def test_a_core_that_answers_twice(one: Starter) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import urllib.request
@@ -29,7 +30,9 @@ def test_two_runs_in_one_program(tmp_path: Path, capfd: pytest.CaptureFixture[st
     finally:
         other.kill()
         other.wait()
-    assert "LoadGen" in printed and str(tmp_path / "first") in printed and capfd.readouterr().out == ""
+    assert "LoadGen" in printed and str(tmp_path / "first") in printed
+    waits = re.compile(r"  second, \d+ s: ")  # of a busy machine
+    assert all(map(waits.match, capfd.readouterr().out.splitlines()))
     for run, instances in ((first, 1), (second, 2)):
         result = json.loads((run.path / "result.json").read_text())
         assert run.result == result and run.status == result["status"] != "" and run.valid
@@ -66,9 +69,9 @@ def test_a_server_for_the_length_of_a_block(tmp_path: Path) -> None:
         mpillm.serve(
             ranks=2, log_dir=tmp_path / "served", echo=False, core_type="dummy", model_path="tiny-llama"
         ) as server,
-        urllib.request.urlopen(f"{server.url}/models", timeout=10) as answer,
+        urllib.request.urlopen(f"{server.url}/models", timeout=300) as answer,
     ):
         assert answer.status == 200
     assert mpillm.load(server.path).status == "SERVED"
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(f"{server.url}/models", timeout=10)
+        urllib.request.urlopen(f"{server.url}/models", timeout=300)

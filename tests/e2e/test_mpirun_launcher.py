@@ -127,7 +127,7 @@ class Job:
 
     def end(self) -> tuple[int, str]:
         """Return exit code and output; fail if a process of this job is left."""
-        output, _ = self.process.communicate(timeout=30)
+        output, _ = self.process.communicate(timeout=300)
         wait_until(lambda: not self.left())
         for segment in self.segments:  # of a launcher that was killed itself
             Path(segment).unlink(missing_ok=True)

@@ -111,10 +111,12 @@ def serving(one: Starter, repo: str, model: str) -> Iterator[dict[str, Any]]:
     wait_until(lambda: "ready after" in command.out or command.process.poll() is not None, "readiness", 60)
     if command.process.poll() is not None:
         command.end(30).must(128 + signal.SIGINT)  # shows what it has said
-    with urllib.request.urlopen(f"http://localhost:{port + 1}/v2/models/{model}/ready", timeout=10) as answer:
+    with urllib.request.urlopen(
+        f"http://localhost:{port + 1}/v2/models/{model}/ready", timeout=300
+    ) as answer:
         assert answer.status == 200
     with urllib.request.urlopen(
-        f"http://localhost:{port + 1}/v2/models/{model}/config", timeout=10
+        f"http://localhost:{port + 1}/v2/models/{model}/config", timeout=300
     ) as answer:
         yield json.load(answer)
     command.process.send_signal(signal.SIGINT)

@@ -341,7 +341,7 @@ import json, urllib.request
 body = {"model": "tiny-llama", "prompt": [1, 2, 3, 4], "max_tokens": 6, "temperature": 0}
 request = urllib.request.Request("http://h1:8100/v1/completions", json.dumps(body).encode())
 request.add_header("Content-Type", "application/json")
-print(urllib.request.urlopen(request, timeout=60).read().decode())
+print(urllib.request.urlopen(request, timeout=300).read().decode())
 """
 
 

@@ -87,7 +87,9 @@ def test_every_variant_loads(
     generate(one, scenario=scenario, flags=flags)
     (name,) = (path.parent.name for path in (one.folder / "repo_0").glob("*/config.pbtxt"))
     with serving(one) as (_, (port,)):
-        with urllib.request.urlopen(f"http://localhost:{port}/v2/models/{name}/config", timeout=60) as answer:
+        with urllib.request.urlopen(
+            f"http://localhost:{port}/v2/models/{name}/config", timeout=300
+        ) as answer:
             config = json.load(answer)
         assert config["model_transaction_policy"]["decoupled"] is decoupled
         assert (len(config["input"]), len(config["output"])) == (62, 21)

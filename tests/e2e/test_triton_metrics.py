@@ -34,7 +34,7 @@ Metrics = dict[str, dict[str, float]]
 
 def metrics(port: int, model: str) -> Metrics:
     """Return the `nv_trt_llm_*` values of a model by family and name."""
-    with urllib.request.urlopen(f"http://localhost:{port}/metrics", timeout=60) as answer:
+    with urllib.request.urlopen(f"http://localhost:{port}/metrics", timeout=300) as answer:
         text = answer.read().decode()
     found: Metrics = {}
     for name, labels, value in re.findall(r"^nv_trt_llm_(\w+)_metrics\{(.*?)\} (\S+)$", text, re.MULTILINE):

@@ -161,7 +161,7 @@ def test_serve(installed: Installed) -> None:
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=300) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 4
     finally:
         server.terminate()

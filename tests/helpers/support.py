@@ -47,6 +47,9 @@ _MARKER = "MPILLM_TEST_RUN"
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _POLL_S = 0.02
 
+PATIENCE = 5
+"""Factor of the times after which a test assumes that something hangs: other tests may use the CPU cores."""
+
 
 def has_ended(pid: int) -> bool:
     """Return whether a process has ended, also if its parent, which may be this process, has not waited."""
@@ -59,10 +62,11 @@ def has_ended(pid: int) -> bool:
 def wait_until(
     condition: Callable[[], Any], what: str, seconds: float = 60.0, every_s: float = _POLL_S
 ) -> Any:
-    """Return what `condition` returns once that is true; fails after `seconds`."""
-    end = time.monotonic() + seconds
+    """Return what `condition` returns once that is true; fails after `PATIENCE` times `seconds`."""
+    limit = PATIENCE * seconds
+    end = time.monotonic() + limit
     while not (value := condition()):
-        assert time.monotonic() < end, f"{what}: not within {seconds:g} s"
+        assert time.monotonic() < end, f"{what}: not within {limit:g} s"
         time.sleep(every_s)
     return value
 
@@ -284,9 +288,10 @@ class Command:
     def end(self, timeout: float = 60.0, tidy: bool = True, lingers: float = 3.0) -> Ended:
         """Wait for its end.
 
-        Fail if it takes longer than `timeout`, leaves a process after `lingers` more seconds, or (if `tidy`)
-        leaves a file in /dev/shm.
+        Fail if it takes longer than `PATIENCE` times `timeout`, leaves a process after `PATIENCE` times
+        `lingers` more seconds, or (if `tidy`) leaves a file in /dev/shm.
         """
+        timeout *= PATIENCE
         limit = time.monotonic() + timeout
         sampled = 0.0
         while self.process.poll() is None:
@@ -408,6 +413,8 @@ class Starter:
             "--log_dir",
             log_dir,
             *force,
+            "--join_deadline",  # the default is too short for many ranks on a busy machine
+            300,
         ]
         return self.command([*head, *options], log_dir, env, **more)
 

@@ -24,7 +24,7 @@ def test_what_is_run(tmp_path: Path, user: int, unshare: int, triton: int) -> No
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run([ROOT / ".ci/run"], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([ROOT / ".ci/run"], env=env, capture_output=True, text=True, timeout=300)
     made = [line.split()[0] for line in (tmp_path / "made").read_text().splitlines()]
     hosts = user == 0 and unshare == 0
     wanted = [

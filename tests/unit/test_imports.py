@@ -56,7 +56,7 @@ def test_disagg_is_pure_data() -> None:
 def test_importing_disagg_imports_nothing_heavy() -> None:
     code = f"import sys; import disagg; print([name for name in {HEAVY!r} if name in sys.modules])"
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
     )
     assert result.stdout.strip() == "[]"
 
@@ -81,7 +81,7 @@ def test_importing_disagg_imports_nothing_heavy() -> None:
 def test_what_is_not_imported(code: str, unwanted: tuple[str, ...]) -> None:
     code = f"{code}; import sys; print([name for name in {unwanted!r} if name in sys.modules])"
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
     )
     assert result.stdout.strip() == "[]"
 
@@ -98,4 +98,4 @@ for name in ("mpillm.endpoint", "mpillm.roles", "mpillm.options", "mpillm.data",
         importlib.import_module(module.name)
         assert "mpi4py.MPI" not in sys.modules, module.name
 """
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=300, check=True)

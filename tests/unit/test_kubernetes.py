@@ -125,6 +125,6 @@ def test_the_launcher_starts_as_many_ranks_as_there_are_slots(tmp_path: Path) ->
     )
     words = [str(hosts) if word == "/etc/mpi/hostfile" else word for word in words]
     words.insert(words.index("mpirun") + 1, "--dry_run")
-    done = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, timeout=300, cwd=ROOT)
     line = shlex.split(done.stdout)
     assert done.returncode == 0 and ("--hostfile", str(hosts)) in itertools.pairwise(line), done

@@ -66,7 +66,7 @@ def test_a_shell_takes_the_code(capsys: pytest.CaptureFixture[str]) -> None:
     bash = shutil.which("bash")
     assert bash is not None
     said = subprocess.run(
-        [bash, "-c", f"{code}\ncomplete -p mpillm"], capture_output=True, text=True, timeout=60, check=True
+        [bash, "-c", f"{code}\ncomplete -p mpillm"], capture_output=True, text=True, timeout=300, check=True
     )
     assert "_python_argcomplete" in said.stdout
     assert main(["completion", "csh"]) == 2

@@ -84,7 +84,7 @@ def test_what_a_process_of_its_prints_is_on_stderr() -> None:
         "o.begin(); subprocess.run(['echo', 'of a child']); print('of its own'); o.set_figures([1]); o.end()"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
     )
     assert json.loads(done.stdout) == [1] and done.stderr.split("\n")[:2] == ["of a child", "of its own"]
 

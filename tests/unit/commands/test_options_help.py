@@ -20,7 +20,12 @@ ROOT = Path(__file__).parents[3]
 def mpillm(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, "-m", "mpillm", *words], env=env, capture_output=True, text=True, timeout=60, cwd=cwd
+        [sys.executable, "-m", "mpillm", *words],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=cwd,
     )
 
 

@@ -278,7 +278,7 @@ def test_targets_that_prepare_a_container(target: str) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert make.returncode == 2 and make.stdout == ""

@@ -176,7 +176,7 @@ def test_the_command_of_a_refusal_works(tmp_path: Path, data: bytes, prompts: li
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, "it's a.jsonl", data)
     command = str(caught.value).splitlines()[-1].replace("python3", shlex.quote(sys.executable), 1)
-    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True, timeout=60)
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True, timeout=300)
     assert prompts_of(load_dataset(tmp_path / "prompts.jsonl", ByteTokenizer())) == prompts
 
 

@@ -14,7 +14,7 @@ from mpillm.experiments.bench.bench_endpoint import null_server
 def test_a_stream_has_its_pace(pace: tuple[str, ...]) -> None:
     """The first token is there before the others are sent, unless all are sent at once."""
     with null_server("mpillm.experiments.bench.null_server", *pace) as url:
-        connection = HTTPConnection(url.removeprefix("http://"), timeout=60)
+        connection = HTTPConnection(url.removeprefix("http://"), timeout=300)
         for n in (1, 2, 5):
             body = {"max_tokens": n, "stream": True, "stream_options": {"include_usage": True}}
             connection.request("POST", "/v1/completions", json.dumps(body))

@@ -155,7 +155,7 @@ def test_a_killed_parent(tmp_path: Path) -> None:
     (child,) = psutil.Process(parent.pid).children()
     parent.kill()
     parent.wait()
-    psutil.wait_procs([child], timeout=10)
+    psutil.wait_procs([child], timeout=300)
     assert has_ended(child.pid)
 
 

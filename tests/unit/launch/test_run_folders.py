@@ -26,7 +26,7 @@ def own_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def sweep() -> None:
     """Sweep in a process that has this TMPDIR from its start."""
     subprocess.run(
-        [sys.executable, "-c", "from launch.run_folders import sweep\nsweep()"], check=True, timeout=60
+        [sys.executable, "-c", "from launch.run_folders import sweep\nsweep()"], check=True, timeout=300
     )
 
 

@@ -220,7 +220,7 @@ def test_lines() -> None:
     script = LOADGEN.partition("    sut =")[0] + "    print('RESULT', json.dumps(told.lines()))\n"
     cases = [json.dumps([slow, ten, short, single, never])]
     done = subprocess.run(
-        [sys.executable, "-c", script, *cases], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script, *cases], capture_output=True, text=True, timeout=300, check=True
     )
     assert [json.loads(line.partition(" ")[2]) for line in done.stdout.splitlines()] == [
         ["Server: 24,576 queries at 1 per second take 6.8 h; early stopping needs 459 at p99: enough"],

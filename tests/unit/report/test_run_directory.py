@@ -85,7 +85,7 @@ def test_what_another_user_could_have_led_elsewhere_is_not_written(user: int) ->
 
         paths = [str(top / name) for name in ("first", "new", "mine", "roots", "theirs", "planted")]
         words = [sys.executable, "-c", TAKE_AS, str(user), *paths]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=300)
         assert done.stdout.splitlines() == [
             *["taken"] * 4,
             f"--log_dir {top}/theirs: user 1002 owns it; name a folder of your own",

@@ -273,7 +273,7 @@ def test_a_stopped_build_leaves_no_half_output(tmp_path: Path, number: int) -> N
         assert time.monotonic() < end
         time.sleep(0.02)
     os.kill(process.pid, number)
-    process.communicate(timeout=30)
+    process.communicate(timeout=300)
     assert not out.exists()
     if number == signal.SIGKILL:  # nobody could tidy up: the next build does
         lines_of(Stage(out, "a"))
@@ -290,7 +290,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         ("x" * 20_000, WRITES, "can't write"),
     ):
         process = child(out, text, program, limit=10_000)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=300)
         assert process.returncode == 1
         assert "stage: " in err and said in err
         assert leftovers(tmp_path) == ["made.log"]

@@ -21,6 +21,6 @@ def test_a_folder_of_a_package_s_name_hides_nothing(tmp_path: Path, name: str) -
         env=env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert said.returncode == 0 and said.stdout.startswith("mpillm "), said.stderr

@@ -28,8 +28,8 @@ server.start()
 stub = service_pb2_grpc.GRPCInferenceServiceStub(grpc.insecure_channel(f"127.0.0.1:{{port}}"))
 failed = 0
 for _ in range(400):
-    assert stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=60).live
-    failed += subprocess.call(["true"], preexec_fn=os.getpid, stderr=subprocess.DEVNULL, timeout=60) != 0
+    assert stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=300).live
+    failed += subprocess.call(["true"], preexec_fn=os.getpid, stderr=subprocess.DEVNULL, timeout=300) != 0
 print(failed, flush=True)
 os._exit(0)
 """

@@ -75,7 +75,7 @@ def loadgen(config: RunConfig, n_samples: int) -> dict[str, Any]:
         [sys.executable, "-c", script, json.dumps(argv), str(n_samples)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     made: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

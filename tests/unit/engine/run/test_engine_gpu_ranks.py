@@ -66,7 +66,7 @@ class ThreadGroups(MpiGroups):
     def receive_hidden(
         self, n_rows: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        x = self._between.get(timeout=30)
+        x = self._between.get(timeout=300)
         assert (x.shape, x.dtype) == ((n_rows, width), dtype)
         return x
 
