@@ -71,8 +71,10 @@ class Session(RunSession):
         super().__init__(prepared.planned, record, console, control, record.path / TIMELINE)
         (record.path / "user.conf").write_text(prepared.settings.user_conf, encoding="utf-8")
         record.result["loadgen"] = prepared.settings.to_json()
-        lengths = prepared.dataset.lengths()
-        record.result["prompt_tokens"] = {"mean": round(float(lengths.mean()), 2), "max": int(lengths.max())}
+        if not self.sends_text:  # only the servers know the tokens of texts
+            lengths = prepared.dataset.lengths()
+            mean, longest = round(float(lengths.mean()), 2), int(lengths.max())
+            record.result["prompt_tokens"] = {"mean": mean, "max": longest}
         self._outputs: Outputs | None = None
         if config.save_outputs or prepared.shows_text:
             path = record.path / "outputs.jsonl" if config.save_outputs else None
