@@ -25,7 +25,7 @@ from launch.launcher import find_launcher, refuse_copies
 from launch.mpirun import command_line, usable_cores
 from mpillm.comms.start import start_mpi
 
-TIMEOUT_S = 240
+TIMEOUT_S = 900
 
 
 def start(ranks: int, arguments: list[str]) -> int:

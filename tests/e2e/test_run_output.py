@@ -76,7 +76,7 @@ def test_the_run_directory(one: Starter, samples: Samples, tmp_path: Path) -> No
         )
         assert 0 < result[key]["p50"] <= result[key]["p90"] <= result[key]["p99"]
     assert list(result["phases_s"]) == PHASES
-    assert all(type(seconds) is float and 0 <= seconds < 45 for seconds in result["phases_s"].values())
+    assert all(type(seconds) is float and 0 <= seconds < 900 for seconds in result["phases_s"].values())
     assert [instance["instance"] for instance in result["per_instance"]] == [0, 1, 2]
     for instance in result["per_instance"]:
         assert type(instance["samples"]) is int

@@ -110,7 +110,7 @@ def test_all_phases(comm: MPI.Intracomm) -> None:
         assert sorted(rank.events) == [(r, ("back", f"server {r}")) for r in range(comm.size)]
         assert [phase for phase, _, _ in rank.completed] == list(PHASES)
         for _, seconds, reports in rank.completed:
-            assert 0 <= seconds < 20
+            assert 0 <= seconds < 300
             assert {r: report.versions["rank"] for r, report in reports.items()} == {
                 r: str(r) for r in range(comm.size)
             }
@@ -134,7 +134,7 @@ def test_a_deadline_names_the_missing_rank(comm: MPI.Intracomm) -> None:
         start = time.monotonic()
         with pytest.raises(RunError) as error:
             rank.phase("load")
-        assert 0.8 < time.monotonic() - start < 15
+        assert 0.8 < time.monotonic() - start < 300
         (failure,) = error.value.failures
         assert failure.rank == missing
         assert "phase 'load' missed its deadline of 1 s (--load_deadline)" in failure.cause

@@ -185,7 +185,7 @@ def test_every_request_arrives_once_with_its_own_cache(
         for source in range(n_contexts):  # first come, first served
             accepted = [id_ for id_ in generation.accepted if id_ % n_contexts == source]
             assert accepted == sorted(accepted)
-    transport.flush(20)
+    transport.flush(300)
 
 
 def test_a_cache_without_room_stays_where_it_is(comm: MPI.Intracomm, mover: MpiMover) -> None:
@@ -235,7 +235,7 @@ def test_a_cache_without_room_stays_where_it_is(comm: MPI.Intracomm, mover: MpiM
                 assert generation.accepted == []
                 generation.room = 1
         assert receiver.idle
-    transport.flush(20)
+    transport.flush(300)
 
 
 @pytest.mark.parametrize("sender", [(1, 1), (2, 1), (1, 2)], ids=str)

@@ -63,7 +63,7 @@ def test_turns(python: str, children: Children, tmp_path: Path) -> None:
         assert vllm.answer([[1, 2], [3]], 3) == [[2, 2, 2], [3, 3, 3]]
     (child,) = children.running()
     vllm.close()
-    assert children.wait(child, 60) == 0
+    assert children.wait(child, 300) == 0
 
 
 def test_it_ends_in_a_turn(python: str, children: Children, tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_runs_that_convert_at_once(frame: Path) -> None:
     both = threading.Barrier(2)
 
     def convert() -> converted.Arrays:
-        both.wait(30)  # neither has found a conversion
+        both.wait(300)  # neither has found a conversion
         return {"tokens": np.arange(10000)}
 
     found: list[converted.Arrays] = []
@@ -185,7 +185,7 @@ def test_runs_that_convert_at_once(frame: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     assert [len(arrays["tokens"]) for arrays in found] == [10000, 10000]
     assert len(list(frame.with_name("set.pkl.arrays").iterdir())) == 1
     assert isinstance(converted.converted(frame, "", dict)[0]["tokens"], np.memmap)

@@ -283,7 +283,7 @@ def test_the_process_of_a_template_ends() -> None:
     """With the object, and with this process whatever ends it."""
     template, child = template_and_child("x")
     del template
-    child.wait(10)
+    child.wait(300)
     program = (
         "import os, psutil\n"
         "from mpillm.data.chat_template import ChatTemplate\n"

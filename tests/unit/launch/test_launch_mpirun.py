@@ -444,9 +444,9 @@ def test_silent_mpiruns_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     python = script(tmp_path / "python", "echo 'Open MPI v5.0.11'")
     monkeypatch.setenv("PATH", os.pathsep.join(map(str, folders)))
     began = time.monotonic()
-    with pytest.raises(ConfigError, match=rf"{silent} \(unknown kind: no answer within 3 s\)"):
-        find_mpirun.detect(str(python), max_s=3.0)  # within which the shells must start
-    assert time.monotonic() - began < 4 * 3.0
+    with pytest.raises(ConfigError, match=rf"{silent} \(unknown kind: no answer within 10 s\)"):
+        find_mpirun.detect(str(python), max_s=10.0)  # within which the shells must start
+    assert time.monotonic() - began < 4 * 10.0
     started = [int(pid) for pid in pids.read_text().split()]
     assert len(started) == 4 and not any(psutil.pid_exists(pid) for pid in started)
 

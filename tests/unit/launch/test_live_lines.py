@@ -76,7 +76,7 @@ def test_no_line_of_another_stream_is_drawn_over() -> None:
     for _, end in ends:
         os.close(end)
     for pump in pumps:
-        pump.join(10)
+        pump.join(300)
     lines.end()
     expected = [text for number in range(50) for text in (f"line {number} …", "\ufffd")]
     assert screen(terminal.getvalue()) == [*expected, "no newline"]

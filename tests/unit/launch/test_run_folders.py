@@ -45,7 +45,7 @@ def test_folders_of_killed_commands_are_removed(tmp_path: Path) -> None:
     with holder() as (killed, left), holder() as (living, kept):
         (left / "started").touch()
         killed.kill()
-        killed.wait(60)
+        killed.wait(300)
         assert left.is_dir() and kept.is_dir()
         sweep()
         assert not left.exists() and kept.is_dir()

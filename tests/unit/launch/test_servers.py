@@ -133,7 +133,7 @@ def test_a_loop_of_the_callers_own(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=work)
     thread.start()
-    thread.join(60)
+    thread.join(300)
     assert seen == [None, "one"]
 
 
@@ -147,9 +147,9 @@ class Checks:
         self.answered: list[str] = []
 
     def problem(self, url: str) -> str:
-        self.under_way.wait(60)  # broken, unless all are asked at the same time
+        self.under_way.wait(300)  # broken, unless all are asked at the same time
         self.asked.append(url)
-        self.end.wait(60)
+        self.end.wait(300)
         self.answered.append(url)
         return "no answer"
 
@@ -219,7 +219,7 @@ def test_an_answer_between_two_looks_counts(tmp_path: Path) -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             asked.append(self.path)
-            self.send_response(200 if come.wait(60) else 500)
+            self.send_response(200 if come.wait(300) else 500)
             self.end_headers()
 
         def log_message(self, *words: object) -> None:

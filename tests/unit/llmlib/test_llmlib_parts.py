@@ -207,7 +207,7 @@ def test_a_thread_that_does_not_end_is_reported(told: Told, caplog: pytest.LogCa
 
     def poll(timeout: datetime.timedelta) -> list[LLMResponse]:
         polling.set()
-        released.wait(20)
+        released.wait(300)
         return []
 
     server = make(told, n=1)
@@ -216,12 +216,12 @@ def test_a_thread_that_does_not_end_is_reported(told: Told, caplog: pytest.LogCa
     polled._poll_responses_impl = poll
     polled._end_s = 0.1
     server.issue_queries(requests(1))
-    assert polling.wait(20)
+    assert polling.wait(300)
     server.abandon()
     assert "core Core#0: _poll_responses_impl has not returned for 0.1 s; its thread is left" in caplog.text
     released.set()
     assert core.response_thread is not None
-    core.response_thread.join(20)
+    core.response_thread.join(300)
     assert not core.response_thread.is_alive()
 
 

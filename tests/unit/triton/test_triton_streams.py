@@ -57,7 +57,7 @@ def url() -> Iterator[str]:
     port = server.add_insecure_port("localhost:0")
     server.start()
     yield f"localhost:{port}"
-    server.stop(None).wait(10)
+    server.stop(None).wait(300)
 
 
 def test_no_message_of_a_server_has_more_bytes_than_an_answer_may_have(

@@ -386,7 +386,7 @@ def test_ctrl_c_during_a_build_leaves_no_half_output(place: Path) -> None:
         assert time.monotonic() < end
         time.sleep(0.05)
     command.send_signal(signal.SIGINT)
-    assert command.wait(30) == 128 + signal.SIGINT
+    assert command.wait(300) == 128 + signal.SIGINT
     assert sorted(path.name for path in place.iterdir()) == ["TRTLLM", "ckpt.log", "llama"]
 
 
