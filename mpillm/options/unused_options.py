@@ -120,7 +120,7 @@ def unused_in_role(config: RunConfig) -> list[str]:
     texts = [
         config.named(field.name)
         for field, value in values
-        if value.source > Source.YAML and _is_set(field, value)
+        if value.source > Source.FILE and _is_set(field, value)  # a file is for several commands
     ]
     return [f"no effect with --server_role {config.server_role}: {', '.join(texts)}"] if texts else []
 
