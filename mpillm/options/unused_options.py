@@ -110,7 +110,8 @@ def unused_options(config: RunConfig, command: str) -> list[UnusedOption]:
 def unused_in_role(config: RunConfig) -> list[str]:
     """Return a line with the options that `serve` does not use with `config.server_role`, if one is set.
 
-    The YAML has the addresses of the leader and the workers, and the leader computes nothing.
+    The YAML has the addresses of the leader and the workers, and the leader computes nothing. Only the
+    command line counts: files and environment variables are for several commands.
     """
     unused: dict[str | None, list[Field]] = {
         "leader": [field for field in FIELDS if field not in _OF_LEADER],
@@ -120,7 +121,7 @@ def unused_in_role(config: RunConfig) -> list[str]:
     texts = [
         config.named(field.name)
         for field, value in values
-        if value.source > Source.FILE and _is_set(field, value)  # a file is for several commands
+        if value.source is Source.COMMAND_LINE and _is_set(field, value)
     ]
     return [f"no effect with --server_role {config.server_role}: {', '.join(texts)}"] if texts else []
 

@@ -255,7 +255,10 @@ def test_a_yaml_of_servers_is_theirs(tmp_path: Path) -> None:
         ("context", []),
     ],
 )
-def test_a_leader_and_workers_name_unused_options(role: str, line: list[str]) -> None:
+def test_a_leader_and_workers_name_unused_options(
+    role: str, line: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPILLM_KV_SECRET", "for all servers")
     words = ["--api_key=x", "--host=0.0.0.0", "--num_threads=2", "--port=9111", "--stall_timeout=7"]
     assert unused_in_role(parse_serve([f"--server_role={role}", *words])) == line
 
