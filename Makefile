@@ -21,8 +21,9 @@ UNTESTED := --ignore=tests/mpi
 # Markers of tests that need additional software or hours.
 ELSEWHERE := slow or cross or triton or peers or slurm or hosts or browser or wheel
 # The tests wait half of their time: for deadlines, and for processes to start and exit. So four tests run in parallel.
-# Only one of them may keep the CPU cores busy (tests/conftest.py).
-PARALLEL := -n 4 --dist loadgroup --no-loadscope-reorder
+# Only one of them may keep the CPU cores busy (tests/conftest.py). A test that ends its process ends all of the tests:
+# pytest-xdist would start another process, and with loadgroup wait for ever.
+PARALLEL := -n 4 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 export MPILLM_MPICH_PYTHON = $(CURDIR)/$(MPICH)/bin/python
 # Some containers set this variable. Each rank would then compile 300 modules at its start, which takes 0.2 s.
 export PYTHONDONTWRITEBYTECODE :=

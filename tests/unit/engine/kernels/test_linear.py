@@ -50,6 +50,18 @@ def test_int8(piece: int | None, dtype: torch.dtype) -> None:
             assert not n or error(unscaled * scales.T, wanted) < max_error
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n_in", [8, 40, 48, 72, 100, 129])
+@pytest.mark.parametrize("first", [0, 8, 16])
+def test_int8_rows_of_any_length_and_address(first: int, n_in: int, dtype: torch.dtype) -> None:
+    """PyTorch's kernel reads 16 numbers at a time: it multiplied with those behind the row, or crashed."""
+    numbers, scales, floats = matrix("int8", n_in=n_in)
+    moved = torch.empty(numbers.numel() + first, dtype=torch.int8)[first:].view(numbers.shape).copy_(numbers)
+    for n in (1, 3, 32):
+        x = torch.randn(n, n_in).to(dtype)
+        assert error(linear._product_of_int8(x, moved) * scales.T, x.float() @ floats.T) < 5e-3
+
+
 def test_fp8_on_a_cpu_becomes_floats() -> None:
     numbers, scales, floats = matrix("fp8")
     product = make_linear(numbers, scales, torch.float32)
