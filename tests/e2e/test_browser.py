@@ -86,6 +86,43 @@ def test_the_index_hides_runs_of_series_and_says_that_a_table_goes_on(tmp_path: 
     assert "goes-on" in narrow.partition("<main>")[2]
 
 
+def test_the_index_sorts_filters_and_groups(tmp_path: Path) -> None:
+    results: dict[str, dict[str, object]] = {
+        "mid": {"tokens_per_second": 20.0},
+        "fast": {"tokens_per_second": 100.0, "doubts": ["a busy machine"]},
+        "slow": {"tokens_per_second": 3.0},
+        "none": {},
+    }
+    for name, result in results.items():
+        write(make_run(tmp_path / "runs" / name, result=result) / "plan.json", {"ranks": []})
+    assert main(["runs", str(tmp_path / "runs")]) == 0
+    page = tmp_path / "runs" / "index.html"
+    steps = """
+const found = [], rows = () => [...document.querySelectorAll("table.list tbody tr")];
+const note = () => found.push(rows().map(row => row.cells[0].textContent));
+const head = [...document.querySelectorAll(".sorts")].find(one => one.textContent === "tokens/s");
+head.click(); note();
+head.dispatchEvent(new KeyboardEvent("keydown", {key: "Enter"})); note();
+found.push([head.parentElement.getAttribute("aria-sort")]);
+const put = (id, value) => {
+  const one = document.getElementById(id); one.value = value; one.dispatchEvent(new Event("input")); };
+put("filter", "FAST"); note(); found.push([document.getElementById("count").textContent]);
+put("filter", ""); put("group", "1"); note();
+"""
+    shown = json.loads(after(page, steps, tmp_path))
+    assert shown[:3] == [["fast", "mid", "slow", "none"], ["slow", "mid", "fast", "none"], ["ascending"]]
+    assert shown[3:5] == [["fast"], ["1 of 4 runs"]]
+    assert shown[5] == ["VALID (3)", "slow", "mid", "none", "VALID DOUBTFUL (1)", "fast"]
+
+
+def after(page: Path, steps: str, folder: Path) -> str:
+    """Return what a script pushes to `found`, as JSON. It runs in the page after the page's own script."""
+    changed = folder / "changed.html"
+    script = f"<script>{steps}document.body.textContent = '@@' + JSON.stringify(found) + '@@';</script>"
+    changed.write_text(page.read_text().replace("</body>", f"{script}</body>"))
+    return html.unescape(rendered(changed, folder).stdout.split("@@")[1])
+
+
 WIDTHS = (390, 800, 1280, 1600)
 
 
