@@ -51,7 +51,7 @@ def ranks(registry: RankRegistry) -> Iterator[list[subprocess.Popen[str]]]:
         for rank in range(3)
     ]
     assert [process.stdout and process.stdout.readline() for process in made] == ["here\n"] * 3
-    wait_until(lambda: not registry.absent(), "all ranks")
+    wait_until(lambda: len(registry.hosts()) == 3, "all ranks")
     yield made
     for process in made:
         process.kill()
