@@ -40,7 +40,9 @@ def start(ranks: int, arguments: list[str]) -> int:
 def rank(number: int, arguments: list[str]) -> int:
     """Run pytest as rank `number`."""
     start_mpi([], TIMEOUT_S).Free()
-    options = ["--with-mpi", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60", *arguments]
+    options = ["--with-mpi", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60"]
+    # `start` deletes all folders. A rank must not delete its own sooner, because others may still read it.
+    options += ["-o", "tmp_path_retention_policy=all", *arguments]
     if number == 0:
         return int(pytest.main(options))
     report = io.StringIO()
