@@ -20,7 +20,7 @@ from itertools import count
 from typing import Any
 
 from disagg.errors import ConfigError
-from mpillm.data.records import KNOWN, Columns, Sample, chat_of, length_of, sample_of
+from mpillm.data.records import KNOWN, Columns, Prompt, chat_of, length_of, sample_of
 from mpillm.files import excerpt
 
 Message = dict[str, Any]
@@ -48,7 +48,7 @@ class Turn:
     where: str  # the row, for messages
     added: list[Message]  # that the request adds to the conversation
     response: Message | None = None  # recorded, for the requests that follow; None: the file has none
-    prompt: Sample | None = None  # the complete prompt, without the conversation so far; None: use `added`
+    prompt: Prompt | None = None  # the complete prompt, without the conversation so far; None: use `added`
     delay_s: float = 0.0  # from the previous response to the request
     at_s: float | None = None  # time stamp of the request; None: it has none
     output_len: int | None = None  # tokens
@@ -69,7 +69,7 @@ class Conversation:
         return all(turn.response is not None or turn.prompt is not None for turn in self.turns[:-1])
 
     def recorded(self, n_turns: int) -> list[Message]:
-        """Return the messages of the request of turn `n_turns`, from 0, with the recorded responses before it."""
+        """Return the messages of the request after `n_turns` turns, with the recorded responses."""
         messages = list(self.system)
         for turn in self.turns[:n_turns]:
             messages += turn.added
@@ -137,7 +137,7 @@ class _Reader:
             self.end()
             if name in self._by_name:
                 raise ValueError(
-                    f"conversation_id {name} is also that of an earlier conversation; its rows must be together"
+                    f"conversation_id {name} is also an earlier conversation's; its rows must be together"
                 )
             self._open = _FlatConversation(Conversation(name))
             self._by_name[name] = self._open.conversation
@@ -223,7 +223,7 @@ class _Reader:
         if isinstance(row, dict) and "text_input" in row and "prompt" not in row:  # AIPerf's traces
             row = {**row, "prompt": row["text_input"]}
         sample = sample_of(row, self._vocab_size, self._columns)
-        turn = Turn(where, [], prompt=sample, output_len=sample.output_len)
+        turn = Turn(where, [], prompt=sample.prompt, output_len=sample.output_len)
         name = None
         if isinstance(row, dict):
             turn.delay_s, turn.at_s, name = _seconds(row, "delay", 1e-3), _time(row), row.get("session_id")
@@ -324,11 +324,10 @@ def _messages_of(row: Mapping[str, Any]) -> list[Message]:
         return messages
     keys = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
     message = {key: row[key] for key in keys if row.get(key) is not None}
-    if role == "assistant" and "tool_calls" in message:
-        message.setdefault("content", None)
-    elif not isinstance(message.get("content"), (str, list)) or not message["content"]:
+    has_calls = role == "assistant" and "tool_calls" in message  # then its text may be missing
+    if not has_calls and not message.get("content"):
         raise ValueError(f"content is {excerpt(row.get('content'))}; must be text")
-    return [message] if message.get("content") is None else chat_of([message], "content")
+    return chat_of([message], "content")
 
 
 def _ends_with_response(messages: Any) -> bool:

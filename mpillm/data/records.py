@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from disagg.errors import nearest
 from mpillm.files import excerpt
@@ -41,10 +41,14 @@ class Trace(NamedTuple):
     hash_ids: tuple[int, ...]
 
 
-class Sample(NamedTuple):
-    """A row's prompt (text, checked tokens, a chat or an entry of a trace) and output length."""
+Prompt: TypeAlias = "str | array[int] | list[dict[str, Any]] | Trace"
+"""Text, checked tokens, a chat, or a trace's entry."""
 
-    prompt: str | array[int] | list[dict[str, Any]] | Trace
+
+class Sample(NamedTuple):
+    """A row's prompt and output length."""
+
+    prompt: Prompt
     output_len: int | None = None
     unused: frozenset[str] = frozenset()  # the row's keys that have no effect
 

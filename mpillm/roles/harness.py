@@ -215,7 +215,7 @@ class Harness(Role):
         """Return the requests of all data set samples, without ids. They are prepared once, for speed."""
         dataset, sampling = self._dataset, self._sampling
         rows = np.zeros(len(dataset), REQUEST)
-        rows["n_tokens"] = dataset.lengths()
+        rows["n_tokens"] = dataset.n_tokens
         rows["max_output"] = sampling.max_output_len
         if dataset.output_lengths is not None:
             rows["max_output"] = np.minimum(dataset.output_lengths, sampling.max_output_len)

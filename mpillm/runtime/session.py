@@ -72,7 +72,7 @@ class Session(RunSession):
         (record.path / "user.conf").write_text(prepared.settings.user_conf, encoding="utf-8")
         record.result["loadgen"] = prepared.settings.to_json()
         if not self.sends_text:  # only the servers know the tokens of texts
-            lengths = prepared.dataset.lengths()
+            lengths = prepared.dataset.n_tokens
             mean, longest = round(float(lengths.mean()), 2), int(lengths.max())
             record.result["prompt_tokens"] = {"mean": mean, "max": longest}
         self._outputs: Outputs | None = None

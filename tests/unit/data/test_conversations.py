@@ -120,9 +120,9 @@ def test_a_row_per_request() -> None:
         {"prompt": "A"},
     )
     samples = [[turn.prompt for turn in one.turns] for one in rows]
-    assert [one.prompt for one in samples[0] + samples[1]] == [Trace(9, (1,)), Trace(8, ()), Trace(6, ())]
+    assert samples[0] + samples[1] == [Trace(9, (1,)), Trace(8, ()), Trace(6, ())]
     assert [turn.at_s for turn in rows[1].turns] == [2.0, None] and rows[1].turns[1].delay_s == 0.5
-    assert [one[0].prompt for one in samples[3:]] == [
+    assert [one[0] for one in samples[3:]] == [
         messages("u:A"),
         messages("u:A", "a:B", "u:C"),
         "A",
@@ -142,7 +142,7 @@ def test_delta_messages_continue_a_session() -> None:
     [
         ([flat(2, "user", content="A")], "f.jsonl:1: turn is 2; expected 1: turns count from 1 without gaps"),
         ([*AGENT[:2], flat(4, "tool")], "f.jsonl:3: turn is 4; expected 3: turns count from 1 without gaps"),
-        ([AGENT[0], AGENT[4], AGENT[1]], "f.jsonl:3: conversation_id t1 is also that of an earlier"),
+        ([AGENT[0], AGENT[4], AGENT[1]], "f.jsonl:3: conversation_id t1 is also an earlier"),
         (
             [flat(1, "assistant", content="A")],
             "f.jsonl:1: role assistant follows nothing; there is no request",

@@ -1,0 +1,93 @@
+"""The data set of a file's conversations: each request's prompt, with the recorded responses before it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from disagg.errors import ConfigError
+from mpillm.data.conversations import Conversation, read_conversations
+from mpillm.data.dataset import Dataset, PromptLimits, Turns, check_lengths, check_traces, tokens_of
+from mpillm.data.records import KNOWN, Columns
+from mpillm.data.row_files import read_rows
+from mpillm.data.tokenizer import Tokenizer
+
+
+def load_conversations(
+    file: Path, tokenizer: Tokenizer, limits: PromptLimits, columns: Columns = KNOWN
+) -> Dataset:
+    """Read conversations, and compute the prompt of each request.
+
+    Raises ConfigError with the file and the line of a wrong row, and of a request that exceeds a limit.
+    """
+    vocab_size = tokenizer.vocab_size if limits.vocab_size is None else limits.vocab_size
+    rows = ((f"{file}:{line}", row) for line, row in read_rows(file))
+    conversations = read_conversations(rows, vocab_size, columns)
+    if not conversations:
+        raise ConfigError(f"data set {file} is empty")
+    turns = [turn for conversation in conversations for turn in conversation.turns]
+    whole = [turn.prompt if turn.prompt is not None else "" for turn in turns]
+    check_traces(file, whole, limits, lambda sample: turns[sample].where)
+    stored: list[array[int]] = []
+    starts, n_tokens, size = list[int](), list[int](), 0
+    for conversation in conversations:
+        prompts = _prompts(conversation, tokenizer, vocab_size)
+        placed = [0] * len(prompts)
+        held: array[int] = array("i")
+        # Usually a prompt is the beginning of the next one. Then only the last one is stored.
+        for i in reversed(range(len(prompts))):
+            if held[: len(prompts[i])] != prompts[i]:
+                held = prompts[i]
+                stored.append(held)
+                size += len(held)
+            placed[i] = size - len(held)
+        starts += placed
+        n_tokens += map(len, prompts)
+    lengths = [turn.output_len for turn in turns]
+    check_lengths(np.array(n_tokens), limits, lambda sample: turns[sample].where)
+    counts = [0, *(len(conversation.turns) for conversation in conversations)]
+    return Dataset(
+        file.name,
+        np.concatenate([np.frombuffer(one, np.int32) for one in stored]),
+        np.array(starts, np.int64),
+        np.array(n_tokens, np.int64),
+        np.array([limits.max_output_len if n is None else n for n in lengths], np.int64),
+        turns=Turns(
+            [conversation.name for conversation in conversations],
+            np.cumsum(counts),
+            np.array([turn.delay_s for turn in turns]),
+            np.array([np.nan if turn.at_s is None else turn.at_s for turn in turns]),
+        ),
+    )
+
+
+def _prompts(conversation: Conversation, tokenizer: Tokenizer, vocab_size: int) -> Sequence[array[int]]:
+    """Return the tokens of each request. Raises ConfigError with the request's place."""
+    turns = conversation.turns
+    if not conversation.has_responses:
+        missing = next(turn for turn in turns if turn.response is None and turn.prompt is None)
+        raise ConfigError(
+            f"{missing.where}: the file has no response to this request, which the next one needs"
+        )
+    prompts = list(_encoded(conversation, tokenizer, vocab_size))
+    for turn, tokens in zip(turns, prompts, strict=True):
+        if not tokens or max(tokens) >= vocab_size:
+            found = f"token {max(tokens)}, the model knows {vocab_size} tokens" if tokens else "no token"
+            raise ConfigError(f"{turn.where}: the tokenizer makes {found} of the prompt")
+    return prompts
+
+
+def _encoded(conversation: Conversation, tokenizer: Tokenizer, vocab_size: int) -> Iterator[array[int]]:
+    chats = [conversation.recorded(i) for i, turn in enumerate(conversation.turns) if turn.prompt is None]
+    try:
+        encoded = iter(tokenizer.encode_chats(chats))
+        for turn in conversation.turns:
+            if turn.prompt is None:
+                yield array("i", next(encoded))
+            else:
+                yield tokens_of(turn.prompt, tokenizer, vocab_size)
+    except ConfigError as error:
+        raise ConfigError(f"{conversation.turns[0].where}: {error}", about=["apply_chat_template"]) from error
