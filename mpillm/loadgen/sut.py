@@ -53,13 +53,18 @@ class LoadGenTest:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self._thread.start()
 
-    def first_tokens(self, responses: list[Any]) -> None:
-        """Report the first tokens of samples to LoadGen."""
-        lg.FirstTokenComplete(responses)
+    def first_tokens(self, ids: list[int], tokens: NDArray[np.int32], starts: list[int]) -> None:
+        """Report the first tokens of samples to LoadGen: ``tokens[start]`` for each start."""
+        lg.FirstTokenComplete(sample_responses(ids, tokens, starts, [1] * len(ids)))
 
-    def complete(self, responses: list[Any]) -> None:
-        """Report the answers of samples to LoadGen, which copies the tokens before this returns."""
-        lg.QuerySamplesComplete(responses)
+    def complete(
+        self, ids: list[int], tokens: NDArray[np.int32], starts: list[int], lengths: list[int], is_error: bool
+    ) -> None:
+        """Report responses to LoadGen, which copies the tokens before this returns.
+
+        A response is ``tokens[start : start + length]``. LoadGen does not distinguish errors.
+        """
+        lg.QuerySamplesComplete(sample_responses(ids, tokens, starts, lengths))
 
     def _issue(self, ids: list[int], indices: list[int]) -> None:
         self.issued.append(Query(np.array(ids, np.uint64), np.array(indices, np.int64), time.perf_counter()))

@@ -1,4 +1,4 @@
-"""Harness: turns LoadGen samples into requests, and instance responses into LoadGen responses."""
+"""Harness: turns issued samples into requests, and passes the instances' responses on, usually to LoadGen."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mpillm.comms.messages import (
 from mpillm.cores.histogram import Histogram
 from mpillm.data.dataset import Dataset
 from mpillm.errors import Failure, RunError
-from mpillm.loadgen.sut import LoadGenTest, Query, sample_responses
+from mpillm.loadgen.sut import Query
 from mpillm.phases import Phase
 from mpillm.roles.role import Role
 
@@ -86,6 +86,29 @@ class Totals:
         return max(0.0, self.ended - self.started)
 
 
+class RequestSource(Protocol):
+    """Source of a test's requests: LoadGen (`mpillm.loadgen.sut`), or conversations (`conversation_load`)."""
+
+    issued: deque[Query]  # the harness takes them
+    error: BaseException | None
+    use_token_latencies: bool  # whether it needs first tokens
+
+    @property
+    def finished(self) -> bool:
+        """Whether the test has ended."""
+
+    def start(self) -> None:
+        """Start the test."""
+
+    def first_tokens(self, ids: list[int], tokens: NDArray[np.int32], starts: list[int]) -> None:
+        """Take the first tokens of requests: ``tokens[start]`` for each start."""
+
+    def complete(
+        self, ids: list[int], tokens: NDArray[np.int32], starts: list[int], lengths: list[int], is_error: bool
+    ) -> None:
+        """Take responses, ``tokens[start : start + length]``, before this returns."""
+
+
 class Log(Protocol):
     """Log of responses: see `mpillm.report.request_log.RequestLog`."""
 
@@ -120,7 +143,7 @@ class Harness(Role):
         leader: int,
         dataset: Dataset,
         sampling: SamplingOptions,
-        test: LoadGenTest,
+        test: RequestSource,
         on_answer: Callable[[int, NDArray[np.int32]], None] | None,
         has_handoff: bool,
         totals: Totals,
@@ -290,7 +313,7 @@ class Harness(Role):
             self._first_at[slot] = first = now
             totals.ttft.add_one(now - issued)
             if test.use_token_latencies:
-                test.first_tokens(sample_responses([id_], tokens, [0], [1]))
+                test.first_tokens([id_], tokens, [0])
         if kind & _FINAL:
             if not self._active[slot]:
                 raise RunError(Failure("a sample was answered twice"))
@@ -311,7 +334,7 @@ class Harness(Role):
                 self._log.add_one(issued - began, first - began, now - began, index, length, is_error)
             if self._on_answer is not None:
                 self._on_answer(index, tokens)
-            test.complete(sample_responses([id_], tokens, [0], [length]))
+            test.complete([id_], tokens, [0], [length], bool(kind & _ERROR))
         if kind & (_FINAL | _CONTEXT_DONE):
             self._free_slots(np.array([slot]), alone=kind & (_FIRST | _FINAL) == _FIRST | _FINAL)
 
@@ -346,8 +369,7 @@ class Harness(Role):
         self._first_at[at] = now
         self._totals.ttft.add(now - self._issued_at[at])
         if self._test.use_token_latencies:
-            ids = self._sample_ids[at].tolist()
-            self._test.first_tokens(sample_responses(ids, tokens, starts.tolist(), [1] * len(ids)))
+            self._test.first_tokens(self._sample_ids[at].tolist(), tokens, starts.tolist())
 
     def _on_final(
         self,
@@ -390,7 +412,7 @@ class Harness(Role):
         if self._on_answer is not None:
             for index, start, length in zip(indices.tolist(), from_, counts, strict=True):
                 self._on_answer(index, tokens[start : start + length])
-        self._test.complete(sample_responses(self._sample_ids[at].tolist(), tokens, from_, counts))
+        self._test.complete(self._sample_ids[at].tolist(), tokens, from_, counts, is_error)
 
     def _free_slots(self, slots: NDArray[np.uint32], *, alone: bool) -> None:
         """Free the slots for which no instance sends further responses.
