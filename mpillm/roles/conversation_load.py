@@ -58,7 +58,9 @@ class ConversationLoad(Role):
     def __init__(self, turns: Turns, shape: LoadShape) -> None:
         self.issued: deque[Query] = deque()
         self.n_started = self.n_ended = self.n_failed = 0  # conversations
-        self.n_skipped = 0  # requests of started conversations that an error or the end of the time has left out
+        self.n_skipped = (
+            0  # requests of started conversations that an error or the end of the time has left out
+        )
         self.window_s = (shape.ramp_up_s, math.inf)
         """Seconds of the test between ramp-up and drain: while all conversations are open, or arrive."""
         self._turns, self._shape = turns, shape
@@ -98,7 +100,8 @@ class ConversationLoad(Role):
         stamps = (stamps - stamps.min()) / self._shape.speed
         span = stamps.max() * n_known / max(1, n_known - 1)  # until the trace begins again
         number = np.arange(n)
-        return stamps[number % n_known] + number // n_known * span
+        arrivals: NDArray[np.float64] = stamps[number % n_known] + number // n_known * span
+        return arrivals
 
     def _start_conversation(self, at: float) -> None:
         first, end = self._turns.first[self.n_started % len(self._turns) :][:2].tolist()

@@ -200,7 +200,7 @@ def test_a_trace(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             load(tmp_path, "trace.jsonl", lines({"input_length": length, "output_length": 1}))
     with pytest.raises(
-        ConfigError, match="a.jsonl:2: the prompt has 1024 tokens and does not fit max_seq_len 650"
+        ConfigError, match=r"a\.jsonl:2: the prompt has 1024 tokens and does not fit max_seq_len 650"
     ):
         load_dataset(
             _written(tmp_path, lines(*rows)), ByteTokenizer(), PromptLimits(max_seq_len=650, max_output_len=1)
