@@ -202,6 +202,28 @@ def other_harness_rows(
     return [*rows, ("result", f"{directory}/result.json")]
 
 
+def conversation_rows(
+    result: Mapping[str, Any], directory: str, facts: Facts | None = None
+) -> list[tuple[str, Any]]:
+    """Do as `summary_rows`, for a test of conversations."""
+    of = result["conversations"]
+    ended = f"{of['ended']:,} of {of['started']:,} ended, {of['failed']:,} of these by an error"
+    rows: list[tuple[str, Any]] = [
+        ("conversations", ended),
+        *(("DOUBTFUL", doubt) for doubt in result["doubts"]),
+        *(("not checked", text) for text in unchecked(result)),
+        *_lost_rows(result, "requests"),
+        *_measured_rows(result, "requests", facts),
+    ]
+    for name, title in (("first_turns", "first requests"), ("later_turns", "later requests")):
+        if ttft := of.get(name, {}).get("ttft_ms"):
+            known = "  ".join(f"{k} {milliseconds(v)}" for k, v in ttft.items() if v is not None)
+            rows.append((f"first token, {title}", known))
+    if facts is not None and (limit := facts.limit()):
+        rows.append(("limit", limit))
+    return [*rows, ("result", f"{directory}/result.json")]
+
+
 def _measured_rows(result: Mapping[str, Any], unit: str, facts: Facts | None = None) -> list[tuple[str, Any]]:
     rows: list[tuple[str, Any]] = [
         (unit, f"{result['samples']:,} in {result['test_s']:,.2f} s, {result['errors']:,} errors"),

@@ -10,6 +10,7 @@ from disagg.errors import ConfigError
 from mpillm.core_names import load_object
 from mpillm.cores.base import LLMCore, ModelLimits
 from mpillm.cores.registry import BackendRegistry
+from mpillm.data.conversation_dataset import load_conversations
 from mpillm.data.data_loader import LLMDataLoader
 from mpillm.data.dataset import Dataset, PromptLimits, Synthetic, load_dataset
 from mpillm.data.preprocessed.loader import PreprocessedLoader, loader_of
@@ -47,6 +48,13 @@ def load_samples(
                 f"{config.named(name)}: only for a --dataset_path with rows, such as JSONL or CSV",
                 about=[name],
             )
+    if config.has_conversations:
+        if not isinstance(chosen, Path):
+            raise ConfigError(
+                f"{config.named('harness')}: name a file of conversations with --dataset_path",
+                about=["harness", "dataset_path"],
+            )
+        return load_conversations(chosen, tokenizer, limits, columns), tokenizer
     has_texts = not isinstance(chosen, Synthetic)
     if not (core_class.takes_text and has_texts and isinstance(tokenizer, NoTokenizer)):
         return load_dataset(chosen, tokenizer, limits, columns), tokenizer

@@ -57,13 +57,12 @@ class RunPlan:
 
 
 @dataclass(frozen=True)
-class RunSetup:
-    """Run that can be loaded."""
+class RunSamples:
+    """A planned run, and its samples."""
 
     planned: RunPlan
     dataset: Dataset
     tokenizer: Tokenizer
-    settings: LoadGenSettings
 
     @property
     def shows_text(self) -> bool:
@@ -73,11 +72,18 @@ class RunSetup:
     def dataset_lines(self) -> list[str]:
         """Return the lines that describe the data set."""
         dataset = self.dataset
-        size = f"{len(dataset.tokens)} tokens"
+        size = f"{dataset.n_tokens.sum()} tokens"
         if dataset.sends_text:
             size = "sent as text; without --model_path, tokens are counted by the servers (usage)"
         line = f"data set {dataset.name}: {len(dataset)} samples, {size}"
         return [line, dataset.note] if dataset.note else [line]
+
+
+@dataclass(frozen=True)
+class RunSetup(RunSamples):
+    """Run that can be loaded, and LoadGen's settings for it."""
+
+    settings: LoadGenSettings
 
     def announcement(self) -> list[str]:
         """Return the lines before the load phase, after the plan's notes."""

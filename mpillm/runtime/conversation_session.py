@@ -1,0 +1,165 @@
+"""Rank 0's view of a test of conversations: when they start, and their figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disagg.errors import ConfigError
+from mpillm.comms.loop import EventLoop
+from mpillm.comms.messages import DrainReport
+from mpillm.comms.rank0_control import Rank0Control
+from mpillm.data.dataset import Turns
+from mpillm.errors import ExitCode
+from mpillm.options.run_config import RunConfig
+from mpillm.programs.load_clients.kinds import CONVERSATIONS
+from mpillm.report.console import Console
+from mpillm.report.goodput import goodput
+from mpillm.report.page.run_analysis import facts_of
+from mpillm.report.percentiles import percentiles_ms
+from mpillm.report.request_log import read_requests, tpot_s
+from mpillm.report.result import conversation_rows, other_loads, others_on_gpus
+from mpillm.report.run_directory import MEASURED, RunRecord, display_path
+from mpillm.report.run_files import RunFiles
+from mpillm.roles.conversation_load import ConversationLoad, LoadShape
+from mpillm.runtime.choose_samples import load_samples
+from mpillm.runtime.join import RunPlan, RunSamples
+from mpillm.runtime.load_session import LoadSession
+from mpillm.runtime.run_session import announced, opened
+
+
+class ConversationSession(LoadSession):
+    """Session of a test whose load is conversations. LoadGen does not judge it."""
+
+    @classmethod
+    def open(
+        cls, planned: RunPlan, record: Callable[[], RunRecord], console: Console, control: Rank0Control
+    ) -> tuple[ConversationSession, list[str]]:
+        samples = RunSamples(planned, *load_samples(planned.config, planned.models, lambda: record().path))
+        session = opened(lambda: ConversationSession(samples, record(), console, control), planned, record)
+        model = planned.config.model_path
+        name = f", model {Path(model).name}" if model else ""
+        lines = [*samples.dataset_lines(), session.how()]
+        return session, announced(planned, record().path, lines, name)
+
+    @classmethod
+    def about(cls, config: RunConfig) -> dict[str, object]:
+        harness = {"name": CONVERSATIONS, "asked": None, "version": ""}
+        return {"harness": harness, "scenario": config.scenario, "test_mode": config.test_mode}
+
+    def __init__(
+        self, samples: RunSamples, record: RunRecord, console: Console, control: Rank0Control
+    ) -> None:
+        """Raises ConfigError if the data set has no time stamps that scenario Server needs."""
+        assert samples.dataset.turns is not None
+        self._turns = samples.dataset.turns
+        shape = load_shape(samples.planned.config, self._turns)
+        self._load = ConversationLoad(self._turns, shape)
+        self._shape = shape
+        super().__init__(samples, record, console, control)
+
+    def how(self) -> str:
+        """Describe the number of conversations and when they start."""
+        shape, n = self._shape, f"{self._shape.n_conversations:,} conversations"
+        if shape.concurrency is not None:
+            return f"{n}, {min(shape.concurrency, shape.n_conversations):,} at a time"
+        return f"{n} at {shape.rate:g} per second" if shape.rate else f"{n} by their time stamps"
+
+    def source(self, loop: EventLoop) -> ConversationLoad:
+        return self._load
+
+    def expected(self) -> tuple[int | None, float | None]:
+        counts = np.diff(self._turns.first)
+        passes, rest = divmod(self._shape.n_conversations, len(counts))
+        return int(passes * counts.sum() + counts[:rest].sum()), None
+
+    def drained(self, reports: dict[int, DrainReport]) -> str:
+        if self._outputs:
+            self._outputs.close()
+        self._requests.close()
+        result, load = self._record.result, self._load
+        result |= {"status": MEASURED, **self.figures(reports)}
+        rows = read_requests(self._record.path) if self._totals.samples else None
+        result["harness"] = {
+            "name": CONVERSATIONS,
+            "version": "",
+            "asked": self.expected()[0],
+            "completed": self._totals.samples - self._totals.errors,
+            "failed": self._totals.errors,
+            "duration_s": result["test_s"],
+        }
+        result["conversations"] = {
+            "started": load.n_started,
+            "ended": load.n_ended,
+            "failed": load.n_failed,
+            "requests_skipped": load.n_skipped,
+            **({} if rows is None else conversation_figures(rows, self._turns, load.window_s)),
+        }
+        if rows is not None and (limits := self._config.goodput):
+            result["goodput"] = goodput(rows, limits, self._totals.lasted_s)
+        nodes = [rank.node for rank in self._plan.ranks]
+        result["other_load"] = other_loads(nodes, reports)
+        result["other_gpu_processes"] = others_on_gpus(nodes, reports)
+        result["doubts"] = self.check_servers(self._config)
+        self.keep_reports(reports)
+        return f"{load.n_ended} of {load.n_started} conversations ended"
+
+    def finished(self) -> int:
+        """Print the summary after the last phase; return the exit code."""
+        record = self._record
+        page = self.leave_result()
+        if self._outputs and self._samples.shows_text:
+            self._console.answers(self._outputs.first_outputs())
+        facts, _ = facts_of(RunFiles.read(record.path))
+        self._console.summary([*conversation_rows(record.result, display_path(record.path), facts), page])
+        return int(ExitCode.DONE)
+
+
+def load_shape(config: RunConfig, turns: Turns) -> LoadShape:
+    """Return when conversations start. Raises ConfigError if the data set does not have what this needs."""
+    n = config.num_conversations or len(turns)
+    max_s = math.inf if config.max_duration is None else config.max_duration
+    common: dict[str, Any] = {"speed": config.trace_speed, "ramp_up_s": config.ramp_up, "max_s": max_s}
+    if config.scenario == "Offline":
+        return LoadShape(n, concurrency=config.concurrency or n, **common)
+    if config.server_target_qps is not None:
+        return LoadShape(n, rate=config.server_target_qps, seed=config.seed, **common)
+    without = np.flatnonzero(np.isnan(turns.at_s[turns.first[:-1]]))
+    if len(without):
+        raise ConfigError(
+            f"--scenarios Server: conversation {turns.names[int(without[0])]} has no time stamp;"
+            " name the number of conversations per second with --server_target_qps",
+            about=["scenarios", "server_target_qps"],
+        )
+    return LoadShape(n, **common)
+
+
+def conversation_figures(
+    rows: NDArray[np.void], turns: Turns, window_s: tuple[float, float]
+) -> dict[str, Any]:
+    """Return the figures of the requests that were issued in the window, for `result.json`.
+
+    `rows`: records of requests. `e2e_avg_interactivity`: as MLPerf Endpoints has it, output tokens by seconds
+    of end-to-end time, over all requests.
+    """
+    inside = rows[(rows["issued"] >= window_s[0]) & (rows["issued"] <= window_s[1]) & (rows["error"] == 0)]
+    turn = inside["index"] - turns.first[np.searchsorted(turns.first, inside["index"], "right") - 1]
+    figures: dict[str, Any] = {
+        "window_s": [round(window_s[0], 4), round(window_s[1], 4) if math.isfinite(window_s[1]) else None],
+        "requests": len(inside),
+    }
+    for name, part in (("first_turns", inside[turn == 0]), ("later_turns", inside[turn > 0])):
+        figures[name] = {
+            "requests": len(part),
+            "ttft_ms": percentiles_ms(part["ttft"].tolist()),
+            "tpot_ms": percentiles_ms(tpot_s(part).tolist()),
+            "latency_ms": percentiles_ms(part["latency"].tolist()),
+        }
+    seconds = float(inside["latency"].astype(np.float64).sum())
+    figures["e2e_avg_interactivity"] = round(int(inside["tokens"].sum()) / seconds, 4) if seconds else None
+    return figures
