@@ -83,7 +83,7 @@ def _prompts(conversation: Conversation, tokenizer: Tokenizer, vocab_size: int) 
 def _encoded(conversation: Conversation, tokenizer: Tokenizer, vocab_size: int) -> Iterator[array[int]]:
     chats = [conversation.recorded(i) for i, turn in enumerate(conversation.turns) if turn.prompt is None]
     try:
-        encoded = iter(tokenizer.encode_chats(chats))
+        encoded = iter(tokenizer.encode_chats(chats, conversation.tools))
         for turn in conversation.turns:
             if turn.prompt is None:
                 yield array("i", next(encoded))

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, about
 from mpillm.comms.messages import index_of, ragged_take
+from mpillm.data.chat_request import TOKENS_AS_CHAT, ChatRequests
 from mpillm.data.data_loader import LLMDataLoader, Samples
 from mpillm.data.records import KNOWN, Columns, Prompt, Sample, Trace, sample_of
 from mpillm.data.row_files import read_rows
@@ -182,6 +183,8 @@ def _of_rows(
 
 def tokens_of(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> array[int]:
     """Return the tokens of a row's prompt. Raises ConfigError as the tokenizer's methods."""
+    if isinstance(tokenizer, ChatRequests) and not isinstance(prompt, (str, list)):
+        raise ConfigError(TOKENS_AS_CHAT)
     if isinstance(prompt, Trace):
         return _trace_tokens(prompt, tokenizer, vocab_size)
     if isinstance(prompt, list):

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, about
-from mpillm.data.chat_template import ChatTemplate, Messages
+from mpillm.data.chat_template import ChatTemplate, Messages, Tools
 from mpillm.files import check_files, excerpt, panics_named
 
 # mpillm cannot read these formats.
@@ -55,13 +55,13 @@ class Tokenizer(Protocol):
     def encode_batch(self, prompts: Sequence[str]) -> list[list[int]]:
         """Encode many prompts as `encode` does, on all CPU cores."""
 
-    def encode_chats(self, chats: Sequence[Messages]) -> list[list[int]]:
+    def encode_chats(self, chats: Sequence[Messages], tools: Tools = None) -> list[list[int]]:
         """Return the model's input for each chat, in less time if they are requests of one conversation.
 
-        Raises as `render` and `encode_plain`.
+        `tools`: that the model may call in these chats. Raises as `render` and `encode_plain`.
         """
 
-    def render(self, messages: Messages) -> str:
+    def render(self, messages: Messages, tools: Tools = None) -> str:
         """Return the text of a chat, for `encode_plain`. Waits for the process that renders all chats.
 
         Raises ConfigError without a chat template, or if the template fails on these messages.
@@ -117,12 +117,17 @@ class ByteTokenizer:
     def encode_batch(self, prompts: Sequence[str]) -> list[list[int]]:
         return [list(prompt.encode()) for prompt in prompts]
 
-    def encode_chats(self, chats: Sequence[Messages]) -> list[list[int]]:
-        return [self.encode_text(self.render(messages)) for messages in chats]
+    def encode_chats(self, chats: Sequence[Messages], tools: Tools = None) -> list[list[int]]:
+        return [self.encode_text(self.render(messages, tools)) for messages in chats]
 
-    def render(self, messages: Messages) -> str:
-        """Return the messages' texts, one in each line."""
-        return "\n".join(str(message["content"]) for message in messages)
+    def render(self, messages: Messages, tools: Tools = None) -> str:
+        """Return the tools, and the messages' texts and tool calls, one in each line."""
+        lines = list(map(json.dumps, tools or ()))
+        for message in messages:
+            if message.get("content"):
+                lines.append(str(message["content"]))
+            lines += map(json.dumps, message.get("tool_calls") or ())
+        return "\n".join(lines)
 
     def encode_text(self, text: str, max_tokens: int | None = None) -> list[int]:
         if _may_be_too_long(text, max_tokens):
@@ -203,8 +208,8 @@ class FileTokenizer:
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=self._template is None)
         return [encoding.ids for encoding in encodings]
 
-    def encode_chats(self, chats: Sequence[Messages]) -> list[list[int]]:
-        texts = self._rendered(chats)
+    def encode_chats(self, chats: Sequence[Messages], tools: Tools = None) -> list[list[int]]:
+        texts = self._rendered(chats, tools)
         if len(texts) < 2:
             return [self.encode_plain(text) for text in texts]
         # A special token ends what the library encodes together. So a message that many chats contain is
@@ -226,13 +231,13 @@ class FileTokenizer:
             start = end
         return tokens
 
-    def render(self, messages: Messages) -> str:
-        return self._rendered([messages])[0]
+    def render(self, messages: Messages, tools: Tools = None) -> str:
+        return self._rendered([messages], tools)[0]
 
-    def _rendered(self, chats: Sequence[Messages]) -> list[str]:
+    def _rendered(self, chats: Sequence[Messages], tools: Tools = None) -> list[str]:
         if self._template is None:
             raise ConfigError("the model has no chat template, or --apply_chat_template is false")
-        return self._template.render(chats)
+        return self._template.render(chats, tools)
 
     def encode_text(self, text: str, max_tokens: int | None = None) -> list[int]:
         self._check_length(text, max_tokens)

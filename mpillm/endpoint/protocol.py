@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from mpillm.comms.messages import NO_INSTANCE, RequestFlag
-from mpillm.data.chat_template import Messages
+from mpillm.data.chat_template import Messages, Tools
 from mpillm.data.dataset import PromptLimits
 from mpillm.data.tokenizer import Tokenizer, TooLongError
 from mpillm.endpoint.api_error import ApiError, Json
 from mpillm.endpoint.body_values import flag, mapping, number, parse, text, token_ids
-from mpillm.endpoint.parameters import check_body, check_message, refuse
+from mpillm.endpoint.parameters import check_body, check_message, refuse, tools_of
 from mpillm.files import excerpt
 
 # Plain integers: operations on enum flags take ten times as long.
@@ -76,6 +76,7 @@ class CompletionRequest:
     chat: bool
     prompts: Sequence[str | list[int]]  # empty for a chat until `render`
     messages: Messages
+    tools: Tools  # that the chat template receives
     max_tokens: int | None
     row: dict[str, float]  # fields of REQUEST
     n: int = 1  # answers to each prompt
@@ -147,6 +148,7 @@ def read(data: bytes, chat: bool, served: ServedModel) -> CompletionRequest:
         chat=chat,
         prompts=prompts,
         messages=_messages(body) if chat else (),
+        tools=tools_of(body, chat),
         max_tokens=None if max_tokens is None else int(max_tokens),
         n=n,
         logprobs=logprobs,
@@ -191,7 +193,7 @@ def render(completion: CompletionRequest, served: ServedModel) -> CompletionRequ
     if not completion.chat or completion.prompts:
         return completion
     try:
-        return replace(completion, prompts=(served.tokenizer.render(completion.messages),))
+        return replace(completion, prompts=(served.tokenizer.render(completion.messages, completion.tools),))
     except ConfigError as error:
         raise ApiError(400, str(error), "messages") from None
 
@@ -277,10 +279,28 @@ def _message(message: Any) -> Json:
         if not all(isinstance(part, str) for part in parts):
             raise ApiError(400, "messages: content may only have parts of type text", "messages")
         content = "".join(map(str, parts))
+    calls = _tool_calls(message)
+    if content is None and calls:
+        content = ""
     result = {"role": message["role"], "content": content}
-    if message.get("name") is not None:
-        result["name"] = message["name"]
-    return {key: text(value, "messages") for key, value in result.items()}
+    result |= {name: message[name] for name in _MESSAGE_TEXTS if message.get(name) is not None}
+    checked: Json = {key: text(value, "messages") for key, value in result.items()}
+    return {**checked, "tool_calls": calls} if calls else checked
+
+
+def _tool_calls(message: Json) -> list[Json]:
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict)
+        and isinstance(call.get("function"), dict)
+        and isinstance(call["function"].get("name"), str)
+        for call in calls
+    ):
+        raise ApiError(400, "messages: tool_calls must be an array of objects with function.name", "messages")
+    return calls
+
+
+_MESSAGE_TEXTS = ("name", "tool_call_id", "reasoning", "reasoning_content")  # besides role and content
 
 
 def _request_id(body: Json) -> str:

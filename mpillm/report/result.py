@@ -215,10 +215,11 @@ def conversation_rows(
         *_lost_rows(result, "requests"),
         *_measured_rows(result, "requests", facts),
     ]
-    for name, title in (("first_turns", "first requests"), ("later_turns", "later requests")):
+    place = next(i for i, (name, _) in enumerate(rows) if name == "time to first token")
+    for name, title in (("later_turns", "later turns"), ("first_turns", "first turns")):
         if ttft := of.get(name, {}).get("ttft_ms"):
             known = "  ".join(f"{k} {milliseconds(v)}" for k, v in ttft.items() if v is not None)
-            rows.append((f"first token, {title}", known))
+            rows.insert(place + 1, (f"  in {title}", known))
     if facts is not None and (limit := facts.limit()):
         rows.append(("limit", limit))
     return [*rows, ("result", f"{directory}/result.json")]

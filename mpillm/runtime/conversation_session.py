@@ -98,7 +98,11 @@ class ConversationSession(LoadSession):
             "ended": load.n_ended,
             "failed": load.n_failed,
             "requests_skipped": load.n_skipped,
-            **({} if rows is None else conversation_figures(rows, self._turns, load.window_s)),
+            **(
+                {}
+                if rows is None
+                else conversation_figures(rows, self._turns, load.window_s, self._streamed())
+            ),
         }
         if rows is not None and (limits := self._config.goodput):
             result["goodput"] = goodput(rows, limits, self._totals.lasted_s)
@@ -108,6 +112,10 @@ class ConversationSession(LoadSession):
         result["doubts"] = self.check_servers(self._config)
         self.keep_reports(reports)
         return f"{load.n_ended} of {load.n_started} conversations ended"
+
+    def _streamed(self) -> bool:
+        """Whether all instances report first tokens when they come."""
+        return all(instance.get("streamed", True) for instance in self._record.result["per_instance"])
 
     def finished(self) -> int:
         """Print the summary after the last phase; return the exit code."""
@@ -140,12 +148,13 @@ def load_shape(config: RunConfig, turns: Turns) -> LoadShape:
 
 
 def conversation_figures(
-    rows: NDArray[np.void], turns: Turns, window_s: tuple[float, float]
+    rows: NDArray[np.void], turns: Turns, window_s: tuple[float, float], streamed: bool
 ) -> dict[str, Any]:
     """Return the figures of the requests that were issued in the window, for `result.json`.
 
-    `rows`: records of requests. `e2e_avg_interactivity`: as MLPerf Endpoints has it, output tokens by seconds
-    of end-to-end time, over all requests.
+    `rows`: records of requests. `streamed`: first tokens were reported when they came.
+    `e2e_avg_interactivity`: as MLPerf Endpoints has it, output tokens by seconds of end-to-end time, over all
+    requests.
     """
     inside = rows[(rows["issued"] >= window_s[0]) & (rows["issued"] <= window_s[1]) & (rows["error"] == 0)]
     turn = inside["index"] - turns.first[np.searchsorted(turns.first, inside["index"], "right") - 1]
@@ -156,8 +165,8 @@ def conversation_figures(
     for name, part in (("first_turns", inside[turn == 0]), ("later_turns", inside[turn > 0])):
         figures[name] = {
             "requests": len(part),
-            "ttft_ms": percentiles_ms(part["ttft"].tolist()),
-            "tpot_ms": percentiles_ms(tpot_s(part).tolist()),
+            "ttft_ms": percentiles_ms(part["ttft"].tolist()) if streamed else None,
+            "tpot_ms": percentiles_ms(tpot_s(part).tolist()) if streamed else None,
             "latency_ms": percentiles_ms(part["latency"].tolist()),
         }
     seconds = float(inside["latency"].astype(np.float64).sum())

@@ -74,7 +74,9 @@ class RunSamples:
         dataset = self.dataset
         size = f"{dataset.n_tokens.sum()} tokens"
         if dataset.sends_text:
-            size = "sent as text; without --model_path, tokens are counted by the servers (usage)"
+            is_chat = self.planned.config.endpoint_type == "chat"
+            form = "as messages" if is_chat else "as text, without --model_path"
+            size = f"sent {form}: the servers count tokens (usage)"
         line = f"data set {dataset.name}: {len(dataset)} samples, {size}"
         return [line, dataset.note] if dataset.note else [line]
 

@@ -36,8 +36,10 @@ class LoadSession(RunSession):
         self.sends_text = samples.dataset.sends_text
         self._totals = Totals()
         super().__init__(samples.planned, record, console, control, record.path / TIMELINE)
-        lengths = samples.dataset.n_tokens
-        record.result["prompt_tokens"] = {"mean": round(float(lengths.mean()), 2), "max": int(lengths.max())}
+        if not self.sends_text:  # only the servers know the tokens of texts
+            lengths = samples.dataset.n_tokens
+            mean, longest = round(float(lengths.mean()), 2), int(lengths.max())
+            record.result["prompt_tokens"] = {"mean": mean, "max": longest}
         self._outputs: Outputs | None = None
         if config.save_outputs or samples.shows_text:
             path = record.path / "outputs.jsonl" if config.save_outputs else None

@@ -26,7 +26,7 @@ from mpillm.cores.openai_client.answer import (
     failure_text,
     refusal_of,
 )
-from mpillm.cores.openai_client.dialect import COMPLETIONS, Dialect, Sampling, body
+from mpillm.cores.openai_client.dialect import Dialect, Sampling, body
 from mpillm.cores.openai_client.disagg_protocol import DisaggProtocol
 from mpillm.cores.openai_client.endpoint import EndpointError, RemoteServer, ServerUnreachable
 from mpillm.cores.openai_client.http_connection import HttpConnection, NothingSentBack
@@ -94,7 +94,8 @@ class Call:
         self.status = 0
         self.retry_after: str | None = None
         self.location: str | None = None
-        self.answer = CompletionResponse(self.streams and not self.at_context, self.sampling.max_tokens)
+        streams = self.streams and not self.at_context
+        self.answer = CompletionResponse(streams, self.sampling.max_tokens, self._client.is_chat)
         self._reply: list[bytes] = []
         self._reply_left = _MAX_REPLY
         self._reused = False
@@ -181,6 +182,7 @@ class Client:
         retry_s: float,
         contexts: Sequence[RemoteServer] = (),
         protocol: DisaggProtocol | None = None,
+        is_chat: bool = False,
     ) -> None:
         """
         Args:
@@ -190,10 +192,12 @@ class Client:
             retry_s: Longest time from a request's first failure to its last attempt.
             contexts: Context servers for `endpoints`.
             protocol: Protocol between context and generation servers.
+            is_chat: The servers' dialects are those of chats.
         """
         self.endpoints = endpoints
         self.contexts = deque(contexts)
         self.protocol = protocol
+        self.is_chat = is_chat
         self.listener = listener
         self.stream = stream
         self.calls: dict[int, Call] = {}  # open, by id
@@ -390,7 +394,7 @@ class Client:
             return
         del self.calls[call.id]
         endpoint_error = (ServerUnreachable if is_unreachable else EndpointError)(
-            f"{call.endpoint.url}{COMPLETIONS}: {error}"
+            f"{call.endpoint.url}{call.endpoint.dialect.path}: {error}"
         )
         endpoint_error.refusal = error.refusal if isinstance(error, AnswerError) else None
         self.listener.on_failed(call, endpoint_error)

@@ -13,7 +13,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from launch.bounded_http import MAX_PAGE_BYTES
 from mpillm.comms.messages import Refusal
-from mpillm.cores.openai_client.dialect import COMPLETIONS, DIALECTS, Dialect
+from mpillm.cores.openai_client.dialect import CHAT, COMPLETIONS, DIALECTS, Dialect
 from mpillm.cores.openai_client.http_connection import (
     HttpConnection,
     HttpError,
@@ -79,7 +79,7 @@ class RemoteServer:
             + (f"Authorization: Bearer {key}\r\n" if key else "")
             + "Content-Type: application/json\r\nContent-Length: "
         )
-        self._post = self._start_line("POST", COMPLETIONS)
+        self._posts = {path: self._start_line("POST", path) for path in (COMPLETIONS, CHAT)}
         self.model = ""
         self.dialect: Dialect = DIALECTS[0]
         self.last_statistics: Any = None  # see `server_counts`
@@ -102,7 +102,7 @@ class RemoteServer:
         if not self.calls:
             self.last_received = time.perf_counter()
         self.calls.add(call)
-        request = b"%b%d\r\n\r\n%b" % (self._post, len(body), body)
+        request = b"%b%d\r\n\r\n%b" % (self._posts[self.dialect.path], len(body), body)
         while self._idle:
             connection = self._idle.pop()
             if not connection.closed:

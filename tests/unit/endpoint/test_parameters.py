@@ -46,12 +46,28 @@ def test_each_parameter_has_an_effect_or_is_refused(chat: bool, name: str) -> No
         assert name in str(error)
 
 
-@pytest.mark.parametrize(("names", "choice"), [("tools", "tool_choice"), ("functions", "function_call")])
-def test_functions_that_the_request_forbids_have_no_effect(names: str, choice: str) -> None:
-    functions = {names: [{"type": "function", "function": {"name": "f"}}]}
-    assert asked(True, **functions, **{choice: "none"}) == asked(True)
-    with pytest.raises(ApiError, match=names):
-        asked(True, **functions, **{choice: "auto"})
+def test_functions_that_the_request_forbids_have_no_effect() -> None:
+    functions = [{"type": "function", "function": {"name": "f"}}]
+    assert asked(True, functions=functions, function_call="none") == asked(True)
+    with pytest.raises(ApiError, match="functions"):
+        asked(True, functions=functions, function_call="auto")
+    assert asked(True, tools=functions, tool_choice="none") == asked(True)
+    for more in ({}, {"tool_choice": "auto"}):
+        assert asked(True, tools=functions, **more).tools == functions
+    for tools in ("f", ["f"], {"f": 1}):
+        with pytest.raises(ApiError, match="tools"):
+            asked(True, tools=tools)
+
+
+def test_a_chat_template_receives_tools_and_their_calls() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "1", "content": "2"}
+    request = asked(True, messages=[HELLO, answer, result])
+    assert request.messages == [HELLO, answer | {"content": ""}, result]
+    for wrong in ("f", ["f"], [{}], [{"function": {}}]):
+        with pytest.raises(ApiError, match="tool_calls must be an array"):
+            asked(True, messages=[HELLO, {"role": "assistant", "content": "", "tool_calls": wrong}])
 
 
 @pytest.mark.parametrize("name", MESSAGE)
