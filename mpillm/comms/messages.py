@@ -71,6 +71,7 @@ class RequestFlag(enum.IntFlag):
     IGNORE_END = 2  # the end token does not end the response
     STREAM = 4  # send tokens as they are generated
     TIMES = 8  # send TIMES responses
+    MESSAGE = 16  # to a chat endpoint: send a MESSAGE response
     CONTEXT_ONLY = 256  # another run generates, and fetches the KV cache (`serve --server_role`)
     GENERATION_ONLY = 512  # another run has computed the context; the KV cache has been fetched
 
@@ -104,9 +105,12 @@ class ResponseFlag(enum.IntFlag):
     LOST = 512
     # In a run that serves, immediately before FINAL with ERROR. In place of tokens: a `Refusal`.
     REFUSED = 1024
+    # If the request has MESSAGE, immediately before FINAL. In place of tokens: the bytes of the response's
+    # JSON as a message of a chat.
+    MESSAGE = 2048
 
 
-NO_TOKENS = ResponseFlag.TIMES | ResponseFlag.LOGPROBS | ResponseFlag.REFUSED
+NO_TOKENS = ResponseFlag.TIMES | ResponseFlag.LOGPROBS | ResponseFlag.REFUSED | ResponseFlag.MESSAGE
 """Rows with one of these flags have other numbers in place of tokens."""
 
 

@@ -14,7 +14,7 @@ A conversation is read from one of these rows:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -68,14 +68,19 @@ class Conversation:
         """Whether the file has the response of every turn that another one follows."""
         return all(turn.response is not None or turn.prompt is not None for turn in self.turns[:-1])
 
-    def recorded(self, n_turns: int) -> list[Message]:
-        """Return the messages of the request after `n_turns` turns, with the recorded responses."""
+    @property
+    def recorded_responses(self) -> list[Message | None]:
+        """The responses that the file has."""
+        return [turn.response for turn in self.turns]
+
+    def messages(self, responses: Sequence[Message | None]) -> list[Message]:
+        """Return the messages of the request after `responses`, which follow the first turns."""
         messages = list(self.system)
-        for turn in self.turns[:n_turns]:
+        for turn, response in zip(self.turns, responses, strict=False):
             messages += turn.added
-            if turn.response is not None:
-                messages.append(turn.response)
-        return messages + self.turns[n_turns].added
+            if response is not None:
+                messages.append(response)
+        return messages + self.turns[len(responses)].added
 
 
 def read_conversations(

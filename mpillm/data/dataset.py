@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from disagg.errors import ConfigError, about
 from mpillm.comms.messages import index_of, ragged_take
 from mpillm.data.chat_request import TOKENS_AS_CHAT, ChatRequests
+from mpillm.data.conversations import Conversation
 from mpillm.data.data_loader import LLMDataLoader, Samples
 from mpillm.data.records import KNOWN, Columns, Prompt, Sample, Trace, sample_of
 from mpillm.data.row_files import read_rows
@@ -41,13 +42,16 @@ _ENCODE_BATCH = 4096  # prompts tokenized in one call, which bounds the memory o
 class Turns:
     """The samples of a data set as the requests of conversations, one conversation after another."""
 
-    names: Sequence[str]  # of the conversations
+    conversations: Sequence[Conversation]
     first: NDArray[np.int64]  # sample of each conversation's first request; shape [conversations + 1]
     delay_s: NDArray[np.float64]  # from the previous response to the request; shape [samples]
     at_s: NDArray[np.float64]  # time stamp of the request; NaN: it has none; shape [samples]
+    # Whether prompts have the responses generated in the test, in place of recorded ones. Then the data set
+    # has only the prompts of first turns.
+    are_generated: bool = False
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.conversations)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ class Query(NamedTuple):
     ids: NDArray[np.uint64]  # LoadGen's
     indices: NDArray[np.int64]  # in the data set
     issued: float  # time.perf_counter()
+    prompts: Sequence[NDArray[np.int32] | None] | None = None  # in place of the data set's, except where None
 
 
 class LoadGenTest:
@@ -35,6 +37,7 @@ class LoadGenTest:
     ) -> None:
         """`loop`: the main thread's event loop, woken by changes of `issued` or `finished`."""
         self.issued: deque[Query] = deque()
+        self.request_flags = 0
         self.finished = False
         self.error: BaseException | None = None
         self.use_token_latencies = (
@@ -65,6 +68,9 @@ class LoadGenTest:
         A response is ``tokens[start : start + length]``. LoadGen does not distinguish errors.
         """
         lg.QuerySamplesComplete(sample_responses(ids, tokens, starts, lengths))
+
+    def message(self, id_: int, text: bytes) -> None:
+        """Do nothing: LoadGen receives tokens."""
 
     def _issue(self, ids: list[int], indices: list[int]) -> None:
         self.issued.append(Query(np.array(ids, np.uint64), np.array(indices, np.int64), time.perf_counter()))

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import json
 import math
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from disagg.errors import ConfigError
+from mpillm.comms.messages import RequestFlag
+from mpillm.data.conversations import Message
 from mpillm.data.dataset import Turns
+from mpillm.data.generated_history import GeneratedHistory
 from mpillm.loadgen.sut import Query
 from mpillm.phases import Phase
 from mpillm.roles.role import Role
@@ -42,7 +49,10 @@ class _Open:
     first: int  # sample of its first request
     n_turns: int
     started: float  # time.perf_counter()
+    number: int  # in the data set
     turn: int = 0  # of the next request, or of the outstanding one
+    responses: list[Message] = field(default_factory=list)  # if they are generated in the test
+    prompt: NDArray[np.int32] | None = None  # of the next request; None: the data set's
 
 
 class ConversationLoad(Role):
@@ -55,18 +65,31 @@ class ConversationLoad(Role):
     error: BaseException | None = None
     use_token_latencies = False
 
-    def __init__(self, turns: Turns, shape: LoadShape) -> None:
+    def __init__(
+        self,
+        turns: Turns,
+        shape: LoadShape,
+        history: GeneratedHistory | None = None,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`history`: makes the prompts, if these have the responses of the test. `wake`: wakes the loop."""
         self.issued: deque[Query] = deque()
         self.n_started = self.n_ended = self.n_failed = 0  # conversations
-        self.n_skipped = (
-            0  # requests of started conversations that an error or the end of the time has left out
-        )
+        # Requests of started conversations that an error, a limit or the end of the time has left out.
+        self.n_skipped = 0
         self.window_s = (shape.ramp_up_s, math.inf)
         """Seconds of the test between ramp-up and drain: while all conversations are open, or arrive."""
         self._turns, self._shape = turns, shape
-        self._due: list[
-            tuple[float, int, _Open]
-        ] = []  # a heap: time, a number that breaks ties, conversation
+        # A heap: time, a number that breaks ties, conversation.
+        self._due: list[tuple[float, int, _Open]] = []
+        self._history, self._wake = history, wake
+        self.request_flags = int(RequestFlag.MESSAGE) if history is not None else 0
+        self.outgrown = ""  # the first conversation whose prompt exceeded a limit, and the limit
+        self.n_outgrown = 0
+        self._messages: dict[int, Message] = {}  # by id, of outstanding requests
+        # One thread makes prompts, so that the rank can do other work at that time.
+        self._maker = ThreadPoolExecutor(1, "mpillm-history") if history is not None else None
+        self._making: dict[Future[NDArray[np.int32]], tuple[_Open, float]] = {}  # with the times of requests
         self._order = itertools.count()
         self._ids = itertools.count(1)
         self._outstanding: dict[int, _Open] = {}
@@ -75,7 +98,7 @@ class ConversationLoad(Role):
     @property
     def finished(self) -> bool:
         """Whether every request has its response."""
-        return bool(self._started_at) and not self._due and not self._outstanding
+        return bool(self._started_at) and not (self._due or self._outstanding or self._making)
 
     def start(self) -> None:
         """Start the test."""
@@ -104,9 +127,10 @@ class ConversationLoad(Role):
         return arrivals
 
     def _start_conversation(self, at: float) -> None:
-        first, end = self._turns.first[self.n_started % len(self._turns) :][:2].tolist()
+        number = self.n_started % len(self._turns)
+        first, end = self._turns.first[number : number + 2].tolist()
         self.n_started += 1
-        self._schedule(at, _Open(first, end - first, at))
+        self._schedule(at, _Open(first, end - first, at, number))
 
     def _schedule(self, at: float, conversation: _Open) -> None:
         if at - self._started_at > self._shape.max_s:
@@ -117,18 +141,36 @@ class ConversationLoad(Role):
     # --- the role ---
 
     def poll(self) -> bool:
+        self._take_made()
         now = time.perf_counter()
-        ids, indices = list[int](), list[int]()
+        ids, indices, prompts = list[int](), list[int](), list[NDArray[np.int32] | None]()
         while self._due and self._due[0][0] <= now:
             _, _, conversation = heapq.heappop(self._due)
             id_ = next(self._ids)
             self._outstanding[id_] = conversation
             ids.append(id_)
             indices.append(conversation.first + conversation.turn)
+            prompts.append(conversation.prompt)
+            conversation.prompt = None
         if not ids:
             return False
-        self.issued.append(Query(np.array(ids, np.uint64), np.array(indices, np.int64), now))
+        own = None if self._history is None else prompts
+        self.issued.append(Query(np.array(ids, np.uint64), np.array(indices, np.int64), now, own))
         return True
+
+    def _take_made(self) -> None:
+        """Schedule the requests whose prompts are complete. A conversation that outgrows a limit ends."""
+        for future in [future for future in self._making if future.done()]:
+            conversation, at = self._making.pop(future)
+            try:
+                conversation.prompt = future.result()
+            except ConfigError as error:
+                self.outgrown = self.outgrown or str(error)
+                self.n_outgrown += 1
+                self.n_skipped += conversation.n_turns - conversation.turn
+                self._end(time.perf_counter())
+            else:
+                self._schedule(at, conversation)
 
     def quiet_s(self) -> float:
         return max(0.0, self._due[0][0] - time.perf_counter()) if self._due else math.inf
@@ -146,17 +188,38 @@ class ConversationLoad(Role):
     ) -> None:
         """Schedule the requests that follow these responses. After an error, a conversation ends."""
         now = time.perf_counter()
-        for id_ in ids:
+        for id_, start, length in zip(ids, starts, lengths, strict=True):
             conversation = self._outstanding.pop(id_)
             conversation.turn += 1
+            message = self._messages.pop(id_, None)
             if is_error:
                 self.n_failed += 1
                 self.n_skipped += conversation.n_turns - conversation.turn
             elif conversation.turn < conversation.n_turns:
-                self._schedule(self._next_at(conversation, now), conversation)
+                at = self._next_at(conversation, now)
+                if self._history is None:
+                    self._schedule(at, conversation)
+                else:
+                    conversation.responses.append(
+                        message or self._history.message(tokens[start : start + length])
+                    )
+                    self._make_prompt(conversation, at)
                 continue
-            self.n_ended += 1
-            self._replace(now)
+            self._end(now)
+
+    def message(self, id_: int, text: bytes) -> None:
+        """Take the response's message, before `complete`."""
+        self._messages[id_] = json.loads(text)
+
+    def _make_prompt(self, conversation: _Open, at: float) -> None:
+        assert self._maker is not None and self._history is not None
+        future = self._maker.submit(self._history.prompt, conversation.number, list(conversation.responses))
+        self._making[future] = conversation, at
+        future.add_done_callback(lambda _: self._wake())
+
+    def _end(self, now: float) -> None:
+        self.n_ended += 1
+        self._replace(now)
 
     def _next_at(self, conversation: _Open, now: float) -> float:
         sample, speed = conversation.first + conversation.turn, self._shape.speed

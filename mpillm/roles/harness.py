@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # at run time, this import would start MPI
     from mpillm.comms.transport import Transport
 
 # Plain ints: with an enum flag, a NumPy operation takes three times as long.
-_IGNORE_STOP = int(RequestFlag.IGNORE_STOP)
+_IGNORE_STOP, _MESSAGE = int(RequestFlag.IGNORE_STOP), int(ResponseFlag.MESSAGE)
 _FIRST, _FINAL, _ERROR = int(ResponseFlag.FIRST), int(ResponseFlag.FINAL), int(ResponseFlag.ERROR)
 _CONTEXT_DONE, _LOST = int(ResponseFlag.CONTEXT_DONE), int(ResponseFlag.LOST)
 _MAX_BATCH = 1024  # requests per message
@@ -92,6 +92,7 @@ class RequestSource(Protocol):
     issued: deque[Query]  # the harness takes them
     error: BaseException | None
     use_token_latencies: bool  # whether it needs first tokens
+    request_flags: int  # `RequestFlag`s of all requests
 
     @property
     def finished(self) -> bool:
@@ -107,6 +108,16 @@ class RequestSource(Protocol):
         self, ids: list[int], tokens: NDArray[np.int32], starts: list[int], lengths: list[int], is_error: bool
     ) -> None:
         """Take responses, ``tokens[start : start + length]``, before this returns."""
+
+    def message(self, id_: int, text: bytes) -> None:
+        """Take a response's JSON as a message of a chat, before `complete`."""
+
+
+class OnAnswer(Protocol):
+    """Receives responses."""
+
+    def __call__(self, index: int, tokens: NDArray[np.int32], prompt: NDArray[np.int32] | None) -> None:
+        """Take the response to the sample at `index`; `prompt`: None if it is in the data set."""
 
 
 class Log(Protocol):
@@ -144,7 +155,7 @@ class Harness(Role):
         dataset: Dataset,
         sampling: SamplingOptions,
         test: RequestSource,
-        on_answer: Callable[[int, NDArray[np.int32]], None] | None,
+        on_answer: OnAnswer | None,
         has_handoff: bool,
         totals: Totals,
         log: Log | None = None,
@@ -152,7 +163,7 @@ class Harness(Role):
         """`leader`: the leader's rank.
 
         `has_handoff`: whether context instances hand off requests to generation instances. The harness calls
-        `on_answer(index in the data set, tokens)` for each response. It updates `totals`, and adds every
+        `on_answer` for each response. It updates `totals`, and adds every
         response to `log`.
         """
         self._route = route
@@ -170,6 +181,7 @@ class Harness(Role):
         self._n_free = 0
         # Indexed by slot:
         self._retried: dict[int, LossCosts] = {}  # open requests that were resent after a loss
+        self._own_prompts: dict[int, NDArray[np.int32]] = {}  # that are not in the data set
         self._active = np.zeros(0, np.bool_)  # whether the sample has no final response yet
         self._n_senders = np.zeros(0, np.int64)  # number of instances that may still send rows of the sample
         self._sample_ids = np.zeros(0, np.uint64)
@@ -211,12 +223,16 @@ class Harness(Role):
     def _send_next(self) -> None:
         query = self._pending[0]
         n = min(len(query.ids), self._window, _MAX_BATCH)
-        ids, indices = query.ids[:n], query.indices[:n]
+        ids, indices, prompts = query.ids[:n], query.indices[:n], query.prompts
         if n == len(query.ids):
             self._pending.popleft()
         else:
-            self._pending[0] = Query(query.ids[n:], query.indices[n:], query.issued)
+            rest = None if prompts is None else prompts[n:]
+            self._pending[0] = Query(query.ids[n:], query.indices[n:], query.issued, rest)
         slots = self._take_slots(n)
+        if prompts is not None:
+            own = zip(slots.tolist(), prompts, strict=False)
+            self._own_prompts.update((slot, prompt) for slot, prompt in own if prompt is not None)
         at = index_of(slots)
         self._sample_ids[at] = ids
         self._indices[at] = indices
@@ -232,7 +248,17 @@ class Harness(Role):
         rows = self._requests.take(indices)
         rows["id"] = slots
         self._window -= len(slots)
-        QUERY.send(self._route, self._leader, Batch(rows, self._dataset.gather(indices)[1]))
+        tokens = self._dataset.gather(indices)[1] if not self._own_prompts else self._with_own(rows, indices)
+        QUERY.send(self._route, self._leader, Batch(rows, tokens))
+
+    def _with_own(self, rows: NDArray[np.void], indices: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Return the tokens of requests some of whose prompts are not in the data set; set their lengths."""
+        prompts = [
+            self._dataset.sample(index) if (own := self._own_prompts.get(slot)) is None else own
+            for slot, index in zip(rows["id"].tolist(), indices.tolist(), strict=True)
+        ]
+        rows["n_tokens"] = [len(prompt) for prompt in prompts]
+        return np.concatenate(prompts)
 
     def _make_requests(self) -> NDArray[np.void]:
         """Return the requests of all data set samples, without ids. They are prepared once, for speed."""
@@ -249,8 +275,9 @@ class Harness(Role):
         first_seed = sampling.seed * 1_000_003 & 0xFFFFFFFF
         rows["seed"] = (np.arange(len(dataset)) + first_seed) & 0xFFFFFFFF
         rows["generation"] = NO_INSTANCE
+        rows["flags"] = self._test.request_flags
         if dataset.ignores_stop is not None:
-            rows["flags"] = dataset.ignores_stop * np.uint32(_IGNORE_STOP)
+            rows["flags"] |= dataset.ignores_stop * np.uint32(_IGNORE_STOP)
         return rows
 
     def _take_slots(self, n: int) -> NDArray[np.uint32]:
@@ -297,8 +324,9 @@ class Harness(Role):
         lengths = batch.rows["n_tokens"].astype(np.int64)
         starts = lengths.cumsum() - lengths
         # Usually all rows have the same flags. Otherwise, grouping by flags changes the order of the rows.
-        # This is harmless: FIRST, FINAL and CONTEXT_DONE of a request may come in any order.
-        kinds = np.unique(flags).tolist()
+        # This is harmless: FIRST, FINAL and CONTEXT_DONE of a request may come in any order. MESSAGE, the
+        # largest flag, comes before FINAL.
+        kinds = np.unique(flags)[::-1].tolist()
         for kind in kinds:
             part = slice(None) if len(kinds) == 1 else flags == kind
             self._on_kind(kind, ids[part], batch.tokens, starts[part], lengths[part], now)
@@ -318,6 +346,7 @@ class Harness(Role):
             if not self._active[slot]:
                 raise RunError(Failure("a sample was answered twice"))
             self._active[slot] = False
+            prompt = self._own_prompts.pop(slot, None)
             self._first_at[slot] = now  # ignore a later FIRST
             if length > 1:
                 totals.tpot.add_one((now - first) / (length - 1))
@@ -333,8 +362,10 @@ class Harness(Role):
             if self._log is not None:
                 self._log.add_one(issued - began, first - began, now - began, index, length, is_error)
             if self._on_answer is not None:
-                self._on_answer(index, tokens)
+                self._on_answer(index, tokens, prompt)
             test.complete([id_], tokens, [0], [length], bool(kind & _ERROR))
+        elif kind & _MESSAGE:
+            test.message(id_, tokens.astype(np.uint8).tobytes())
         if kind & (_FINAL | _CONTEXT_DONE):
             self._free_slots(np.array([slot]), alone=kind & (_FIRST | _FINAL) == _FIRST | _FINAL)
 
@@ -357,6 +388,10 @@ class Harness(Role):
                 self._on_first(slots, tokens, starts, now)
             elif n_first:
                 self._on_first(slots[first], tokens, starts[first], now)
+        if kind & _MESSAGE:
+            for slot, start, length in zip(slots.tolist(), starts.tolist(), lengths.tolist(), strict=True):
+                text = tokens[start : start + length].astype(np.uint8).tobytes()
+                self._test.message(self._sample_ids[slot].item(), text)
         if kind & _FINAL:
             self._on_final(slots, tokens, starts, lengths, bool(kind & _ERROR), now)
         if kind & (_FINAL | _CONTEXT_DONE):
@@ -389,6 +424,9 @@ class Harness(Role):
             self._place[at] = places
             if np.count_nonzero(self._place[at] == places) < n:
                 raise RunError(Failure("a sample was answered twice in one message"))
+        prompts = (
+            [self._own_prompts.pop(slot, None) for slot in slots.tolist()] if self._own_prompts else None
+        )
         indices = self._indices[at].copy()
         issued, first = self._issued_at[at], self._first_at[at].copy()
         self._first_at[at] = now  # ignore a later FIRST
@@ -410,8 +448,9 @@ class Harness(Role):
             self._log.add(issued - began, first - began, now - began, indices, lengths, errors)
         from_, counts = starts.tolist(), lengths.tolist()
         if self._on_answer is not None:
-            for index, start, length in zip(indices.tolist(), from_, counts, strict=True):
-                self._on_answer(index, tokens[start : start + length])
+            given = zip(indices.tolist(), from_, counts, prompts or itertools.repeat(None, n), strict=True)
+            for index, start, length, prompt in given:
+                self._on_answer(index, tokens[start : start + length], prompt)
         self._test.complete(self._sample_ids[at].tolist(), tokens, from_, counts, is_error)
 
     def _free_slots(self, slots: NDArray[np.uint32], *, alone: bool) -> None:

@@ -17,6 +17,7 @@ from mpillm.data.chat_request import TOKENS_AS_CHAT, ChatRequests
 from mpillm.data.conversation_dataset import load_conversations
 from mpillm.data.data_loader import LLMDataLoader
 from mpillm.data.dataset import Dataset, PromptLimits, Synthetic, load_dataset
+from mpillm.data.generated_history import GeneratedHistory
 from mpillm.data.preprocessed.loader import PreprocessedLoader, loader_of
 from mpillm.data.records import Columns
 from mpillm.data.row_files import is_row_file
@@ -85,7 +86,8 @@ def _load(
             f"{config.named('harness')}: name a file of conversations with --dataset_path",
             about=["harness", "dataset_path"],
         )
-    return load_conversations(chosen, tokenizer, limits, columns)
+    are_generated = None if config.history is None else config.history == "generated"
+    return load_conversations(chosen, tokenizer, limits, columns, are_generated)
 
 
 def _chats(
@@ -112,8 +114,27 @@ def _chats(
             texts=texts,
             sends_text=True,
         )
-    limits = replace(limits, vocab_size=None, max_seq_len=None, max_prompt_len=None)
-    return replace(_load(chosen, config, ChatRequests(), limits, columns), sends_text=True)
+    return replace(_load(chosen, config, ChatRequests(), _of_chats(limits), columns), sends_text=True)
+
+
+def _of_chats(limits: PromptLimits) -> PromptLimits:
+    """Return the limits without those of tokens, which only the servers know."""
+    return replace(limits, vocab_size=None, max_seq_len=None, max_prompt_len=None)
+
+
+def history_of(
+    config: RunConfig, models: Sequence[ModelLimits | None], dataset: Dataset, tokenizer: Tokenizer
+) -> GeneratedHistory | None:
+    """Return what makes the prompts of later turns; None if the data set has them.
+
+    `models`, `dataset` and `tokenizer`: as for, and from, `load_samples`.
+    """
+    if dataset.turns is None or not dataset.turns.are_generated:
+        return None
+    conversations, limits = dataset.turns.conversations, limits_of(config, [one for one in models if one])
+    if config.endpoint_type == "chat":
+        return GeneratedHistory(conversations, ChatRequests(), _of_chats(limits))
+    return GeneratedHistory(conversations, tokenizer, limits)
 
 
 def _as_text(dataset: Dataset, config: RunConfig, tokenizer: NoTokenizer) -> Dataset:

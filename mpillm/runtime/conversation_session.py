@@ -27,7 +27,7 @@ from mpillm.report.result import conversation_rows, other_loads, others_on_gpus
 from mpillm.report.run_directory import MEASURED, RunRecord, display_path
 from mpillm.report.run_files import RunFiles
 from mpillm.roles.conversation_load import ConversationLoad, LoadShape
-from mpillm.runtime.choose_samples import load_samples
+from mpillm.runtime.choose_samples import history_of, load_samples
 from mpillm.runtime.join import RunPlan, RunSamples
 from mpillm.runtime.load_session import LoadSession
 from mpillm.runtime.run_session import announced, opened
@@ -49,7 +49,7 @@ class ConversationSession(LoadSession):
 
     @classmethod
     def about(cls, config: RunConfig) -> dict[str, object]:
-        harness = {"name": CONVERSATIONS, "asked": None, "version": ""}
+        harness = {"name": CONVERSATIONS, "version": ""}
         return {"harness": harness, "scenario": config.scenario, "test_mode": config.test_mode}
 
     def __init__(
@@ -59,7 +59,7 @@ class ConversationSession(LoadSession):
         assert samples.dataset.turns is not None
         self._turns = samples.dataset.turns
         shape = load_shape(samples.planned.config, self._turns)
-        self._load = ConversationLoad(self._turns, shape)
+        self._load: ConversationLoad | None = None
         self._shape = shape
         super().__init__(samples, record, console, control)
 
@@ -67,10 +67,16 @@ class ConversationSession(LoadSession):
         """Describe the number of conversations and when they start."""
         shape, n = self._shape, f"{self._shape.n_conversations:,} conversations"
         if shape.concurrency is not None:
-            return f"{n}, {min(shape.concurrency, shape.n_conversations):,} at a time"
-        return f"{n} at {shape.rate:g} per second" if shape.rate else f"{n} by their time stamps"
+            how = f"{min(shape.concurrency, shape.n_conversations):,} at a time"
+        else:
+            how = f"{shape.rate:g} per second" if shape.rate else "by their time stamps"
+        whose = "generated in the test" if self._turns.are_generated else "recorded in the data set"
+        return f"{n}, {how}; responses in later prompts are those {whose}"
 
     def source(self, loop: EventLoop) -> ConversationLoad:
+        planned = self._samples.planned
+        history = history_of(planned.config, planned.models, self._samples.dataset, self._samples.tokenizer)
+        self._load = ConversationLoad(self._turns, self._shape, history, loop.wake)
         return self._load
 
     def expected(self) -> tuple[int | None, float | None]:
@@ -83,21 +89,16 @@ class ConversationSession(LoadSession):
             self._outputs.close()
         self._requests.close()
         result, load = self._record.result, self._load
+        assert load is not None
         result |= {"status": MEASURED, **self.figures(reports)}
         rows = read_requests(self._record.path) if self._totals.samples else None
-        result["harness"] = {
-            "name": CONVERSATIONS,
-            "version": "",
-            "asked": self.expected()[0],
-            "completed": self._totals.samples - self._totals.errors,
-            "failed": self._totals.errors,
-            "duration_s": result["test_s"],
-        }
         result["conversations"] = {
             "started": load.n_started,
             "ended": load.n_ended,
             "failed": load.n_failed,
+            "outgrown": load.n_outgrown,
             "requests_skipped": load.n_skipped,
+            "history": "generated" if self._turns.are_generated else "recorded",
             **(
                 {}
                 if rows is None
@@ -140,7 +141,7 @@ def load_shape(config: RunConfig, turns: Turns) -> LoadShape:
     without = np.flatnonzero(np.isnan(turns.at_s[turns.first[:-1]]))
     if len(without):
         raise ConfigError(
-            f"--scenarios Server: conversation {turns.names[int(without[0])]} has no time stamp;"
+            f"--scenarios Server: conversation {turns.conversations[int(without[0])].name} has no time stamp;"
             " name the number of conversations per second with --server_target_qps",
             about=["scenarios", "server_target_qps"],
         )

@@ -117,6 +117,11 @@ class ConversationFields(
         "conversations to start; after the data set's last one, its first one follows [default: each once]",
         positive,
     )
+    history = option(
+        "the responses in the prompts of later turns: recorded in the data set, or generated in the test"
+        " [default: recorded, if the data set has them all]",
+        choices=("recorded", "generated"),
+    )
     trace_speed = option("divides time stamps and delays of the data set", rate, default=1.0)
     ramp_up = option(
         "seconds over which the first conversations start; figures leave them out", not_negative, default=0.0

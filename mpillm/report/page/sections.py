@@ -25,7 +25,7 @@ _VERDICTS = {
     "VALID": "LoadGen accepts this test.",
     "INVALID": "LoadGen does not accept this test.",
     "SERVED": "This run served until it was ended.",
-    MEASURED: "Another client made the load: LoadGen has not judged it.",
+    MEASURED: "LoadGen did not make the load, and has not judged it.",
     "FAILED": "This run failed.",
     "STOPPED": "Ended before it was done: there is no verdict. The figures until then are below.",
     "": "This run has left no outcome: it goes on, or was killed.",
@@ -262,11 +262,9 @@ def _time_or_dash(ms: float | None) -> str:
     return "-" if ms is None else milliseconds(ms)
 
 
-def figures(facts: Facts) -> str:
-    """Return the tables: latencies, instances, phases."""
-    result = facts.run.result
-    latencies = [
-        (label, *(_time_or_dash(latency.get(key)) for key in ("p50", "p90", "p99", "mean")))
+def _latency_rows(result: Mapping[str, Any], what: str = "") -> list[tuple[str, ...]]:
+    return [
+        (f"{label}{what}", *(_time_or_dash(latency.get(key)) for key in ("p50", "p90", "p99", "mean")))
         for label, name in (
             ("time to first token", "ttft_ms"),
             ("time per output token", "tpot_ms"),
@@ -274,6 +272,15 @@ def figures(facts: Facts) -> str:
         )
         if (latency := result.get(name)) is not None
     ]
+
+
+def figures(facts: Facts) -> str:
+    """Return the tables: latencies, instances, phases."""
+    result = facts.run.result
+    latencies = _latency_rows(result)
+    for name in ("first turns", "later turns"):  # of conversations
+        part = (result.get("conversations") or {}).get(name.replace(" ", "_"))
+        latencies += _latency_rows(part or {}, f", {name}")
     instances = []
     for one in facts.instances.values():
         entry = one.result or {}

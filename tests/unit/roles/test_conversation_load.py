@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from disagg.errors import ConfigError
+from mpillm.data.conversations import Conversation
 from mpillm.data.dataset import Turns
 from mpillm.roles import conversation_load
 from mpillm.roles.conversation_load import ConversationLoad, LoadShape
@@ -37,7 +40,9 @@ def turns(counts: list[int], delays: dict[int, float] | None = None, at: Any = N
     for sample, delay in (delays or {}).items():
         delay_s[sample] = delay
     stamps = np.full(n, np.nan) if at is None else np.array(at, np.float64)
-    return Turns([f"c{i}" for i in range(len(counts))], np.cumsum([0, *counts]), delay_s, stamps)
+    return Turns(
+        [Conversation(f"c{i}") for i in range(len(counts))], np.cumsum([0, *counts]), delay_s, stamps
+    )
 
 
 class Driven:
@@ -126,3 +131,52 @@ def test_no_request_is_issued_after_the_end(clock: Clock) -> None:
     driven = Driven(load, clock, 1.0).run()
     assert driven.issued == [(float(i), i) for i in range(4)] + [(4.0, 4)]
     assert (load.n_skipped, load.n_started, load.n_ended) == (3, 2, 1)
+
+
+class Echo:
+    """A history whose prompts are the number of the conversation and of the responses before."""
+
+    def message(self, tokens: Any) -> dict[str, Any]:
+        return {"content": tokens.tolist()}
+
+    def prompt(self, number: int, responses: list[dict[str, Any]]) -> Any:
+        if number == 1 and len(responses) == 2:
+            raise ConfigError("f.jsonl:9: the prompt does not fit")
+        return np.array([number, *(token for one in responses for token in one["content"])], np.int32)
+
+
+def test_prompts_of_generated_responses(clock: Clock) -> None:
+    woken = threading.Semaphore(0)
+    shape = LoadShape(2, concurrency=2)
+    load = ConversationLoad(turns([2, 3], {1: 1.5}), shape, cast("Any", Echo()), woken.release)
+    load.start()
+
+    def issued() -> dict[int, tuple[int, list[int] | None]]:
+        """Return sample and prompt of each request, by id."""
+        load.poll()
+        found = {}
+        while load.issued:
+            query = load.issued.popleft()
+            assert query.prompts is not None
+            for id_, index, prompt in zip(
+                query.ids.tolist(), query.indices.tolist(), query.prompts, strict=True
+            ):
+                found[id_] = (index, None if prompt is None else prompt.tolist())
+        return found
+
+    def respond(id_: int, tokens: list[int]) -> None:
+        load.complete([id_], np.array([0, *tokens], np.int32), [1], [len(tokens)], False)
+        assert woken.acquire(timeout=60)  # the prompt is complete
+
+    assert issued() == {1: (0, None), 2: (2, None)}
+    respond(1, [7, 8])
+    load.message(2, b'{"content": [5]}')  # of a chat endpoint
+    respond(2, [0])
+    assert issued() == {3: (3, [1, 5])}  # the other conversation has a delay
+    clock.now += 1.5
+    assert issued() == {4: (1, [0, 7, 8])}
+    respond(3, [6])
+    assert issued() == {} and not load.finished
+    load.complete([4], NONE, [0], [0], False)
+    assert load.finished and (load.n_ended, load.n_failed, load.n_outgrown, load.n_skipped) == (2, 0, 1, 1)
+    assert load.outgrown == "f.jsonl:9: the prompt does not fit"

@@ -1,0 +1,114 @@
+"""Runs whose load is conversations: each request follows the previous response, and its delay."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpillm.data.tokenizer import ByteTokenizer
+from mpillm.report.request_log import read_requests
+from tests.helpers.support import DONE, USAGE, Ended, Starter
+
+DELAY_S = 0.05
+N_TURNS = (3, 1, 2)
+CONVERSATIONS = ("--harness", "conversations", "--max_output_len", 6, "--save_outputs")
+
+
+@pytest.fixture
+def talks(tmp_path: Path) -> Path:
+    """Return a file of conversations with recorded responses."""
+    rows: list[dict[str, Any]] = []
+    for name, n_turns in zip("xyz", N_TURNS, strict=True):
+        for turn in range(n_turns):
+            row = {"conversation_id": name, "turn": 2 * turn + 1, "role": "user", "content": f"{name}{turn}"}
+            rows.append({**row, "delay_seconds": DELAY_S} if turn else row)
+            rows.append({**row, "turn": 2 * turn + 2, "role": "assistant", "content": "yes"})
+    file = tmp_path / "talks.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def outputs_of(ended: Ended) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return the lines of outputs.jsonl, by conversation and turn."""
+    lines = [json.loads(line) for line in (ended.log_dir / "outputs.jsonl").read_text().splitlines()]
+    return {(line["conversation"], line["turn"]): line for line in lines}
+
+
+def check_order(ended: Ended) -> None:
+    """Each later request was sent when the previous response and the delay were over, and soon after."""
+    rows = read_requests(ended.log_dir)
+    rows = rows[np.argsort(rows["index"])]
+    assert rows["index"].tolist() == [*range(sum(N_TURNS))]
+    firsts = {0, *np.cumsum(N_TURNS).tolist()}
+    for i in range(1, len(rows)):
+        if i not in firsts:
+            assert rows["issued"][i] >= rows["issued"][i - 1] + rows["latency"][i - 1] + DELAY_S - 1e-3
+
+
+@pytest.mark.parametrize("mode", ["aggregated", "disaggregated"])
+def test_recorded_conversations(both: Starter, talks: Path, mode: str) -> None:
+    ended = both.run(3, "--mode", mode, *CONVERSATIONS, "--dataset_path", talks, "--concurrency", 2).must(
+        DONE
+    )
+    result = ended.result
+    assert (result["status"], result["samples"], result["errors"]) == ("MEASURED", 6, 0)
+    figures = result["conversations"]
+    assert (figures["started"], figures["ended"], figures["failed"], figures["history"]) == (
+        3,
+        3,
+        0,
+        "recorded",
+    )
+    assert figures["first_turns"]["requests"] + figures["later_turns"]["requests"] <= 6
+    check_order(ended)
+    prompt = bytes(outputs_of(ended)["x", 2]["input_tokens"]).decode()
+    assert prompt == "x0\nyes\nx1\nyes\nx2"
+    assert "3 conversations, 2 at a time; responses in later prompts are those recorded" in ended.flowing
+
+
+def test_generated_responses(one: Starter, talks: Path) -> None:
+    ended = one.run(2, *CONVERSATIONS, "--dataset_path", talks, "--history", "generated").must(DONE)
+    check_order(ended)
+    outputs = outputs_of(ended)
+    for name, n_turns in zip("xyz", N_TURNS, strict=True):
+        expected = f"{name}0"
+        for turn in range(n_turns):
+            output = outputs[name, turn]
+            assert ByteTokenizer().decode(output["input_tokens"]) == expected
+            expected += f"\n{ByteTokenizer().decode(output['output_tokens'])}\n{name}{turn + 1}"
+
+
+def test_a_conversation_that_outgrows_the_model_ends(one: Starter, talks: Path) -> None:
+    limit = ("--model_path", "tiny-llama", "--max_seq_len", 16, "--history", "generated")
+    ended = one.run(2, *CONVERSATIONS, "--dataset_path", talks, *limit, core="torch").must(DONE)
+    figures = ended.result["conversations"]
+    assert (figures["ended"], figures["failed"]) == (3, 0) and figures["outgrown"] >= 1
+    assert figures["requests_skipped"] >= figures["outgrown"]
+
+
+def test_messages_for_a_chat_server(one: Starter, talks: Path) -> None:
+    options = ("--server=mpillm", "--model_path=tiny-llama", "--endpoint_type=chat", "--history=generated")
+    words = [*CONVERSATIONS[:-1], "--dataset_path", talks, *options]
+    ended = one.run(2, *words, core="trtllm_endpoint", timeout=120).must(DONE)
+    result = ended.result
+    assert (result["samples"], result["errors"], result["conversations"]["ended"]) == (6, 0, 3)
+    check_order(ended)
+    (server,) = result["per_instance"][0]["servers"]
+    assert (server["answers"], server["generated_tokens"], result["tokens"]) == (6, 36, 36)
+    assert "prompt_tokens" not in result  # only the server knows them
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--harness", "conversations"], "name a file of conversations with --dataset_path"),
+        (["--history", "generated"], "--history generated has no effect without --harness conversations"),
+        (["--endpoint_type", "chat"], "--endpoint_type chat has no effect on the dummy core"),
+    ],
+)
+def test_what_is_wrong(one: Starter, words: list[str], message: str) -> None:
+    assert message in one.run(2, *words).must(USAGE).message
