@@ -34,24 +34,24 @@ def load_conversations(
     if not conversations:
         raise ConfigError(f"data set {file} is empty")
     turns = [turn for conversation in conversations for turn in conversation.turns]
-    whole = [turn.prompt if turn.prompt is not None else "" for turn in turns]
-    check_traces(file, whole, limits, lambda sample: turns[sample].where)
+    prompts = [turn.prompt if turn.prompt is not None else "" for turn in turns]
+    check_traces(file, prompts, limits, lambda sample: turns[sample].where)
     if are_generated is None:
         are_generated = not all(conversation.has_responses for conversation in conversations)
     stored: list[array[int]] = []
     starts, n_tokens, size = list[int](), list[int](), 0
     for conversation in conversations:
         prompts = _prompts(conversation, tokenizer, vocab_size, are_generated)
-        placed = [0] * len(prompts)
-        held: array[int] = array("i")
+        offsets = [0] * len(prompts)
+        last: array[int] = array("i")
         # Usually a prompt is the beginning of the next one. Then only the last one is stored.
         for i in reversed(range(len(prompts))):
-            if held[: len(prompts[i])] != prompts[i]:
-                held = prompts[i]
-                stored.append(held)
-                size += len(held)
-            placed[i] = size - len(held)
-        starts += placed
+            if last[: len(prompts[i])] != prompts[i]:
+                last = prompts[i]
+                stored.append(last)
+                size += len(last)
+            offsets[i] = size - len(last)
+        starts += offsets
         n_tokens += map(len, prompts)
     lengths = [turn.output_len for turn in turns]
     check_lengths(np.array(n_tokens), limits, lambda sample: turns[sample].where)
@@ -88,8 +88,8 @@ def _prompts(
     prompts = list(_encoded(conversation, turns, tokenizer, vocab_size))
     for turn, tokens in zip(turns, prompts, strict=True):
         if not tokens or max(tokens) >= vocab_size:
-            found = f"token {max(tokens)}, the model knows {vocab_size} tokens" if tokens else "no token"
-            raise ConfigError(f"{turn.where}: the tokenizer makes {found} of the prompt")
+            problem = f"token {max(tokens)}, the model knows {vocab_size} tokens" if tokens else "no token"
+            raise ConfigError(f"{turn.where}: the tokenizer makes {problem} of the prompt")
     return prompts + prompts[:1] * (len(conversation.turns) - len(turns))
 
 

@@ -223,7 +223,7 @@ class FileTokenizer:
 
     def _encode_pieces(self, text: str, pieces: dict[str, list[int]]) -> list[int]:
         tokens, start = list[int](), 0
-        for end in [*(found.end() for found in self._special.finditer(text)), len(text)]:
+        for end in [*(match.end() for match in self._special.finditer(text)), len(text)]:
             piece = text[start:end]
             if piece and piece not in pieces:
                 pieces[piece] = self.encode_plain(piece)

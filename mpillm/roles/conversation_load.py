@@ -89,7 +89,9 @@ class ConversationLoad(Role):
         self._messages: dict[int, Message] = {}  # by id, of outstanding requests
         # One thread makes prompts, so that the rank can do other work at that time.
         self._maker = ThreadPoolExecutor(1, "mpillm-history") if history is not None else None
-        self._making: dict[Future[NDArray[np.int32]], tuple[_Open, float]] = {}  # with the times of requests
+        self._prompts_to_come: dict[
+            Future[NDArray[np.int32]], tuple[_Open, float]
+        ] = {}  # with the times of requests
         self._order = itertools.count()
         self._ids = itertools.count(1)
         self._outstanding: dict[int, _Open] = {}
@@ -98,7 +100,7 @@ class ConversationLoad(Role):
     @property
     def finished(self) -> bool:
         """Whether every request has its response."""
-        return bool(self._started_at) and not (self._due or self._outstanding or self._making)
+        return bool(self._started_at) and not (self._due or self._outstanding or self._prompts_to_come)
 
     def start(self) -> None:
         """Start the test."""
@@ -141,7 +143,7 @@ class ConversationLoad(Role):
     # --- the role ---
 
     def poll(self) -> bool:
-        self._take_made()
+        self._take_prompts()
         now = time.perf_counter()
         ids, indices, prompts = list[int](), list[int](), list[NDArray[np.int32] | None]()
         while self._due and self._due[0][0] <= now:
@@ -158,10 +160,10 @@ class ConversationLoad(Role):
         self.issued.append(Query(np.array(ids, np.uint64), np.array(indices, np.int64), now, own))
         return True
 
-    def _take_made(self) -> None:
+    def _take_prompts(self) -> None:
         """Schedule the requests whose prompts are complete. A conversation that outgrows a limit ends."""
-        for future in [future for future in self._making if future.done()]:
-            conversation, at = self._making.pop(future)
+        for future in [future for future in self._prompts_to_come if future.done()]:
+            conversation, at = self._prompts_to_come.pop(future)
             try:
                 conversation.prompt = future.result()
             except ConfigError as error:
@@ -214,7 +216,7 @@ class ConversationLoad(Role):
     def _make_prompt(self, conversation: _Open, at: float) -> None:
         assert self._maker is not None and self._history is not None
         future = self._maker.submit(self._history.prompt, conversation.number, list(conversation.responses))
-        self._making[future] = conversation, at
+        self._prompts_to_come[future] = conversation, at
         future.add_done_callback(lambda _: self._wake())
 
     def _end(self, now: float) -> None:

@@ -227,8 +227,8 @@ class Harness(Role):
         if n == len(query.ids):
             self._pending.popleft()
         else:
-            rest = None if prompts is None else prompts[n:]
-            self._pending[0] = Query(query.ids[n:], query.indices[n:], query.issued, rest)
+            remaining = None if prompts is None else prompts[n:]
+            self._pending[0] = Query(query.ids[n:], query.indices[n:], query.issued, remaining)
         slots = self._take_slots(n)
         if prompts is not None:
             own = zip(slots.tolist(), prompts, strict=False)
@@ -448,8 +448,10 @@ class Harness(Role):
             self._log.add(issued - began, first - began, now - began, indices, lengths, errors)
         from_, counts = starts.tolist(), lengths.tolist()
         if self._on_answer is not None:
-            given = zip(indices.tolist(), from_, counts, prompts or itertools.repeat(None, n), strict=True)
-            for index, start, length, prompt in given:
+            responses = zip(
+                indices.tolist(), from_, counts, prompts or itertools.repeat(None, n), strict=True
+            )
+            for index, start, length, prompt in responses:
                 self._on_answer(index, tokens[start : start + length], prompt)
         self._test.complete(self._sample_ids[at].tolist(), tokens, from_, counts, is_error)
 

@@ -102,15 +102,15 @@ def _chats(
     if isinstance(chosen, LLMDataLoader):
         raise ConfigError(f"{config.named('endpoint_type')}: {TOKENS_AS_CHAT}", about=["endpoint_type"])
     if isinstance(chosen, Synthetic):
-        drawn = load_dataset(chosen, tokenizer, limits)
-        texts = {i: tokenizer.decode(drawn.sample(i)) for i in range(len(drawn))}
+        dataset = load_dataset(chosen, tokenizer, limits)
+        texts = {i: tokenizer.decode(dataset.sample(i)) for i in range(len(dataset))}
         prompts = [np.array(prompt, np.int32) for prompt in ChatRequests().encode_batch([*texts.values()])]
         n_tokens = np.array([len(prompt) for prompt in prompts])
         return Dataset.packed(
-            drawn.name,
+            dataset.name,
             np.concatenate(prompts),
             n_tokens,
-            output_lengths=drawn.output_lengths,
+            output_lengths=dataset.output_lengths,
             texts=texts,
             sends_text=True,
         )

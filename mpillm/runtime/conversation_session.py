@@ -34,7 +34,7 @@ from mpillm.runtime.run_session import announced, opened
 
 
 class ConversationSession(LoadSession):
-    """Session of a test whose load is conversations. LoadGen does not judge it."""
+    """Session of a test history load is conversations. LoadGen does not judge it."""
 
     @classmethod
     def open(
@@ -70,8 +70,8 @@ class ConversationSession(LoadSession):
             how = f"{min(shape.concurrency, shape.n_conversations):,} at a time"
         else:
             how = f"{shape.rate:g} per second" if shape.rate else "by their time stamps"
-        whose = "generated in the test" if self._turns.are_generated else "recorded in the data set"
-        return f"{n}, {how}; responses in later prompts are those {whose}"
+        history = "generated in the test" if self._turns.are_generated else "recorded in the data set"
+        return f"{n}, {how}; responses in later prompts are those {history}"
 
     def source(self, loop: EventLoop) -> ConversationLoad:
         planned = self._samples.planned
@@ -81,8 +81,8 @@ class ConversationSession(LoadSession):
 
     def expected(self) -> tuple[int | None, float | None]:
         counts = np.diff(self._turns.first)
-        passes, rest = divmod(self._shape.n_conversations, len(counts))
-        return int(passes * counts.sum() + counts[:rest].sum()), None
+        passes, remainder = divmod(self._shape.n_conversations, len(counts))
+        return int(passes * counts.sum() + counts[:remainder].sum()), None
 
     def drained(self, reports: dict[int, DrainReport]) -> str:
         if self._outputs:

@@ -262,9 +262,9 @@ def _time_or_dash(ms: float | None) -> str:
     return "-" if ms is None else milliseconds(ms)
 
 
-def _latency_rows(result: Mapping[str, Any], what: str = "") -> list[tuple[str, ...]]:
+def _latency_rows(result: Mapping[str, Any], suffix: str = "") -> list[tuple[str, ...]]:
     return [
-        (f"{label}{what}", *(_time_or_dash(latency.get(key)) for key in ("p50", "p90", "p99", "mean")))
+        (f"{label}{suffix}", *(_time_or_dash(latency.get(key)) for key in ("p50", "p90", "p99", "mean")))
         for label, name in (
             ("time to first token", "ttft_ms"),
             ("time per output token", "tpot_ms"),

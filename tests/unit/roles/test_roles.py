@@ -312,6 +312,7 @@ def test_loadgen_is_told_of_a_first_token_once(messages: list[list[tuple[int, in
     test: Any = SimpleNamespace(
         issued=deque([Query(np.array([77], np.uint64), np.array([0]), 0.0)]),
         use_token_latencies=True,
+        request_flags=0,
         first_tokens=lambda ids, *_: told["first"].extend(ids),
         complete=lambda ids, *_: told["complete"].extend(ids),
         start=lambda: None,
@@ -334,7 +335,7 @@ def test_loadgen_is_told_of_a_first_token_once(messages: list[list[tuple[int, in
 
 
 def test_queries_that_loadgen_has_no_memory_for_name_the_options() -> None:
-    test: Any = SimpleNamespace(error=MemoryError("std::bad_alloc"), start=lambda: None)
+    test: Any = SimpleNamespace(error=MemoryError("std::bad_alloc"), start=lambda: None, request_flags=0)
     dataset = Dataset.packed("one token", np.array([5], np.int32), np.array([1]))
     route: Any = SimpleNamespace(handlers={})
     harness = Harness(route, 1, dataset, SamplingOptions(8), test, None, False, Totals())
@@ -357,7 +358,7 @@ def test_only_some_samples_have_stop_words(ignores: Any, sampling: SamplingOptio
         "three samples", np.arange(3, dtype=np.int32), np.ones(3, np.int64), ignores_stop=ignores
     )
     issued = deque([Query(np.arange(4, dtype=np.uint64), np.array([2, 1, 1, 0]), 0.0)])
-    test: Any = SimpleNamespace(issued=issued)
+    test: Any = SimpleNamespace(issued=issued, request_flags=0)
     harness = Harness(route, 1, dataset, sampling, test, None, False, Totals())
     route.handlers[Tag.WINDOW](Envelope(1, Tag.WINDOW, WINDOW.write(10)))
     assert harness.poll()
