@@ -34,7 +34,7 @@ from mpillm.runtime.run_session import announced, opened
 
 
 class ConversationSession(LoadSession):
-    """Session of a test history load is conversations. LoadGen does not judge it."""
+    """Session of a test whose load is conversations. LoadGen does not judge it."""
 
     @classmethod
     def open(
