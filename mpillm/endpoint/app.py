@@ -180,10 +180,11 @@ class Service:
         self.guard.check_open()
         loop = asyncio.get_running_loop()
         async with self.guard.body(request) as data:
+            parts = data, chat, self._served, request.headers
             if len(data) > LARGE:  # in one thread, so that other threads run between bodies
-                completion = await loop.run_in_executor(self._parser, read, data, chat, self._served)
+                completion = await loop.run_in_executor(self._parser, read, *parts)
             else:
-                completion = read(data, chat, self._served)
+                completion = read(*parts)
             _request_id.set(_id_of(request, completion.request_id or _request_id.get()))
             disagg = self._disagg if completion.disaggregated else None
             if disagg is not None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from mpillm.data.tokenizer import Tokenizer, TooLongError
 from mpillm.endpoint.api_error import ApiError, Json
 from mpillm.endpoint.body_values import flag, mapping, number, parse, text, token_ids
 from mpillm.endpoint.parameters import check_body, check_message, refuse, tools_of
+from mpillm.endpoint.sessions import session_of
 from mpillm.files import excerpt
 
 # Plain integers: operations on enum flags take ten times as long.
@@ -103,8 +105,10 @@ class CompletionRequest:
         return sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str))
 
 
-def read(data: bytes, chat: bool, served: ServedModel) -> CompletionRequest:
-    """Parse a body. Raises ApiError if it is invalid, or not supported here."""
+def read(
+    data: bytes, chat: bool, served: ServedModel, headers: Mapping[str, str] = MappingProxyType({})
+) -> CompletionRequest:
+    """Parse a request. Raises ApiError if it is invalid, or not supported here."""
     body = parse(data)
     model = body.get("model")
     if model is not None and model not in served.names:
@@ -157,6 +161,7 @@ def read(data: bytes, chat: bool, served: ServedModel) -> CompletionRequest:
             "flags": flags,
             "generation": NO_INSTANCE,
             "logprobs": 0 if logprobs is None else 1 + logprobs,
+            "session": session_of(headers, body),
         },
         min_tokens=int(served.min_output_len if min_tokens is None else min_tokens),
         stop=stop,

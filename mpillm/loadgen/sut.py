@@ -27,6 +27,22 @@ class Query(NamedTuple):
     indices: NDArray[np.int64]  # in the data set
     issued: float  # time.perf_counter()
     prompts: Sequence[NDArray[np.int32] | None] | None = None  # in place of the data set's, except where None
+    sessions: NDArray[np.uint32] | None = None  # the conversations
+
+    def split(self, n: int) -> tuple[Query, Query]:
+        """Return the first `n` requests, and the others."""
+        prompts, sessions = self.prompts, self.sessions
+        first, rest = (
+            Query(
+                self.ids[part],
+                self.indices[part],
+                self.issued,
+                None if prompts is None else prompts[part],
+                None if sessions is None else sessions[part],
+            )
+            for part in (slice(n), slice(n, None))
+        )
+        return first, rest
 
 
 class LoadGenTest:

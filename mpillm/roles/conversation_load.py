@@ -6,6 +6,7 @@ import heapq
 import itertools
 import json
 import math
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable
@@ -50,6 +51,7 @@ class _Open:
     n_turns: int
     started: float  # time.perf_counter()
     number: int  # in the data set
+    session: int  # never 0; another one each time
     turn: int = 0  # of the next request, or of the outstanding one
     responses: list[Message] = field(default_factory=list)  # if they are generated in the test
     prompt: NDArray[np.int32] | None = None  # of the next request; None: the data set's
@@ -94,6 +96,7 @@ class ConversationLoad(Role):
         ] = {}  # with the times of requests
         self._order = itertools.count()
         self._ids = itertools.count(1)
+        self._first_session = 1 + secrets.randbits(31)  # so that a server knows no session of an earlier test
         self._outstanding: dict[int, _Open] = {}
         self._started_at = 0.0
 
@@ -131,8 +134,9 @@ class ConversationLoad(Role):
     def _start_conversation(self, at: float) -> None:
         number = self.n_started % len(self._turns)
         first, end = self._turns.first[number : number + 2].tolist()
+        session = self._first_session + self.n_started
         self.n_started += 1
-        self._schedule(at, _Open(first, end - first, at, number))
+        self._schedule(at, _Open(first, end - first, at, number, session))
 
     def _schedule(self, at: float, conversation: _Open) -> None:
         if at - self._started_at > self._shape.max_s:
@@ -145,7 +149,8 @@ class ConversationLoad(Role):
     def poll(self) -> bool:
         self._take_prompts()
         now = time.perf_counter()
-        ids, indices, prompts = list[int](), list[int](), list[NDArray[np.int32] | None]()
+        ids, indices, sessions = list[int](), list[int](), list[int]()
+        prompts: list[NDArray[np.int32] | None] = []
         while self._due and self._due[0][0] <= now:
             _, _, conversation = heapq.heappop(self._due)
             id_ = next(self._ids)
@@ -153,11 +158,20 @@ class ConversationLoad(Role):
             ids.append(id_)
             indices.append(conversation.first + conversation.turn)
             prompts.append(conversation.prompt)
+            sessions.append(conversation.session)
             conversation.prompt = None
         if not ids:
             return False
         own = None if self._history is None else prompts
-        self.issued.append(Query(np.array(ids, np.uint64), np.array(indices, np.int64), now, own))
+        self.issued.append(
+            Query(
+                np.array(ids, np.uint64),
+                np.array(indices, np.int64),
+                now,
+                own,
+                np.array(sessions, np.uint32),
+            )
+        )
         return True
 
     def _take_prompts(self) -> None:

@@ -185,6 +185,7 @@ class Harness(Role):
         self._active = np.zeros(0, np.bool_)  # whether the sample has no final response yet
         self._n_senders = np.zeros(0, np.int64)  # number of instances that may still send rows of the sample
         self._sample_ids = np.zeros(0, np.uint64)
+        self._sessions, self._has_sessions = np.zeros(0, np.uint32), False
         self._indices = np.zeros(0, np.int64)
         self._issued_at = np.zeros(0)
         self._first_at = np.zeros(0)  # NaN: no token has arrived
@@ -223,19 +224,19 @@ class Harness(Role):
     def _send_next(self) -> None:
         query = self._pending[0]
         n = min(len(query.ids), self._window, _MAX_BATCH)
-        ids, indices, prompts = query.ids[:n], query.indices[:n], query.prompts
         if n == len(query.ids):
             self._pending.popleft()
         else:
-            remaining = None if prompts is None else prompts[n:]
-            self._pending[0] = Query(query.ids[n:], query.indices[n:], query.issued, remaining)
+            query, self._pending[0] = query.split(n)
         slots = self._take_slots(n)
-        if prompts is not None:
-            own = zip(slots.tolist(), prompts, strict=False)
+        if query.prompts is not None:
+            own = zip(slots.tolist(), query.prompts, strict=True)
             self._own_prompts.update((slot, prompt) for slot, prompt in own if prompt is not None)
         at = index_of(slots)
-        self._sample_ids[at] = ids
-        self._indices[at] = indices
+        self._sample_ids[at] = query.ids
+        self._indices[at] = query.indices
+        if query.sessions is not None:
+            self._sessions[at], self._has_sessions = query.sessions, True
         self._issued_at[at] = query.issued
         self._send(slots)
 
@@ -247,6 +248,8 @@ class Harness(Role):
         self._n_senders[at] = self._holders
         rows = self._requests.take(indices)
         rows["id"] = slots
+        if self._has_sessions:
+            rows["session"] = self._sessions[at]
         self._window -= len(slots)
         tokens = self._dataset.gather(indices)[1] if not self._own_prompts else self._with_own(rows, indices)
         QUERY.send(self._route, self._leader, Batch(rows, tokens))
@@ -289,7 +292,10 @@ class Harness(Role):
                 [self._free[: self._n_free], new, np.zeros(size - self._n_free, np.uint32)]
             )
             self._n_free += grown
-            of_slots = "_active", "_n_senders", "_sample_ids", "_indices", "_issued_at", "_first_at", "_place"
+            of_slots = (
+                *("_active", "_n_senders", "_sample_ids", "_sessions"),
+                *("_indices", "_issued_at", "_first_at", "_place"),
+            )
             for name in of_slots:
                 old = getattr(self, name)
                 setattr(self, name, np.concatenate([old, np.zeros(grown, old.dtype)]))

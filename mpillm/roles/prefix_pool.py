@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from mpillm.comms.messages import Batch
 from mpillm.roles.pool import InstancePool
+from mpillm.roles.session_pool import SessionPool
 
 _MAX_BLOCKS = 1 << 20  # maximum number recorded for all instances together, in about 250 MB
 _MAX_HOLDERS = 8  # maximum number of instances with cached blocks to compare with the least loaded instance
@@ -139,8 +140,15 @@ class PrefixPool(InstancePool):
 
 
 def make_pool(instances: list[int], policy: str, routing: PrefixRouting) -> InstancePool:
-    """Return a pool of instances that receive prompts; `routing`: for the policy kv_cache_aware."""
-    return PrefixPool(instances, routing) if policy == "kv_cache_aware" else InstancePool(instances, policy)
+    """Return a pool of instances that receive prompts.
+
+    `routing`: for the policies kv_cache_aware and conversation.
+    """
+    if policy == "kv_cache_aware":
+        return PrefixPool(instances, routing)
+    if policy == "conversation":
+        return SessionPool(instances, routing.max_batch_size)
+    return InstancePool(instances, policy)
 
 
 def _bits(mask: int, first: int) -> Iterator[int]:

@@ -14,7 +14,7 @@ import asyncio
 import email.utils
 import json
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -37,6 +37,8 @@ _LONGEST_PAUSE_S = 2.0
 _N_PROMPT_TOKENS = 12  # of a prompt, in messages
 _MAX_REPLY = 1 << 16  # bytes of a reply that is not an answer
 _WATCH_S = 1.0  # between checks for silence
+_HOLDER_AHEAD = 64  # requests; as in `mpillm.roles.session_pool`
+_MAX_SESSIONS = 1 << 16  # conversations that a client remembers
 
 
 class CallListener(Protocol):
@@ -61,7 +63,7 @@ class Call:
     __slots__ = (
         "_client", "_reply", "_reply_left", "_reused", "answer", "connection", "ended_at", "endpoint",
         "failing_since", "handoff_params", "id", "last_received", "location", "on_more", "prompt", "retries",
-        "retry_after", "sampling", "sent_at", "status", "streams",
+        "retry_after", "sampling", "sent_at", "session", "status", "streams",
     )  # fmt: skip
 
     def __init__(
@@ -71,8 +73,10 @@ class Call:
         prompt: Sequence[int],
         sampling: Sampling,
         on_more: Callable[[Call], None] | None = None,
+        session: int = 0,
     ) -> None:
         self.id = id_
+        self.session = session
         self.prompt = prompt
         self.sampling = sampling
         self.on_more = on_more
@@ -210,6 +214,8 @@ class Client:
         self._text_of = text_of
         self._silence_s = silence_s
         self._retry_s = retry_s
+        # The server of each conversation's last request, in order of these requests.
+        self._holders: OrderedDict[tuple[int, bool], RemoteServer] = OrderedDict()
         self._timers: set[asyncio.TimerHandle] = set()
         self._watching: asyncio.TimerHandle | None = None
 
@@ -221,14 +227,15 @@ class Client:
         prompt: Sequence[int],
         sampling: Sampling,
         on_more: Callable[[Call], None] | None = None,
+        session: int = 0,
     ) -> None:
         """Send a request. No open call may have `id_`.
 
-        `on_more` is called when tokens after the first arrive.
+        `on_more` is called when tokens after the first arrive. `session`: the conversation, or 0.
         """
         if self._watching is None:
             self._watch()
-        call = self.calls[id_] = Call(self, id_, prompt, sampling, on_more)
+        call = self.calls[id_] = Call(self, id_, prompt, sampling, on_more, session)
         if not self._parked:
             self._start(call)
 
@@ -333,18 +340,31 @@ class Client:
         call.endpoint.release(call, call.connection, is_complete)
 
     def _start(self, call: Call) -> None:
-        """Send `call` to the server with the fewest outstanding requests, but rather not where it failed."""
+        """Send `call` to the server with the fewest outstanding requests, but rather not where it failed.
+
+        A conversation stays at its server until that has many more outstanding requests than another one.
+        """
         failed = call.endpoint
         self.contexts.rotate(-1)  # so equally loaded servers take turns
         servers = self.contexts if call.at_context else self.endpoints
-        endpoint = min(servers, key=lambda one: (one is failed, len(one.calls)))
+        key = call.session, call.at_context
+        holder = self._holders.get(key)
+        endpoint = min(
+            servers,
+            key=lambda one: (one is failed, len(one.calls) - (_HOLDER_AHEAD if one is holder else 0)),
+        )
         call.endpoint = endpoint
+        if call.session and len(servers) > 1:
+            self._holders[key] = endpoint
+            self._holders.move_to_end(key)
+            if len(self._holders) > _MAX_SESSIONS:
+                self._holders.popitem(last=False)
         try:
             request = self._body(endpoint.dialect, endpoint.model, call)
         except ValueError as error:
             self._fail(call, AnswerError(str(error), Refusal(400, str(error))), is_last=True)
             return
-        endpoint.start(call, request)
+        endpoint.start(call, request, call.session)
 
     def _body(self, dialect: Dialect, model: str, call: Call) -> bytes:
         prompt = call.prompt if dialect.token_prompts else self._text_of(call.prompt)

@@ -97,12 +97,16 @@ class RemoteServer:
 
     # --- calls ---
 
-    def start(self, call: OutstandingRequest, body: bytes) -> None:
-        """Send the request of `call`, over a free connection or a new one."""
+    def start(self, call: OutstandingRequest, body: bytes, session: int = 0) -> None:
+        """Send the request of `call`, over a free connection or a new one.
+
+        `session`: of the header X-Session-ID, by which routers keep a conversation at one server; 0: none.
+        """
         if not self.calls:
             self.last_received = time.perf_counter()
         self.calls.add(call)
-        request = b"%b%d\r\n\r\n%b" % (self._posts[self.dialect.path], len(body), body)
+        header = b"X-Session-ID: %08x\r\n" % session if session else b""
+        request = b"%b%d\r\n%b\r\n%b" % (self._posts[self.dialect.path], len(body), header, body)
         while self._idle:
             connection = self._idle.pop()
             if not connection.closed:

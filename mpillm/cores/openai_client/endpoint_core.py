@@ -391,7 +391,8 @@ class EndpointCore(ClientCore):
             on_more = self._report_tokens if row["flags"] & RequestFlag.STREAM else None
             if self._is_chat and row["flags"] & RequestFlag.MESSAGE:
                 self._with_message.add(int(row["id"]))
-            self._client.submit(int(row["id"]), request.tokens.tolist(), sampling, on_more)
+            prompt, session = request.tokens.tolist(), int(row["session"])
+            self._client.submit(int(row["id"]), prompt, sampling, on_more, session)
 
     def _text(self, prompt: Sequence[int]) -> str:
         if self.config.client.sends_text:

@@ -21,10 +21,15 @@ def flat(turn: int, role: str, name: str = "t1", **fields: Any) -> dict[str, Any
     return {"conversation_id": name, "turn": turn, "role": role, **fields}
 
 
+def recorded(conversation: Conversation, turn: int) -> list[dict[str, Any]]:
+    """Return the messages of a request, with the recorded responses."""
+    return conversation.messages(conversation.recorded_responses[:turn])
+
+
 def prompts(conversation: Conversation) -> list[list[str]]:
     """Return the messages of each request: the first letter of the role, and the content."""
     return [
-        [f"{one['role'][0]}:{one['content'] or ''}" for one in conversation.recorded(i)]
+        [f"{one['role'][0]}:{one['content'] or ''}" for one in recorded(conversation, i)]
         for i in range(len(conversation.turns))
     ]
 
@@ -42,8 +47,10 @@ def test_a_row_per_message_is_mlcommons_form() -> None:
     first, second = read(*AGENT)
     assert prompts(first) == [["s:be brief", "u:fix"], ["s:be brief", "u:fix", "a:", "t:1 failed"]]
     assert [turn.delay_s for turn in first.turns] == [0.5, 1.25]
-    assert first.recorded(1)[2]["tool_calls"] == [CALL] and first.recorded(1)[2]["reasoning_content"] == "hm"
-    assert first.recorded(1)[3]["tool_call_id"] == "a"
+    assert (
+        recorded(first, 1)[2]["tool_calls"] == [CALL] and recorded(first, 1)[2]["reasoning_content"] == "hm"
+    )
+    assert recorded(first, 1)[3]["tool_call_id"] == "a"
     assert (first.name, first.tools, first.has_responses) == ("t1", [{"type": "function"}], True)
     assert (second.name, second.turns[0].output_len, second.tools) == ("t2", 7, None)
 

@@ -626,7 +626,7 @@ def test_chats_are_rendered_one_at_a_time_beside_the_event_loop() -> None:
     threads: set[str] = set()
 
     class Slow(ByteTokenizer):
-        def render(self, messages: Any) -> str:
+        def render(self, messages: Any, tools: Any = None) -> str:
             threads.add(threading.current_thread().name)
             assert busy.acquire(blocking=False), "two at a time"
             time.sleep(0.02)

@@ -23,7 +23,7 @@ SERVED = ServedModel(("m",), ByteTokenizer(), PromptLimits(256, 64), seed=0, giv
 HELLO = {"role": "user", "content": "hello"}
 PLAIN = {False: {"prompt": "hello", "stream": True}, True: {"messages": [HELLO], "stream": True}}
 CASES = [(chat, name) for chat, names in ((False, COMPLETION), (True, CHAT)) for name in names]
-WITHOUT_EFFECT = {"user", "session_id", "spaces_between_special_tokens", "parallel_tool_calls"}
+WITHOUT_EFFECT = {"spaces_between_special_tokens", "parallel_tool_calls"}
 
 
 def asked(chat: bool, **more: Any) -> CompletionRequest:
@@ -65,7 +65,8 @@ def test_a_chat_template_receives_tools_and_their_calls() -> None:
     result = {"role": "tool", "tool_call_id": "1", "content": "2"}
     request = asked(True, messages=[HELLO, answer, result])
     assert request.messages == [HELLO, answer | {"content": ""}, result]
-    for wrong in ("f", ["f"], [{}], [{"function": {}}]):
+    several: tuple[Any, ...] = ("f", ["f"], [{}], [{"function": {}}])
+    for wrong in several:
         with pytest.raises(ApiError, match="tool_calls must be an array"):
             asked(True, messages=[HELLO, {"role": "assistant", "content": "", "tool_calls": wrong}])
 
