@@ -16,10 +16,9 @@ def test_a_conversation_has_its_name_in_a_header_and_stays_at_its_server() -> No
         core_of(f"{one.address},{two.address}") as core,
     ):
         core.load()
-        rows = Rows(core)
-        for turn in range(3):
+        for _ in range(3):
             core.enqueue(requests(session=sessions))
-            rows.until(4 * (turn + 1))
+            Rows(core).until(4)
     seen = defaultdict[str | None, set[str]](set)
     for server in (one, two):
         for request in server.requests:
