@@ -220,6 +220,13 @@ def conversation_rows(
         if ttft := of.get(name, {}).get("ttft_ms"):
             known = "  ".join(f"{k} {milliseconds(v)}" for k, v in ttft.items() if v is not None)
             rows.insert(place + 1, (f"  in {title}", known))
+    shares = [
+        f"{100 * share:.0f} % in {title}"
+        for name, title in (("first_turns", "first turns"), ("later_turns", "later turns"))
+        if (share := of.get(name, {}).get("cached_share")) is not None
+    ]
+    if shares:
+        rows.insert(place, ("cached prompt tokens", ", ".join(shares)))
     if facts is not None and (limit := facts.limit()):
         rows.append(("limit", limit))
     return [*rows, ("result", f"{directory}/result.json")]

@@ -85,7 +85,9 @@ class ConversationLoad(Role):
         # A heap: time, a number that breaks ties, conversation.
         self._due: list[tuple[float, int, _Open]] = []
         self._history, self._wake = history, wake
-        self.request_flags = int(RequestFlag.MESSAGE) if history is not None else 0
+        self.request_flags = int(RequestFlag.PROMPT_COUNTS)
+        if history is not None:
+            self.request_flags |= RequestFlag.MESSAGE
         self.outgrown = ""  # the first conversation whose prompt exceeded a limit, and the limit
         self.n_outgrown = 0
         self._messages: dict[int, Message] = {}  # by id, of outstanding requests

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from mpillm.comms.messages import (
     ANSWER,
     NO_INSTANCE,
+    PROMPT_COUNTS,
     QUERY,
     REQUEST,
     WINDOW,
@@ -37,7 +38,9 @@ if TYPE_CHECKING:  # at run time, this import would start MPI
 _IGNORE_STOP, _MESSAGE = int(RequestFlag.IGNORE_STOP), int(ResponseFlag.MESSAGE)
 _FIRST, _FINAL, _ERROR = int(ResponseFlag.FIRST), int(ResponseFlag.FINAL), int(ResponseFlag.ERROR)
 _CONTEXT_DONE, _LOST = int(ResponseFlag.CONTEXT_DONE), int(ResponseFlag.LOST)
+_PROMPT_COUNTS = int(ResponseFlag.PROMPT_COUNTS)
 _MAX_BATCH = 1024  # requests per message
+_NO_COUNTS = -1, -1
 _NO_MEMORY = (
     "out of memory: it builds the list of all queries before the test; lower --min_query_count,"
     " --min_duration or the expected rate (--offline_expected_qps, --server_target_qps)"
@@ -131,11 +134,22 @@ class Log(Protocol):
         index: NDArray[np.int64],
         tokens: NDArray[np.int64],
         error: NDArray[np.bool_],
+        counts: NDArray[np.void],
     ) -> None:
-        """Add responses that arrived at `ended`; times are in seconds since the test's start."""
+        """Add responses that arrived at `ended`; times are in seconds since the test's start.
+
+        `counts`: of the prompts, `PROMPT_COUNTS`.
+        """
 
     def add_one(
-        self, issued: float, first: float, ended: float, index: int, tokens: int, error: bool
+        self,
+        issued: float,
+        first: float,
+        ended: float,
+        index: int,
+        tokens: int,
+        error: bool,
+        counts: tuple[int, int],
     ) -> None:
         """Add one response."""
 
@@ -186,6 +200,7 @@ class Harness(Role):
         self._n_senders = np.zeros(0, np.int64)  # number of instances that may still send rows of the sample
         self._sample_ids = np.zeros(0, np.uint64)
         self._sessions, self._has_sessions = np.zeros(0, np.uint32), False
+        self._prompt_counts = np.zeros(0, PROMPT_COUNTS)
         self._indices = np.zeros(0, np.int64)
         self._issued_at = np.zeros(0)
         self._first_at = np.zeros(0)  # NaN: no token has arrived
@@ -293,7 +308,7 @@ class Harness(Role):
             )
             self._n_free += grown
             of_slots = (
-                *("_active", "_n_senders", "_sample_ids", "_sessions"),
+                *("_active", "_n_senders", "_sample_ids", "_sessions", "_prompt_counts"),
                 *("_indices", "_issued_at", "_first_at", "_place"),
             )
             for name in of_slots:
@@ -301,7 +316,8 @@ class Harness(Role):
                 setattr(self, name, np.concatenate([old, np.zeros(grown, old.dtype)]))
         self._n_free -= n
         slots = self._free[self._n_free : self._n_free + n].copy()
-        self._first_at[index_of(slots)] = np.nan
+        at = index_of(slots)
+        self._first_at[at], self._prompt_counts[at] = np.nan, _NO_COUNTS
         return slots
 
     def _send_again(self, slots: NDArray[np.uint32], instance: int, now: float) -> None:
@@ -330,8 +346,8 @@ class Harness(Role):
         lengths = batch.rows["n_tokens"].astype(np.int64)
         starts = lengths.cumsum() - lengths
         # Usually all rows have the same flags. Otherwise, grouping by flags changes the order of the rows.
-        # This is harmless: FIRST, FINAL and CONTEXT_DONE of a request may come in any order. MESSAGE, the
-        # largest flag, comes before FINAL.
+        # This is harmless: FIRST, FINAL and CONTEXT_DONE of a request may come in any order. MESSAGE and
+        # PROMPT_COUNTS, the largest flags, come before FINAL.
         kinds = np.unique(flags)[::-1].tolist()
         for kind in kinds:
             part = slice(None) if len(kinds) == 1 else flags == kind
@@ -366,12 +382,15 @@ class Harness(Role):
             totals.ended = now
             index, began = int(self._indices[slot]), totals.started
             if self._log is not None:
-                self._log.add_one(issued - began, first - began, now - began, index, length, is_error)
+                counts = self._prompt_counts[slot].item()
+                self._log.add_one(issued - began, first - began, now - began, index, length, is_error, counts)
             if self._on_answer is not None:
                 self._on_answer(index, tokens, prompt)
             test.complete([id_], tokens, [0], [length], bool(kind & _ERROR))
         elif kind & _MESSAGE:
             test.message(id_, tokens.astype(np.uint8).tobytes())
+        elif kind & _PROMPT_COUNTS:
+            self._prompt_counts[slot] = tuple(tokens.tolist())
         if kind & (_FINAL | _CONTEXT_DONE):
             self._free_slots(np.array([slot]), alone=kind & (_FIRST | _FINAL) == _FIRST | _FINAL)
 
@@ -398,6 +417,9 @@ class Harness(Role):
             for slot, start, length in zip(slots.tolist(), starts.tolist(), lengths.tolist(), strict=True):
                 text = tokens[start : start + length].astype(np.uint8).tobytes()
                 self._test.message(self._sample_ids[slot].item(), text)
+        if kind & _PROMPT_COUNTS:
+            for name, values in (("prompt", tokens[starts]), ("cached", tokens[starts + 1])):
+                self._prompt_counts[name][slots] = values
         if kind & _FINAL:
             self._on_final(slots, tokens, starts, lengths, bool(kind & _ERROR), now)
         if kind & (_FINAL | _CONTEXT_DONE):
@@ -451,7 +473,8 @@ class Harness(Role):
         totals.ended = now
         if self._log is not None:
             began, errors = totals.started, (np.ones if is_error else np.zeros)(n, np.bool_)
-            self._log.add(issued - began, first - began, now - began, indices, lengths, errors)
+            prompt_counts = self._prompt_counts[at].copy()
+            self._log.add(issued - began, first - began, now - began, indices, lengths, errors, prompt_counts)
         from_, counts = starts.tolist(), lengths.tolist()
         if self._on_answer is not None:
             responses = zip(

@@ -148,6 +148,16 @@ def load_shape(config: RunConfig, turns: Turns) -> LoadShape:
     return LoadShape(n, **common)
 
 
+def prompt_figures(rows: NDArray[np.void]) -> dict[str, Any]:
+    """Return the prompts' tokens and the cached share of them, where instances report them; else None."""
+    counted, cached = rows[rows["prompt"] >= 0], rows[rows["cached"] >= 0]
+    n = int(cached["prompt"].sum())
+    return {
+        "prompt_tokens": int(counted["prompt"].sum()) if len(counted) == len(rows) else None,
+        "cached_share": round(int(cached["cached"].sum()) / n, 4) if n and len(cached) == len(rows) else None,
+    }
+
+
 def conversation_figures(
     rows: NDArray[np.void], turns: Turns, window_s: tuple[float, float], streamed: bool
 ) -> dict[str, Any]:
@@ -169,6 +179,7 @@ def conversation_figures(
             "ttft_ms": percentiles_ms(part["ttft"].tolist()) if streamed else None,
             "tpot_ms": percentiles_ms(tpot_s(part).tolist()) if streamed else None,
             "latency_ms": percentiles_ms(part["latency"].tolist()),
+            **prompt_figures(part),
         }
     seconds = float(inside["latency"].astype(np.float64).sum())
     figures["e2e_avg_interactivity"] = round(int(inside["tokens"].sum()) / seconds, 4) if seconds else None

@@ -112,3 +112,43 @@ def test_messages_for_a_chat_server(one: Starter, talks: Path) -> None:
 )
 def test_what_is_wrong(one: Starter, words: list[str], message: str) -> None:
     assert message in one.run(2, *words).must(USAGE).message
+
+
+BLOCK = 4
+
+
+def longest_prefix(prompt: list[int], computed: list[list[int]]) -> int:
+    """Return how many tokens of whole blocks are in a cache of these sequences, without the last token."""
+    longest = 0
+    for tokens in computed:
+        same = [a == b for a, b in zip(prompt[:-1], tokens, strict=False)]
+        longest = max(longest, same.index(False) if False in same else len(same))
+    return longest // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("history", ["recorded", "generated"])
+@pytest.mark.parametrize(("ranks", "instances"), [(2, 1), (4, 3)], ids=["one", "three"])
+def test_cached_tokens_of_each_turn(
+    one: Starter, talks: Path, history: str, ranks: int, instances: int
+) -> None:
+    """They are those of an independent count, with the conversations' instances found by session."""
+    cache = ("--enable_kv_cache_reuse", "--tokens_per_block", BLOCK, "--seed", 1)
+    session = ("--traffic_distribution_policy", "conversation", "--concurrency", 1)
+    words = [*CONVERSATIONS, "--dataset_path", talks, "--model_path", "tiny-llama", "--history", history]
+    ended = one.run(ranks, *words, *cache, *session, core="torch", timeout=120).must(DONE)
+    outputs = outputs_of(ended)
+    places = [(name, turn) for name, n in zip("xyz", N_TURNS, strict=True) for turn in range(n)]
+    rows = read_requests(ended.log_dir)
+    computed: dict[str, list[list[int]]] = {}
+    expected = []
+    for name, turn in (places[index] for index in rows["index"].tolist()):
+        prompt, response = (outputs[name, turn][part] for part in ("input_tokens", "output_tokens"))
+        # One conversation at a time and prompts that begin differently: only a conversation's own count.
+        own = computed.setdefault(name, [])
+        expected.append([len(prompt), longest_prefix(prompt, own)])
+        own.append([*prompt, *response[:-1]])
+    assert rows[["prompt", "cached"]].tolist() == list(map(tuple, expected))
+    of = ended.result["conversations"]
+    assert of["first_turns"]["cached_share"] == 0.0 and 0 < of["later_turns"]["cached_share"] < 1
+    assert len(ended.result["per_instance"]) == instances
+    assert "cached prompt tokens" in ended.flowing

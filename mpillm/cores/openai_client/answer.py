@@ -102,6 +102,7 @@ class CompletionResponse:
         self.finish_reason: str | None = None
         self.prompt_tokens: int | None = None  # by the server's count; None: it gives none
         self.completion_tokens: int | None = None
+        self.cached_tokens: int | None = None  # of the prompt, in the server's KV cache
         self.models: set[str] = set()  # named in the response
         self.times: list[float] = []  # of each stream piece with tokens or text
         self._max_tokens = max_tokens
@@ -186,6 +187,8 @@ class CompletionResponse:
             if (usage := message.get("usage")) is not None:
                 self.prompt_tokens = _count(usage.get("prompt_tokens"))
                 self.completion_tokens = _count(usage.get("completion_tokens"))
+                if (details := usage.get("prompt_tokens_details")) is not None:
+                    self.cached_tokens = _count(details.get("cached_tokens"))
         except (AttributeError, TypeError) as error:
             raise AnswerError(f"it sent JSON that is not a completion: {data[:80]!r} ({error})") from None
 

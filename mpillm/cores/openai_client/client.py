@@ -62,8 +62,8 @@ class Call:
 
     __slots__ = (
         "_client", "_reply", "_reply_left", "_reused", "answer", "connection", "ended_at", "endpoint",
-        "failing_since", "handoff_params", "id", "last_received", "location", "on_more", "prompt", "retries",
-        "retry_after", "sampling", "sent_at", "session", "status", "streams",
+        "failing_since", "flags", "handoff_params", "id", "last_received", "location", "on_more", "prompt",
+        "retries", "retry_after", "sampling", "sent_at", "session", "status", "streams",
     )  # fmt: skip
 
     def __init__(
@@ -74,9 +74,10 @@ class Call:
         sampling: Sampling,
         on_more: Callable[[Call], None] | None = None,
         session: int = 0,
+        flags: int = 0,
     ) -> None:
         self.id = id_
-        self.session = session
+        self.session, self.flags = session, flags
         self.prompt = prompt
         self.sampling = sampling
         self.on_more = on_more
@@ -228,14 +229,16 @@ class Client:
         sampling: Sampling,
         on_more: Callable[[Call], None] | None = None,
         session: int = 0,
+        flags: int = 0,
     ) -> None:
         """Send a request. No open call may have `id_`.
 
-        `on_more` is called when tokens after the first arrive. `session`: the conversation, or 0.
+        `on_more` is called when tokens after the first arrive. `session`: the conversation, or 0. `flags`:
+        `RequestFlag`s, for the owner.
         """
         if self._watching is None:
             self._watch()
-        call = self.calls[id_] = Call(self, id_, prompt, sampling, on_more, session)
+        call = self.calls[id_] = Call(self, id_, prompt, sampling, on_more, session, flags)
         if not self._parked:
             self._start(call)
 

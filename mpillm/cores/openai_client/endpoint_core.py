@@ -83,7 +83,6 @@ class EndpointCore(ClientCore):
         self._frameworks: list[str | None] = []  # of the servers
         self._handed_on = 0.0  # time.perf_counter()
         self._delivered: dict[int, DeliveredTokens] = {}  # by id, of open calls
-        self._with_message: set[int] = set()  # open calls whose message is requested
         self._may_fail_alone = False  # whether a request may; warm-up requests may not
         self._n_failed = 0  # single requests
         self._began(0.0)
@@ -389,10 +388,8 @@ class EndpointCore(ClientCore):
                 ignore_eos=bool(row["flags"] & RequestFlag.IGNORE_END),
             )
             on_more = self._report_tokens if row["flags"] & RequestFlag.STREAM else None
-            if self._is_chat and row["flags"] & RequestFlag.MESSAGE:
-                self._with_message.add(int(row["id"]))
             prompt, session = request.tokens.tolist(), int(row["session"])
-            self._client.submit(int(row["id"]), prompt, sampling, on_more, session)
+            self._client.submit(int(row["id"]), prompt, sampling, on_more, session, int(row["flags"]))
 
     def _text(self, prompt: Sequence[int]) -> str:
         if self.config.client.sends_text:
@@ -451,15 +448,16 @@ class EndpointCore(ClientCore):
         call.endpoint.count(call, len(tokens))
         if call.streams:
             self._statistics.add(call, len(tokens))
-        if call.id in self._with_message:
-            self._with_message.remove(call.id)
+        n_prompt, cached = call.answer.prompt_tokens, call.answer.cached_tokens
+        if call.flags & RequestFlag.PROMPT_COUNTS and n_prompt is not None:
+            self._add(call.id, ResponseFlag.PROMPT_COUNTS, [n_prompt, -1 if cached is None else cached])
+        if call.flags & RequestFlag.MESSAGE and self._is_chat:
             self._add(call.id, ResponseFlag.MESSAGE, list(json.dumps(call.answer.message).encode()))
         self._add(call.id, flags, tokens)
 
     def on_failed(self, call: Call, error: EndpointError) -> None:
         if self._may_fail_alone and not isinstance(error, ServerUnreachable) and self._is_alone(error):
             self._delivered.pop(call.id, None)
-            self._with_message.discard(call.id)
             self._n_failed += 1
             if self._n_failed <= _MAX_LOGGED:
                 _log.error("request %d: %s", call.id, error)
@@ -475,7 +473,6 @@ class EndpointCore(ClientCore):
 
     def on_cancelled(self, call: Call) -> None:
         self._delivered.pop(call.id, None)
-        self._with_message.discard(call.id)
         self._add(call.id, ResponseFlag.FINAL | ResponseFlag.CANCELLED, [])
 
     def _add(self, id_: int, flags: ResponseFlag, tokens: list[int]) -> None:

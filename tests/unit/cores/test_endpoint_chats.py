@@ -55,7 +55,8 @@ def server_of(*, ids: bool = False, unknown: tuple[str, ...] = ()) -> Callable[[
             return plain({"error": {"message": "unknown field"}}, "400 Bad Request")
         n = asked["max_completion_tokens"]
         tokens = {"token_ids": [*range(7, 7 + n)]} if ids and asked.get("return_token_ids") else {}
-        usage = {"prompt_tokens": 3, "completion_tokens": n}
+        details = {"cached_tokens": 2} if ids else None
+        usage = {"prompt_tokens": 3, "completion_tokens": n, "prompt_tokens_details": details}
         if not asked.get("stream"):
             message = {**MESSAGE, "reasoning_content": "Hm"}
             choice = {"index": 0, "message": message, "finish_reason": "stop", **tokens}
@@ -78,7 +79,8 @@ def test_messages_go_to_the_chat_endpoint(options: tuple[str, ...], ids: bool) -
         ScriptedServer(server_of(ids=ids)) as server,
         started(server, *options, "--endpoint_type=chat", sends_text=True) as core,
     ):
-        core.enqueue(requests(PROMPTS, max_output=9, flags=int(RequestFlag.MESSAGE)))
+        wanted = RequestFlag.MESSAGE | RequestFlag.PROMPT_COUNTS
+        core.enqueue(requests(PROMPTS, max_output=9, flags=int(wanted)))
         rows = Rows(core).until(2)
         statistics: dict[str, Any] = core.statistics()
         metrics = core.metrics()
@@ -88,6 +90,8 @@ def test_messages_go_to_the_chat_endpoint(options: tuple[str, ...], ids: bool) -
     assert [tokens for _, flags, tokens in rows if flags & FINAL] == [[*range(7, 16)] if ids else [0] * 9] * 2
     messages = [bytes(tokens) for _, flags, tokens in rows if flags & ResponseFlag.MESSAGE]
     assert [json.loads(text) for text in messages] == [MESSAGE] * 2
+    counts = [tokens for _, flags, tokens in rows if flags & ResponseFlag.PROMPT_COUNTS]
+    assert counts == [[3, 2 if ids else -1]] * 2
     assert statistics["other_answer_length"] == 0
     assert metrics is not None and metrics.prompt_tokens == 6  # as the server counts
 

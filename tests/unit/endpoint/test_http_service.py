@@ -497,13 +497,13 @@ def test_tokens_from_a_prefix_cache_are_counted_where_they_are_known() -> None:
     """A run against our server, too, could not be checked for them: nothing at all was said."""
 
     async def test() -> None:
-        for block_tokens in (None, 0):
-            async with api(block_tokens=block_tokens) as a:
+        for counts in (False, True):
+            async with api(counts_cached=counts) as a:
                 await a.answer("/v1/completions", prompt=[1, 2], max_tokens=4)
                 async with a.session.get(a.base + "/metrics") as response:
                     page = await response.text()
-                assert reading_of(page).cached_tokens == block_tokens
-                assert ("\nmpillm:prefix_cache_queries_total{" in page) is (block_tokens is not None)
+                assert reading_of(page).cached_tokens == (0 if counts else None)
+                assert ("\nmpillm:prefix_cache_queries_total{" in page) is counts
 
     run(test)
 

@@ -140,16 +140,15 @@ def test_special_tokens_around_a_prompt(chat: bool) -> None:
 def test_cached_tokens_in_usage() -> None:
     """They are those of each prompt once, and left out where an instance did not report them."""
 
-    def choice(i: int, reused: int | None) -> Choice:
+    def choice(i: int, cached: int | None) -> Choice:
         answer = PendingResponse.of(40, [1, 2])
-        answer.times = None if reused is None else [0, 0, reused]
+        answer.cached = cached
         return Choice(i, answer, np.zeros(40, np.int32), 2, asked(False), SERVED)
 
-    choices = [choice(i, reused) for i, reused in enumerate([2, 1, 0, 2])]
-    assert usage(choices, 2, 16)["prompt_tokens_details"] == {"cached_tokens": 32}
-    assert usage(choices, 4, 0)["prompt_tokens_details"] == {"cached_tokens": 0}
-    assert "prompt_tokens_details" not in usage(choices, 2, None)
-    assert "prompt_tokens_details" not in usage([*choices, choice(4, None)], 1, 16)
+    choices = [choice(i, cached) for i, cached in enumerate([32, 16, 0, 32])]
+    assert usage(choices, 2)["prompt_tokens_details"] == {"cached_tokens": 32}
+    assert usage(choices[2:3], 1)["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert "prompt_tokens_details" not in usage([*choices, choice(4, None)], 1)
 
 
 @ROUTES
