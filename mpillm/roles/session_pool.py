@@ -31,8 +31,10 @@ class SessionPool(InstancePool):
         chosen: list[int] = []
         for need, session in zip(needs.tolist(), requests.rows["session"].tolist(), strict=False):
             available = self._with_capacity(need)
-            if (position := self._choose(available, 0)) < 0:
+            if (position := self._choose(available, self._turn)) < 0:
                 break
+            if session not in self._holders:  # equally loaded instances take turns
+                self._turn = position + 1
             if session:
                 position = self._holder(session, position, available)
             self._return_to(position, -1, -need)

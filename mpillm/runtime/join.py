@@ -27,6 +27,7 @@ from mpillm.options.fields.effects import RUN, SERVE
 from mpillm.options.fields.topology import PROMPTS_ALONE
 from mpillm.options.run_config import RunConfig
 from mpillm.options.unused_options import check_unused
+from mpillm.programs.load_clients.kinds import CONVERSATIONS
 from mpillm.runtime.choose_samples import load_samples
 from mpillm.runtime.core_configs import (
     check_flags,
@@ -140,6 +141,9 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
     notes = [*filter(None, [config.passed_over()]), *check_unused(config, SERVE if serves else RUN)]
     if config.traffic_distribution_policy == PROMPTS_ALONE:
         notes.append(f"{config.named('traffic_distribution_policy')} is taken as load_balancing")
+    policy = config.entry_section.traffic_distribution_policy
+    if policy == "conversation" and not serves and config.harness != CONVERSATIONS:
+        notes.append("policy conversation acts as load_balancing: only --harness conversations has any")
     notes += check_yaml(config)
     nodes = [reports[rank].host for rank in ranks]
     plan = world_plan(config, yaml, len(ranks), nodes)
