@@ -125,7 +125,8 @@ class ConversationSession(LoadSession):
         if self._outputs and self._samples.shows_text:
             self._console.answers(self._outputs.first_outputs())
         facts, _ = facts_of(RunFiles.read(record.path))
-        self._console.summary([*conversation_rows(record.result, display_path(record.path), facts), page])
+        rows = conversation_rows(record.result, display_path(record.path), facts)
+        self._console.summary([*rows, *self.table(self._samples.dataset), page])
         return int(ExitCode.DONE)
 
 

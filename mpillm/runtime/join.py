@@ -28,6 +28,7 @@ from mpillm.options.fields.topology import PROMPTS_ALONE
 from mpillm.options.run_config import RunConfig
 from mpillm.options.unused_options import check_unused
 from mpillm.programs.load_clients.kinds import CONVERSATIONS
+from mpillm.report.requests_file import check_requests_file
 from mpillm.runtime.choose_samples import load_samples
 from mpillm.runtime.core_configs import (
     check_flags,
@@ -144,6 +145,8 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
     policy = config.entry_section.traffic_distribution_policy
     if policy == "conversation" and not serves and config.harness != CONVERSATIONS:
         notes.append("policy conversation acts as load_balancing: only --harness conversations has any")
+    if config.requests_file:
+        check_requests_file(config.requests_file)
     notes += check_yaml(config)
     nodes = [reports[rank].host for rank in ranks]
     plan = world_plan(config, yaml, len(ranks), nodes)

@@ -131,7 +131,7 @@ class Session(LoadSession):
             self._console.answers(self._outputs.first_outputs())
         facts, _ = facts_of(RunFiles.read(record.path))
         rows = summary_rows(record.result, config, display_path(record.path), facts)
-        self._console.summary([*rows, page])
+        self._console.summary([*rows, *self.table(self._samples.dataset), page])
         invalid = config.require_valid and record.result["status"] != "VALID"
         return int(ExitCode.TEST_FAILED if invalid else ExitCode.DONE)
 

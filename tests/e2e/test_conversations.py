@@ -51,9 +51,9 @@ def check_order(ended: Ended) -> None:
 
 @pytest.mark.parametrize("mode", ["aggregated", "disaggregated"])
 def test_recorded_conversations(both: Starter, talks: Path, mode: str) -> None:
-    ended = both.run(3, "--mode", mode, *CONVERSATIONS, "--dataset_path", talks, "--concurrency", 2).must(
-        DONE
-    )
+    table = both.folder / "requests.csv"
+    words = ["--mode", mode, *CONVERSATIONS, "--dataset_path", talks, "--concurrency", 2]
+    ended = both.run(3, *words, "--requests_file", table).must(DONE)
     result = ended.result
     assert (result["status"], result["samples"], result["errors"]) == ("MEASURED", 6, 0)
     figures = result["conversations"]
@@ -65,6 +65,9 @@ def test_recorded_conversations(both: Starter, talks: Path, mode: str) -> None:
     )
     assert figures["first_turns"]["requests"] + figures["later_turns"]["requests"] <= 6
     check_order(ended)
+    head, *lines = table.read_text().splitlines()
+    assert head.startswith("sample,conversation,turn,issued_s,ttft_s") and len(lines) == 6
+    assert f"requests {table}" in " ".join(ended.flowing.split())
     prompt = bytes(outputs_of(ended)["x", 2]["input_tokens"]).decode()
     assert prompt == "x0\nyes\nx1\nyes\nx2"
     assert "3 conversations, 2 at a time; responses in later prompts are those recorded" in ended.flowing
@@ -107,6 +110,7 @@ def test_messages_for_a_chat_server(one: Starter, talks: Path) -> None:
     [
         (["--harness", "conversations"], "name a file of conversations with --dataset_path"),
         (["--history", "generated"], "--history generated has no effect without --harness conversations"),
+        (["--requests_file", "a.json"], "--requests_file a.json: name a file that ends in .csv or .parquet"),
         (["--endpoint_type", "chat"], "--endpoint_type chat has no effect on the dummy core"),
     ],
 )
