@@ -51,6 +51,7 @@ REQUEST = np.dtype(
         ("generation", "<u4"),  # the instance that receives the KV cache, or NO_INSTANCE
         ("logprobs", "<u4"),  # 0: off. 1 + k: log probability of each token, and the k likeliest tokens
         ("session", "<u4"),  # the conversation, or 0: the leader's policy `conversation` uses it
+        ("salt", "<u8"),  # requests with different salts share no cached blocks; 0: none
     ]
 )
 

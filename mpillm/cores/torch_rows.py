@@ -48,6 +48,7 @@ def new_sequence(row: NDArray[np.void], tokens: NDArray[np.int32]) -> Sequence:
         times=bool(flags & RequestFlag.TIMES),
         wants_reused=bool(flags & RequestFlag.PROMPT_COUNTS),
         wants_logprobs=int(row["logprobs"]),
+        salt=row["salt"].tobytes() if row["salt"] else b"",
         added_at=time.perf_counter(),
     )
 

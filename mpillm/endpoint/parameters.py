@@ -73,7 +73,6 @@ _BODY: dict[str, tuple[Any, ...]] = {
     "routed_experts_prompt_start": (0,),
     "lora_request": (),
     "priority": (0,),
-    "cache_salt": (),
     "kv_transfer_params": ({},),
     "ec_transfer_params": ({},),
     "vllm_xargs": ({},),

@@ -8,6 +8,7 @@ effect, as in vLLM.
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -162,6 +163,7 @@ def read(
             "generation": NO_INSTANCE,
             "logprobs": 0 if logprobs is None else 1 + logprobs,
             "session": session_of(headers, body),
+            "salt": _salt(body),
         },
         min_tokens=int(served.min_output_len if min_tokens is None else min_tokens),
         stop=stop,
@@ -177,6 +179,15 @@ def read(
         disaggregated=disaggregated,
         prompt_token_ids=body.get("prompt_token_ids"),
     )
+
+
+def _salt(body: Json) -> int:
+    """Return the salt of REQUEST. Raises ApiError if `cache_salt` is not a string, or empty, as vLLM does."""
+    if (value := body.get("cache_salt")) is None:
+        return 0
+    if not text(value, "cache_salt"):
+        raise ApiError(400, "cache_salt: must not be empty", "cache_salt")
+    return int.from_bytes(hashlib.blake2b(value.encode(), digest_size=8).digest(), "little") or 1
 
 
 def stream_of(body: Json) -> tuple[bool, dict[str, bool]]:

@@ -63,6 +63,8 @@ def check_options(config: RunConfig) -> None:
         _check_nodes(config)
     if config.dataset == "synthetic" and config.is_user_set("dataset_path"):
         raise ConfigError(f"{config.named('dataset')} and {config.named('dataset_path')} exclude each other")
+    if config.cache_salt == "conversation" and not config.has_conversations:
+        raise ConfigError(f"{config.named('cache_salt')} needs --harness conversations", about=["cache_salt"])
     check_harness(config)
     check_mode(config)
 
@@ -73,7 +75,7 @@ def check_harness(config: RunConfig) -> None:
         return
     names = ["test_mode", "compliance_test", "audit_conf", "require_valid"]
     if not config.has_conversations:
-        names += ["save_outputs", "show_steady_state_progress"]
+        names += ["save_outputs", "show_steady_state_progress", "cache_salt"]
     for name in names:
         if (
             name == "test_mode"

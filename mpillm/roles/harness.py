@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import secrets
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +58,7 @@ class SamplingOptions:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    cache_salt: str | None = None  # what has a salt of its own: "test", "conversation" or "request"
 
 
 @dataclass
@@ -201,6 +203,7 @@ class Harness(Role):
         self._sample_ids = np.zeros(0, np.uint64)
         self._sessions, self._has_sessions = np.zeros(0, np.uint32), False
         self._prompt_counts = np.zeros(0, PROMPT_COUNTS)
+        self._first_salt, self._n_salted = np.uint64(1 + secrets.randbits(62)), 0
         self._indices = np.zeros(0, np.int64)
         self._issued_at = np.zeros(0)
         self._first_at = np.zeros(0)  # NaN: no token has arrived
@@ -265,9 +268,20 @@ class Harness(Role):
         rows["id"] = slots
         if self._has_sessions:
             rows["session"] = self._sessions[at]
+        if self._sampling.cache_salt:
+            rows["salt"] = self._salts(at, len(slots))
         self._window -= len(slots)
         tokens = self._dataset.gather(indices)[1] if not self._own_prompts else self._with_own(rows, indices)
         QUERY.send(self._route, self._leader, Batch(rows, tokens))
+
+    def _salts(self, at: NDArray[np.integer[Any]] | slice, n: int) -> NDArray[np.uint64]:
+        """Return the salts of the requests in the slots `at`."""
+        what = self._sampling.cache_salt
+        if what == "request":
+            self._n_salted += n
+            return self._first_salt + np.arange(self._n_salted - n, self._n_salted, dtype=np.uint64)
+        sessions = self._sessions[at].astype(np.uint64)
+        return self._first_salt + (sessions if what == "conversation" else 0 * sessions)
 
     def _with_own(self, rows: NDArray[np.void], indices: NDArray[np.int64]) -> NDArray[np.int32]:
         """Return the tokens of requests some of whose prompts are not in the data set; set their lengths."""

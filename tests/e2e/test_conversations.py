@@ -106,8 +106,28 @@ def test_messages_for_a_chat_server(one: Starter, talks: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("salt", "shares"),
+    [("test", [True, True]), ("conversation", [False, True]), ("request", [False, False])],
+)
+def test_salts_separate_cached_prompts(one: Starter, tmp_path: Path, salt: str, shares: list[bool]) -> None:
+    """Of two conversations that begin alike: does the second one find the first, and a later turn its own?"""
+    rows = [
+        {"session_id": name, "turns": [{"text": text} for text in ("a long beginning", "and more")]}
+        for name in "xy"
+    ]
+    file = tmp_path / "alike.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cache = ("--enable_kv_cache_reuse", "--tokens_per_block", BLOCK, "--cache_salt", salt)
+    words = [*CONVERSATIONS, "--dataset_path", file, "--model_path", "tiny-llama", "--concurrency", 1]
+    ended = one.run(2, *words, *cache, core="torch", timeout=120).must(DONE)
+    _, own, first, _ = read_requests(ended.log_dir)["cached"].tolist()
+    assert [first > 0, own > 0] == shares
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--cache_salt", "conversation"], "--cache_salt conversation needs --harness conversations"),
         (["--harness", "conversations"], "name a file of conversations with --dataset_path"),
         (["--history", "generated"], "--history generated has no effect without --harness conversations"),
         (["--requests_file", "a.json"], "--requests_file a.json: name a file that ends in .csv or .parquet"),

@@ -83,6 +83,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    cache_salt: str = ""
 
 
 def body(
@@ -109,6 +110,7 @@ def body(
         "top_k": sampling.top_k or None,
         "stop_token_ids": list(sampling.stop_token_ids) or None,
         "ignore_eos": sampling.ignore_eos or None,
+        "cache_salt": sampling.cache_salt or None,
     }
     for name, value in options.items():
         if value is None:

@@ -386,6 +386,7 @@ class EndpointCore(ClientCore):
                 () if ignore else stop_texts,
                 self.config.engine.end_ids or () if ignore else ids,
                 ignore_eos=bool(row["flags"] & RequestFlag.IGNORE_END),
+                cache_salt=f"{row['salt']:016x}" if row["salt"] else "",
             )
             on_more = self._report_tokens if row["flags"] & RequestFlag.STREAM else None
             prompt, session = request.tokens.tolist(), int(row["session"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mpillm.core_names import EMBEDDED, TRTLLM_ENDPOINT
 from mpillm.options.field import ANY, Options, option
 from mpillm.options.fields.effects import REPORTED, RUN, TEST, used_by
 from mpillm.options.latency_limits import ARGPARSE_OPTIONS, integer_limits_ms
@@ -73,6 +74,12 @@ class LoadgenFields(Options, group="test", effect=TEST):
     )
     compliance_test = option(
         "make a compliance run, with this test's audit.config", choices=("TEST06", "TEST07", "TEST09")
+    )
+    cache_salt = option(
+        "requests share cached prompts only within one test, one conversation or one request: each has a salt"
+        " of its own [default: no salts]",
+        choices=("test", "conversation", "request"),
+        effect=used_by(*EMBEDDED, *TRTLLM_ENDPOINT, commands=[RUN]),
     )
 
 
