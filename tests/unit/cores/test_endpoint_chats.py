@@ -93,6 +93,8 @@ def test_messages_go_to_the_chat_endpoint(options: tuple[str, ...], ids: bool) -
     counts = [tokens for _, flags, tokens in rows if flags & ResponseFlag.PROMPT_COUNTS]
     assert counts == [[3, 2 if ids else -1]] * 2
     assert statistics["other_answer_length"] == 0
+    if options:  # the reasoning comes first
+        assert statistics["socket_first_answer_p50_ms"] >= statistics["socket_ttft_p50_ms"] > 0
     assert metrics is not None and metrics.prompt_tokens == 6  # as the server counts
 
 
