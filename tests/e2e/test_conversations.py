@@ -151,14 +151,19 @@ def longest_prefix(prompt: list[int], computed: list[list[int]]) -> int:
 
 
 @pytest.mark.parametrize("history", ["recorded", "generated"])
-@pytest.mark.parametrize(("ranks", "instances"), [(2, 1), (4, 3)], ids=["one", "three"])
+@pytest.mark.parametrize(
+    ("ranks", "mode", "instances"),
+    [(2, "aggregated", 1), (4, "aggregated", 3), (4, "disaggregated", 3)],
+    ids=["one", "three", "handoff"],
+)
 def test_cached_tokens_of_each_turn(
-    one: Starter, talks: Path, history: str, ranks: int, instances: int
+    one: Starter, talks: Path, history: str, ranks: int, mode: str, instances: int
 ) -> None:
     """They are those of an independent count, with the conversations' instances found by session."""
     cache = ("--enable_kv_cache_reuse", "--tokens_per_block", BLOCK, "--seed", 1)
     session = ("--traffic_distribution_policy", "conversation", "--concurrency", 1)
     words = [*CONVERSATIONS, "--dataset_path", talks, "--model_path", "tiny-llama", "--history", history]
+    words += ["--mode", mode, *(("--num_ctx_servers", 2) if mode == "disaggregated" else ())]
     ended = one.run(ranks, *words, *cache, *session, core="torch", timeout=120).must(DONE)
     outputs = outputs_of(ended)
     places = [(name, turn) for name, n in zip("xyz", N_TURNS, strict=True) for turn in range(n)]
@@ -170,7 +175,8 @@ def test_cached_tokens_of_each_turn(
         # One conversation at a time and prompts that begin differently: only a conversation's own count.
         own = computed.setdefault(name, [])
         expected.append([len(prompt), longest_prefix(prompt, own)])
-        own.append([*prompt, *response[:-1]])
+        # A context instance does not get the tokens that a generation instance generates.
+        own.append(prompt if mode == "disaggregated" else [*prompt, *response[:-1]])
     assert rows[["prompt", "cached"]].tolist() == list(map(tuple, expected))
     of = ended.result["conversations"]
     assert of["first_turns"]["cached_share"] == 0.0 and 0 < of["later_turns"]["cached_share"] < 1
