@@ -34,8 +34,8 @@ def load_conversations(
     if not conversations:
         raise ConfigError(f"data set {file} is empty")
     turns = [turn for conversation in conversations for turn in conversation.turns]
-    given = [turn.prompt if turn.prompt is not None else "" for turn in turns]
-    check_traces(file, given, limits, lambda sample: turns[sample].where)
+    as_read = [turn.prompt if turn.prompt is not None else "" for turn in turns]
+    check_traces(file, as_read, limits, lambda sample: turns[sample].where)
     if are_generated is None:
         are_generated = not all(conversation.has_responses for conversation in conversations)
     stored: list[array[int]] = []

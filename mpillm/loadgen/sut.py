@@ -32,7 +32,7 @@ class Query(NamedTuple):
     def split(self, n: int) -> tuple[Query, Query]:
         """Return the first `n` requests, and the others."""
         prompts, sessions = self.prompts, self.sessions
-        first, rest = (
+        first, other = (
             Query(
                 self.ids[part],
                 self.indices[part],
@@ -42,7 +42,7 @@ class Query(NamedTuple):
             )
             for part in (slice(n), slice(n, None))
         )
-        return first, rest
+        return first, other
 
 
 class LoadGenTest:

@@ -276,12 +276,12 @@ class Harness(Role):
 
     def _salts(self, at: NDArray[np.integer[Any]] | slice, n: int) -> NDArray[np.uint64]:
         """Return the salts of the requests in the slots `at`."""
-        what = self._sampling.cache_salt
-        if what == "request":
+        shared_by = self._sampling.cache_salt
+        if shared_by == "request":
             self._n_salted += n
             return self._first_salt + np.arange(self._n_salted - n, self._n_salted, dtype=np.uint64)
         sessions = self._sessions[at].astype(np.uint64)
-        return self._first_salt + (sessions if what == "conversation" else 0 * sessions)
+        return self._first_salt + (sessions if shared_by == "conversation" else 0 * sessions)
 
     def _with_own(self, rows: NDArray[np.void], indices: NDArray[np.int64]) -> NDArray[np.int32]:
         """Return the tokens of requests some of whose prompts are not in the data set; set their lengths."""

@@ -193,7 +193,7 @@ class RunSession(ABC):
         return self.page()
 
     def table(self, dataset: Dataset) -> list[tuple[str, str]]:
-        """Write --requests_file; return the summary's row for it. A failure is a row, too."""
+        """Write --requests_file; return the summary's row for it, or for the error."""
         if not (path := self._config.requests_file):
             return []
         try:

@@ -251,6 +251,6 @@ def _counts_cached(planned: RunPlan) -> bool:
 
 
 def _reuses_nothing(planned: RunPlan) -> bool:
-    """Return whether no instance keeps prompts in its KV cache. A server does not tell whether it does."""
+    """Return whether no instance keeps prompts in its KV cache. A server does not report it."""
     reuse = any(core.engine.scheduler.enable_kv_cache_reuse for core in planned.cores)
     return not reuse and not BackendRegistry.get(planned.config.core_type).is_client
