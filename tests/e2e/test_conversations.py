@@ -91,6 +91,7 @@ def test_a_conversation_that_outgrows_the_model_ends(one: Starter, talks: Path) 
     figures = ended.result["conversations"]
     assert (figures["ended"], figures["failed"]) == (3, 0) and figures["outgrown"] >= 1
     assert figures["requests_skipped"] >= figures["outgrown"]
+    assert "the next prompt did not fit the model" in ended.flowing
 
 
 def test_messages_for_a_chat_server(one: Starter, talks: Path) -> None:
@@ -181,4 +182,5 @@ def test_cached_tokens_of_each_turn(
     of = ended.result["conversations"]
     assert of["first_turns"]["cached_share"] == 0.0 and 0 < of["later_turns"]["cached_share"] < 1
     assert len(ended.result["per_instance"]) == instances
-    assert "cached prompt tokens" in ended.flowing
+    page = (ended.log_dir / "report.html").read_text()
+    assert "cached prompt tokens" in ended.flowing and "cached prompt tokens" in page
