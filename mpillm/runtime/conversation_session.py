@@ -105,6 +105,9 @@ class ConversationSession(LoadSession):
                 else conversation_figures(rows, self._turns, load.window_s, self._streamed())
             ),
         }
+        if rows is not None and "prompt_tokens" not in result and (rows["prompt"] >= 0).all():
+            lengths = rows["prompt"]
+            result["prompt_tokens"] = {"mean": round(float(lengths.mean()), 2), "max": int(lengths.max())}
         if rows is not None and (limits := self._config.goodput):
             result["goodput"] = goodput(rows, limits, self._totals.lasted_s)
         nodes = [rank.node for rank in self._plan.ranks]

@@ -36,7 +36,9 @@ class LoadSession(RunSession):
         self.sends_text = samples.dataset.sends_text
         self._totals = Totals()
         super().__init__(samples.planned, record, console, control, record.path / TIMELINE)
-        if not self.sends_text:  # only the servers know the tokens of texts
+        turns = samples.dataset.turns
+        # Only the servers know the tokens of texts, and only the test those of generated histories.
+        if not self.sends_text and (turns is None or not turns.are_generated):
             lengths = samples.dataset.n_tokens
             mean, longest = round(float(lengths.mean()), 2), int(lengths.max())
             record.result["prompt_tokens"] = {"mean": mean, "max": longest}

@@ -103,7 +103,7 @@ def test_messages_for_a_chat_server(one: Starter, talks: Path) -> None:
     check_order(ended)
     (server,) = result["per_instance"][0]["servers"]
     assert (server["answers"], server["generated_tokens"], result["tokens"]) == (6, 36, 36)
-    assert "prompt_tokens" not in result  # only the server knows them
+    assert result["prompt_tokens"]["max"] > 0  # as the server counts
 
 
 @pytest.mark.parametrize(
@@ -179,6 +179,7 @@ def test_cached_tokens_of_each_turn(
         # A context instance does not get the tokens that a generation instance generates.
         own.append(prompt if mode == "disaggregated" else [*prompt, *response[:-1]])
     assert rows[["prompt", "cached"]].tolist() == list(map(tuple, expected))
+    assert ended.result["prompt_tokens"]["max"] == max(n for n, _ in expected)
     of = ended.result["conversations"]
     assert of["first_turns"]["cached_share"] == 0.0 and 0 < of["later_turns"]["cached_share"] < 1
     assert len(ended.result["per_instance"]) == instances
