@@ -76,6 +76,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.stem not in BUSY)
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_handlecrashitem() -> None:
+    """Leave a file for `.ci/run`: a test has ended its process, so others have not run."""
+    crashed = Path(__file__).parents[1] / ".pytest_cache" / "crashed"
+    crashed.parent.mkdir(exist_ok=True)
+    crashed.touch()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the check that tests of `make test` are short."""
     text = "seconds of CPU that a test without the marker `long` may use, with the children that it waits for"
