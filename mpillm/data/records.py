@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from disagg.errors import nearest
 from mpillm.files import excerpt
@@ -41,10 +41,14 @@ class Trace(NamedTuple):
     hash_ids: tuple[int, ...]
 
 
-class Sample(NamedTuple):
-    """A row's prompt (text, checked tokens, a chat or an entry of a trace) and output length."""
+Prompt: TypeAlias = "str | array[int] | list[dict[str, Any]] | Trace"
+"""Text, checked tokens, a chat, or a trace's entry."""
 
-    prompt: str | array[int] | list[dict[str, Any]] | Trace
+
+class Sample(NamedTuple):
+    """A row's prompt and output length."""
+
+    prompt: Prompt
     output_len: int | None = None
     unused: frozenset[str] = frozenset()  # the row's keys that have no effect
 
@@ -113,7 +117,7 @@ def _prompt(value: Any, key: str, vocab_size: int) -> Any:
     if key == "input_tokens" or (is_list and value and type(value[0]) is int and key != "messages"):
         return _tokens(value, key, vocab_size)
     if key == "messages" or (is_list and value and all(isinstance(one, dict) for one in value)):
-        return _messages(value, key)
+        return chat_of(value, key)
     return _text(value, key)
 
 
@@ -129,7 +133,8 @@ def _text(prompt: Any, key: str) -> str:
     return prompt
 
 
-def _messages(messages: Any, key: str) -> list[dict[str, Any]]:
+def chat_of(messages: Any, key: str) -> list[dict[str, Any]]:
+    """Return checked messages, with their content as text. Raises ValueError that names `key`."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{key} is {excerpt(messages)}; must be an array of messages")
     chat = []
@@ -168,21 +173,22 @@ def _trace(row: Mapping[str, Any]) -> Trace:
     ids = row.get("hash_ids", [])
     if not isinstance(ids, list) or not all(type(one) is int and 0 <= one < 1 << 63 for one in ids):
         raise ValueError(f"hash_ids is {excerpt(ids)}; must be an array of integers")
-    return Trace(_length(row["input_length"], "input_length"), tuple(ids))
+    return Trace(length_of(row["input_length"], "input_length"), tuple(ids))
 
 
 def _output_len(row: Mapping[str, Any], column: str | None) -> int | None:
     if column is not None:
-        return _length(_named(row, column, "output_len_column"), column)
+        return length_of(_named(row, column, "output_len_column"), column)
     lengths = {key: row[key] for key in LENGTHS if row.get(key) not in (None, "")}
-    values = {_length(value, key) for key, value in lengths.items()}
+    values = {length_of(value, key) for key, value in lengths.items()}
     if len(values) > 1:
         values_text = " and ".join(f"{key} {value}" for key, value in lengths.items())
         raise ValueError(f"{values_text} differ; name one by --output_len_column")
     return next(iter(values), None)
 
 
-def _length(value: Any, key: str) -> int:
+def length_of(value: Any, key: str) -> int:
+    """Return a number of tokens, at least 1. Raises ValueError that names `key`."""
     if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit() and len(value) < 20:
         value = int(value)  # CSV has only text
     if isinstance(value, float) and value.is_integer():

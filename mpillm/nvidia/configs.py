@@ -172,6 +172,7 @@ class TrtllmHlApiConfig(TrtllmHarnessConfig):
 
 @autoconfigure
 @bind(AllFields.trtllm_server_urls, "endpoint_urls")
+@bind(AllFields.endpoint_type)
 @bind(AllFields.load_deadline)
 @bind(AllFields.health_deadline)
 @bind(AllFields.compliance_test)
@@ -180,6 +181,7 @@ class TrtllmEndpointConfig(TrtllmHlApiConfig):
     """trtllm-serve over HTTP."""
 
     endpoint_urls: tuple[str, ...] = ("0.0.0.0:30000",)
+    endpoint_type: str = AllFields.endpoint_type.default
     load_deadline: float = AllFields.load_deadline.default  # seconds, and below
     health_deadline: float = AllFields.health_deadline.default
     compliance_test: str | None = None

@@ -68,8 +68,11 @@ ROUTER = YamlKey(
     {name: name for name in AllFields.traffic_distribution_policy.choices}
     | {PROMPTS_ALONE: "load_balancing"},
 )
-# The parameters of TensorRT-LLM's router kv_cache_aware that mpillm's router supports.
-ROUTER_ARGUMENTS = ("tokens_per_block", "max_batch_size")
+# The parameters of routers that mpillm supports. Those of kv_cache_aware are TensorRT-LLM's.
+ROUTER_ARGUMENTS = {
+    "kv_cache_aware": ("tokens_per_block", "max_batch_size"),
+    "conversation": ("max_batch_size",),
+}
 KV_TRANSFER_TIMEOUT = YamlKey(
     AllFields.kv_transfer_timeout_ms, ("cache_transceiver_config", "kv_transfer_timeout_ms")
 )
@@ -188,8 +191,9 @@ def same(name: str, one: Any, other: Any) -> bool:
 
 
 def router_arguments(server: ServerConfig, tokens_per_block: int) -> dict[str, int]:
-    """Return the parameters of the router kv_cache_aware; `tokens_per_block` is a default."""
-    explicit = {name: server.router[name] for name in ROUTER_ARGUMENTS if server.router.get(name) is not None}
+    """Return the parameters of the section's router; `tokens_per_block` is a default."""
+    names = ROUTER_ARGUMENTS["kv_cache_aware"]
+    explicit = {name: server.router[name] for name in names if server.router.get(name) is not None}
     return {"tokens_per_block": tokens_per_block, **explicit}
 
 
@@ -250,8 +254,7 @@ def without_effect(
     keys += SERVER_ONLY if is_server else ()
     read = {key.key for key in keys} | {("moe_tensor_parallel_size",)}
     read |= {(key.also,) for key in keys if key.also and _at(server, key.key) is None}
-    if ROUTER.value_in(server) == "kv_cache_aware":
-        read |= {("router", name) for name in ROUTER_ARGUMENTS}
+    read |= {("router", name) for name in ROUTER_ARGUMENTS.get(ROUTER.value_in(server), ())}
     known = ("kv_cache_config", "cache_transceiver_config", "router", *(() if is_server else ("urls",)))
     values = {name: getattr(server, name) for name in known if getattr(server, name)}
     for outer, value in {**values, **server.extra}.items():

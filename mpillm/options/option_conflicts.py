@@ -63,6 +63,8 @@ def check_options(config: RunConfig) -> None:
         _check_nodes(config)
     if config.dataset == "synthetic" and config.is_user_set("dataset_path"):
         raise ConfigError(f"{config.named('dataset')} and {config.named('dataset_path')} exclude each other")
+    if config.cache_salt == "conversation" and not config.has_conversations:
+        raise ConfigError(f"{config.named('cache_salt')} needs --harness conversations", about=["cache_salt"])
     check_harness(config)
     check_mode(config)
 
@@ -71,11 +73,15 @@ def check_harness(config: RunConfig) -> None:
     """Raise ConfigError for an option of LoadGen in a run with a load client."""
     if not config.harness:
         return
-    for name in (
-        *("test_mode", "compliance_test", "audit_conf", "save_outputs", "require_valid"),
-        "show_steady_state_progress",
-    ):
-        if name == "test_mode" and load_client_kind(config.harness).answers is not None:
+    names = ["test_mode", "compliance_test", "audit_conf", "require_valid"]
+    if not config.has_conversations:
+        names += ["save_outputs", "show_steady_state_progress", "cache_salt"]
+    for name in names:
+        if (
+            name == "test_mode"
+            and not config.has_conversations
+            and load_client_kind(config.harness).answers is not None
+        ):
             continue  # the command `accuracy` scores this client's answers
         if config.is_user_set(name) and config[BY_NAME[name]] != BY_NAME[name].default:
             raise ConfigError(
@@ -109,7 +115,7 @@ def _check_restart(config: RunConfig) -> None:
         why = "the run starts no servers (--server)"
     elif kind_of(config.server).client_port:
         why = f"a {config.server} server is not started again"
-    elif config.harness:
+    elif config.harness and not config.has_conversations:
         why = f"the client of {config.named('harness')} may use a server itself, and would not detect it"
     elif config.server_nodes > 1:
         why = "a server over several nodes is not started again"

@@ -21,7 +21,17 @@ from mpillm.options.unused_options import check_unused
 
 # The options in `run --help`.
 RUN_FIELDS = command_fields(
-    *("workload", "topology", "model", "own servers", "other harness", "build", "harness", "triton"),
+    *(
+        "workload",
+        "topology",
+        "model",
+        "own servers",
+        "other harness",
+        "conversations",
+        "build",
+        "harness",
+        "triton",
+    ),
     *("data", "generation", "test", "output", "deadlines"),
     # The ports are written to the YAML in the run directory.
     also=("server_port", "worker_start_port", "tritonserver", "force"),
@@ -62,7 +72,7 @@ _MAIN = (
     *("server", "server_args", "clients_per_server", "server_nodes"),
     *("trtllm_server_urls", "harness", "harness_args", "concurrency", "host", "port"),
     *("dataset_path", "max_output_len", "server_target_qps", "goodput", "min_duration", "min_query_count"),
-    *("test_mode", "user_conf", "log_dir", "save_outputs", "force", "on_instance_loss"),
+    *("test_mode", "user_conf", "log_dir", "save_outputs", "requests_file", "force", "on_instance_loss"),
 )
 
 

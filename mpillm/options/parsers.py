@@ -402,12 +402,16 @@ def name_or_class(
     return parse
 
 
-def kind_of_program(kinds: NamedKinds[Any]) -> Callable[[str], str]:
-    """Make a parser of the name of a kind of program, in any letter case, or of ``command:WORDS``."""
+def kind_of_program(kinds: NamedKinds[Any], *more: str) -> Callable[[str], str]:
+    """Make a parser of the name of a kind of program, in any letter case, or of ``command:WORDS``.
 
-    @expects(f"{', '.join(kinds.built_in)}, or {OTHER}WORDS")
+    `more`: further names.
+    """
+    names = (*more, *kinds.built_in)
+
+    @expects(f"{', '.join(names)}, or {OTHER}WORDS")
     def parse(text: str) -> str:
-        if text.lower() in kinds.built_in:
+        if text.lower() in names:
             return text.lower()
         try:
             kinds.kind_of(text)

@@ -202,6 +202,46 @@ def other_harness_rows(
     return [*rows, ("result", f"{directory}/result.json")]
 
 
+def conversation_facts(of: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return how many conversations ended, and the cached tokens of prompts if these are known.
+
+    `of`: the entry of result.json.
+    """
+    rows = [("conversations", f"{of['ended']:,} of {of['started']:,} ended, {of['failed']:,} by an error")]
+    if of["outgrown"]:
+        rows.append(("  outgrown", f"{of['outgrown']:,}: the next prompt did not fit the model"))
+    shares = [
+        f"{100 * share:.0f} % in {title}"
+        for name, title in (("first_turns", "first turns"), ("later_turns", "later turns"))
+        if (share := of.get(name, {}).get("cached_share")) is not None
+    ]
+    return [*rows, ("cached prompt tokens", ", ".join(shares))] if shares else rows
+
+
+def conversation_rows(
+    result: Mapping[str, Any], directory: str, facts: Facts | None = None
+) -> list[tuple[str, Any]]:
+    """Do as `summary_rows`, for a test of conversations."""
+    of = result["conversations"]
+    first, *more = conversation_facts(of)
+    rows: list[tuple[str, Any]] = [
+        first,
+        *(("DOUBTFUL", doubt) for doubt in result["doubts"]),
+        *(("not checked", text) for text in unchecked(result)),
+        *_lost_rows(result, "requests"),
+        *_measured_rows(result, "requests", facts),
+    ]
+    place = next((i for i, (name, _) in enumerate(rows) if name == "time to first token"), len(rows))
+    for name, title in (("later_turns", "later turns"), ("first_turns", "first turns")):
+        if ttft := of.get(name, {}).get("ttft_ms"):
+            known = "  ".join(f"{k} {milliseconds(v)}" for k, v in ttft.items() if v is not None)
+            rows.insert(place + 1, (f"  in {title}", known))
+    rows[place:place] = more
+    if facts is not None and (limit := facts.limit()):
+        rows.append(("limit", limit))
+    return [*rows, ("result", f"{directory}/result.json")]
+
+
 def _measured_rows(result: Mapping[str, Any], unit: str, facts: Facts | None = None) -> list[tuple[str, Any]]:
     rows: list[tuple[str, Any]] = [
         (unit, f"{result['samples']:,} in {result['test_s']:,.2f} s, {result['errors']:,} errors"),

@@ -283,7 +283,7 @@ class HarnessSession(ServeSession):
         page = self.leave_result()
         facts, _ = facts_of(RunFiles.read(record.path))
         rows = other_harness_rows(record.result, display_path(record.path), facts)
-        self._console.summary([*rows, page])
+        self._console.summary([*rows, *self.table(self._prepared.dataset), page])
         return int(ExitCode.DONE)
 
 

@@ -33,6 +33,26 @@ from tests.helpers.serve_command import TIMEOUT_S, answer, metric, post, ready_a
 from tests.helpers.support import DONE, SLOW_WITH_MPICH, Starter, wait_until
 
 
+def test_a_conversation_stays_at_its_instance(one: Starter) -> None:
+    """Its later turns find the earlier ones in the cache; `usage` and `/metrics` count their tokens."""
+    model = ("--model_path", "tiny-llama", "--enable_kv_cache_reuse", "--tokens_per_block", 4)
+    command, host, port = serve(one, 4, *model, "--traffic_distribution_policy", "conversation")
+    prompts = {name: [10 * i + 5] * 9 for i, name in enumerate("abc")}
+    cached: list[int] = []
+    for _ in range(3):
+        for name, prompt in prompts.items():
+            body = {"prompt": prompt, "max_tokens": 4, "ignore_eos": True, "temperature": 0, "user": name}
+            reply = answer(host, port, "/v1/completions", **body, return_token_ids=True)
+            cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+            prompt += [*reply["choices"][0]["token_ids"], 7]
+    # Nine tokens of the prompt, three of the response; the last token of a sequence is not in the cache.
+    assert cached == [0] * 3 + [12] * 3 + [16] * 3
+    assert metric(host, port, "prefix_cache_hits_total") == sum(cached)
+    command.process.send_signal(signal.SIGTERM)
+    ended = command.end().must(DONE)
+    assert [instance["samples"] for instance in ended.result["per_instance"]] == [3, 3, 3]
+
+
 def test_disaggregated_instances_behind_one_url(one: Starter) -> None:
     """Streams and answers have the same tokens; clients that leave keep no block of a KV cache.
 

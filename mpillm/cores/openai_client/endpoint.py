@@ -13,7 +13,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from launch.bounded_http import MAX_PAGE_BYTES
 from mpillm.comms.messages import Refusal
-from mpillm.cores.openai_client.dialect import COMPLETIONS, DIALECTS, Dialect
+from mpillm.cores.openai_client.dialect import CHAT, COMPLETIONS, DIALECTS, Dialect
 from mpillm.cores.openai_client.http_connection import (
     HttpConnection,
     HttpError,
@@ -79,7 +79,7 @@ class RemoteServer:
             + (f"Authorization: Bearer {key}\r\n" if key else "")
             + "Content-Type: application/json\r\nContent-Length: "
         )
-        self._post = self._start_line("POST", COMPLETIONS)
+        self._posts = {path: self._start_line("POST", path) for path in (COMPLETIONS, CHAT)}
         self.model = ""
         self.dialect: Dialect = DIALECTS[0]
         self.last_statistics: Any = None  # see `server_counts`
@@ -97,12 +97,16 @@ class RemoteServer:
 
     # --- calls ---
 
-    def start(self, call: OutstandingRequest, body: bytes) -> None:
-        """Send the request of `call`, over a free connection or a new one."""
+    def start(self, call: OutstandingRequest, body: bytes, session: int = 0) -> None:
+        """Send the request of `call`, over a free connection or a new one.
+
+        `session`: of the header X-Session-ID, by which routers keep a conversation at one server; 0: none.
+        """
         if not self.calls:
             self.last_received = time.perf_counter()
         self.calls.add(call)
-        request = b"%b%d\r\n\r\n%b" % (self._post, len(body), body)
+        header = b"X-Session-ID: %08x\r\n" % session if session else b""
+        request = b"%b%d\r\n%b\r\n%b" % (self._posts[self.dialect.path], len(body), header, body)
         while self._idle:
             connection = self._idle.pop()
             if not connection.closed:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from disagg.errors import ConfigError, about
 from mpillm.comms.messages import WAITING, Batch, Refusal, RequestFlag, ResponseFlag
@@ -25,7 +28,7 @@ from mpillm.cores.openai_client.client import Call, Client
 from mpillm.cores.openai_client.client_core import ClientCore
 from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.cores.openai_client.delivered_tokens import AnswerTokens, DeliveredTokens
-from mpillm.cores.openai_client.dialect import COMPLETIONS, Sampling
+from mpillm.cores.openai_client.dialect import CHAT, COMPLETIONS, Sampling
 from mpillm.cores.openai_client.disagg_protocol import protocol_of
 from mpillm.cores.openai_client.endpoint import EndpointError, RemoteServer, ServerUnreachable
 from mpillm.cores.openai_client.endpoint_options import EndpointOptions, HarnessValues
@@ -40,6 +43,7 @@ from mpillm.cores.openai_client.readiness import (
 from mpillm.cores.openai_client.server_reader import ServerReader
 from mpillm.cores.openai_client.server_records import counts_of, server_records
 from mpillm.cores.openai_client.statistics import Statistics
+from mpillm.data.chat_request import ChatRequests
 from mpillm.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 from mpillm.errors import Failure, RunError
 
@@ -68,6 +72,7 @@ class EndpointCore(ClientCore):
         self._harness: HarnessValues = config.settings
         super().__init__(config, comms, self._harness.endpoint_urls, self._harness.max_concurrency)
         self._options = EndpointOptions.from_options(config.options)
+        self._is_chat = self._harness.endpoint_type == "chat" and not config.serves
         self._context_urls: list[str] = []
         self.waits_for_server = False
         self._tokenizer: Tokenizer | None = None
@@ -151,6 +156,7 @@ class EndpointCore(ClientCore):
             self._options.retry_s,
             self._contexts,
             protocol_of(self.config.client.protocol, self.config.instance) if self._contexts else None,
+            self._is_chat,
         )
 
     def _endpoint(self, url: str) -> RemoteServer:
@@ -205,7 +211,8 @@ class EndpointCore(ClientCore):
         limit = DEADLINE_SHARE * self._harness.health_deadline / (2 * len(endpoints))
         limit = longest_first_token_s(self.config, limit)
         for endpoint in endpoints:
-            self.awaits = f"{WAITING}{endpoint.url}: a first token (POST {COMPLETIONS})"
+            path = CHAT if self._is_chat else COMPLETIONS
+            self.awaits = f"{WAITING}{endpoint.url}: a first token (POST {path})"
             endpoint.model = self._run(self._find_model(endpoint, limit), limit + 60)
             self._run(self._choose_dialect(endpoint, limit), limit + 60)
             if self._harness.compliance_test and not endpoint.dialect.token_ids:
@@ -239,7 +246,9 @@ class EndpointCore(ClientCore):
     def _choose_dialect(self, endpoint: RemoteServer, limit_s: float) -> Coroutine[Any, Any, None]:
         texts, stream = self.config.client.sends_text, self._harness.streaming
         known = self._tokenizer is not None
-        return choose_dialect(endpoint, known, limit_s, _LONGER, texts=texts, stream=stream)
+        return choose_dialect(
+            endpoint, known, limit_s, _LONGER, texts=texts, chat=self._is_chat, stream=stream
+        )
 
     def _run(self, work: Any, limit_s: float) -> Any:
         assert self._thread is not None
@@ -253,7 +262,12 @@ class EndpointCore(ClientCore):
 
     def warm_up_requests(self) -> Batch:
         """Return a request for each server, with an answer that may end immediately."""
-        return short_requests(max(len(self._endpoints), len(self._contexts)))
+        requests = short_requests(n := max(len(self._endpoints), len(self._contexts)))
+        if not self._is_chat:
+            return requests
+        prompt = ChatRequests().encode("Hello")
+        requests.rows["n_tokens"] = len(prompt)
+        return Batch(requests.rows, np.array(prompt * n, np.int32))
 
     def start_test(self) -> None:
         assert self._thread is not None
@@ -372,9 +386,11 @@ class EndpointCore(ClientCore):
                 () if ignore else stop_texts,
                 self.config.engine.end_ids or () if ignore else ids,
                 ignore_eos=bool(row["flags"] & RequestFlag.IGNORE_END),
+                cache_salt=f"{row['salt']:016x}" if row["salt"] else "",
             )
             on_more = self._report_tokens if row["flags"] & RequestFlag.STREAM else None
-            self._client.submit(int(row["id"]), request.tokens.tolist(), sampling, on_more)
+            prompt, session = request.tokens.tolist(), int(row["session"])
+            self._client.submit(int(row["id"]), prompt, sampling, on_more, session, int(row["flags"]))
 
     def _text(self, prompt: Sequence[int]) -> str:
         if self.config.client.sends_text:
@@ -433,6 +449,11 @@ class EndpointCore(ClientCore):
         call.endpoint.count(call, len(tokens))
         if call.streams:
             self._statistics.add(call, len(tokens))
+        n_prompt, cached = call.answer.prompt_tokens, call.answer.cached_tokens
+        if call.flags & RequestFlag.PROMPT_COUNTS and n_prompt is not None:
+            self._add(call.id, ResponseFlag.PROMPT_COUNTS, [n_prompt, -1 if cached is None else cached])
+        if call.flags & RequestFlag.MESSAGE and self._is_chat:
+            self._add(call.id, ResponseFlag.MESSAGE, list(json.dumps(call.answer.message).encode()))
         self._add(call.id, flags, tokens)
 
     def on_failed(self, call: Call, error: EndpointError) -> None:

@@ -31,6 +31,9 @@ class HarnessValues(Protocol):
     def stall_timeout(self) -> float: ...
 
     @property
+    def endpoint_type(self) -> str: ...  # completions or chat
+
+    @property
     def compliance_test(self) -> str | None: ...
 
 

@@ -327,7 +327,8 @@ class Scheduler:
             self._blocks.give_back(sequence.blocks[part])
             sequence.blocks = [*sequence.blocks[:first], *known, *sequence.blocks[part.stop :]]
             sequence.n_cached += len(known) * self._tokens_per_block
-            sequence.n_reused += len(known)
+            if not sequence.output:
+                sequence.n_reused += len(known) * self._tokens_per_block
             sequence.n_blocks_sent = 0
 
     def _take_slot(self, sequence: Sequence) -> None:
@@ -359,6 +360,8 @@ class Scheduler:
             self._give_slot_back(youngest)
             self.free(youngest)
             youngest.n_cached = youngest.n_published = 0
+            if not youngest.output:
+                youngest.n_reused = 0
             bisect.insort(self.waiting, youngest, key=_arrival)
             self.preemptions += 1
             if youngest is sequence:

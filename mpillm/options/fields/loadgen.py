@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from mpillm.core_names import EMBEDDED, TRTLLM_ENDPOINT
 from mpillm.options.field import ANY, Options, option
 from mpillm.options.fields.effects import REPORTED, RUN, TEST, used_by
 from mpillm.options.latency_limits import ARGPARSE_OPTIONS, integer_limits_ms
-from mpillm.options.parsers import boolean, kind_of_program, length_of_a_test, positive, rate, shell_args
-from mpillm.programs.load_clients.kinds import KINDS
+from mpillm.options.parsers import (
+    boolean,
+    kind_of_program,
+    length_of_a_test,
+    not_negative,
+    positive,
+    rate,
+    shell_args,
+)
+from mpillm.programs.load_clients.kinds import CONVERSATIONS, KINDS
 from mpillm.workloads.rounds import ROUNDS
 
 
@@ -66,6 +75,12 @@ class LoadgenFields(Options, group="test", effect=TEST):
     compliance_test = option(
         "make a compliance run, with this test's audit.config", choices=("TEST06", "TEST07", "TEST09")
     )
+    cache_salt = option(
+        "requests share cached prompts only within one test, one conversation or one request: each has a salt"
+        " of its own [default: no salts]",
+        choices=("test", "conversation", "request"),
+        effect=used_by(*EMBEDDED, *TRTLLM_ENDPOINT, commands=[RUN]),
+    )
 
 
 _OF_A_HARNESS = used_by(commands=[RUN], needs=("harness", ANY))
@@ -75,10 +90,11 @@ class OtherHarnessFields(Options, group="other harness"):
     """Load clients, which replace LoadGen."""
 
     harness = option(
-        "let this client make the load in LoadGen's place: inference-endpoint, aiperf, guidellm, vllm-bench,"
-        " or command:WORDS, which must contain {report} and either {url} or {urls}, and may contain {model},"
-        " {tokenizer}, {bodies}, {requests}, {rate}, {concurrency} and {seed}",
-        kind_of_program(KINDS),
+        "let this client make the load in LoadGen's place: conversations (mpillm's own: a request follows the"
+        " previous response), inference-endpoint, aiperf, guidellm, vllm-bench, or command:WORDS, which must"
+        " contain {report} and either {url} or {urls}, and may contain {model}, {tokenizer}, {bodies},"
+        " {requests}, {rate}, {concurrency} and {seed}",
+        kind_of_program(KINDS, CONVERSATIONS),
         effect=used_by(commands=[RUN]),
     )
     harness_args = option(
@@ -88,7 +104,7 @@ class OtherHarnessFields(Options, group="other harness"):
         effect=_OF_A_HARNESS,
     )
     concurrency = option(
-        "requests that the client keeps open simultaneously [default: all, in scenario Offline]",
+        "requests, or conversations, that are open simultaneously [default: all, in scenario Offline]",
         positive,
         effect=used_by(commands=[RUN], scenarios=["Offline"], needs=("harness", ANY)),
     )
@@ -96,4 +112,24 @@ class OtherHarnessFields(Options, group="other harness"):
         "GiB of host memory that the client's processes may use together; using more counts as a failure",
         rate,
         effect=_OF_A_HARNESS,
+    )
+
+
+class ConversationFields(
+    Options, group="conversations", effect=used_by(commands=[RUN], needs=("harness", CONVERSATIONS))
+):
+    """Load of --harness conversations. In scenario Server, server_target_qps counts conversations."""
+
+    num_conversations = option(
+        "conversations to start; after the data set's last one, its first one follows [default: each once]",
+        positive,
+    )
+    history = option(
+        "the responses in the prompts of later turns: recorded in the data set, or generated in the test"
+        " [default: recorded, if the data set has them all]",
+        choices=("recorded", "generated"),
+    )
+    trace_speed = option("divides time stamps and delays of the data set", rate, default=1.0)
+    ramp_up = option(
+        "seconds over which the first conversations start; figures leave them out", not_negative, default=0.0
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpillm.core_names import EMBEDDED, RUNS_ENGINES, TRTLLM_DISAGG, TRTLLM_ENDPOINT
 from mpillm.options.field import Options, option
-from mpillm.options.fields.effects import BUILT, MODELS, REPORTED, STAGES, TOOLS, of_engines, used_by
+from mpillm.options.fields.effects import BUILT, MODELS, REPORTED, RUN, STAGES, TOOLS, of_engines, used_by
 from mpillm.options.fields.general import workload_names
 from mpillm.options.parsers import batch_sizes, boolean, flag_dict, http_urls
 
@@ -64,6 +64,12 @@ class HarnessFields(Options, group="harness"):
         http_urls,
         aliases=("url",),
         effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG),
+    )
+    endpoint_type = option(
+        "the requests of a test: completions, or chats, to which the server applies its chat template",
+        choices=("completions", "chat"),
+        default="completions",
+        effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG, commands=[RUN]),
     )
     show_steady_state_progress = option(
         "also show the throughput of the last 30 seconds in the progress line",

@@ -56,10 +56,11 @@ class TopologyFields(Options, group="topology"):
     traffic_distribution_policy = option(
         "which instance gets a request. load_balancing: the instance with the fewest outstanding tokens,"
         " counting prompts and longest answers. round_robin: the next in turn. kv_cache_aware: an instance"
-        " that has cached the beginning of the prompt. isl_load_balancing: treated as load_balancing;"
+        " that has cached the beginning of the prompt. conversation: the instance of the conversation's"
+        " previous request. isl_load_balancing: treated as load_balancing;"
         " NVIDIA's leader counts only prompts with it",
         default="load_balancing",
-        choices=("load_balancing", "round_robin", "kv_cache_aware", PROMPTS_ALONE),
+        choices=("load_balancing", "round_robin", "kv_cache_aware", "conversation", PROMPTS_ALONE),
     )
     world_size = option(
         "number of ranks, control ranks included, for commands without mpirun", positive, group="plan"

@@ -188,7 +188,7 @@ def test_a_trace(tmp_path: Path) -> None:
         {"timestamp": 3, "input_length": 600, "output_length": 1, "hash_ids": []},
     ]
     dataset = load(tmp_path, "trace.jsonl", lines(*rows))
-    assert dataset.lengths().tolist() == [700, 1024, 600]
+    assert dataset.n_tokens.tolist() == [700, 1024, 600]
     assert dataset.output_lengths is not None and dataset.output_lengths.tolist() == [50, 60, 1]
     first, second, third = prompts_of(dataset)
     assert first[:512] == second[:512] != third[:512]
@@ -199,7 +199,9 @@ def test_a_trace(tmp_path: Path) -> None:
     for length, message in ((10**10, "its prompts have 10000000000 tokens"), (0, "input_length is 0")):
         with pytest.raises(ConfigError, match=message):
             load(tmp_path, "trace.jsonl", lines({"input_length": length, "output_length": 1}))
-    with pytest.raises(ConfigError, match="sample 0 has 700 tokens and does not fit max_seq_len 650"):
+    with pytest.raises(
+        ConfigError, match=r"a\.jsonl:2: the prompt has 1024 tokens and does not fit max_seq_len 650"
+    ):
         load_dataset(
             _written(tmp_path, lines(*rows)), ByteTokenizer(), PromptLimits(max_seq_len=650, max_output_len=1)
         )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpillm.comms.messages import Batch
+from mpillm.comms.messages import Batch, RequestFlag, ResponseFlag
 from mpillm.cores.base import Metrics
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.cache.kv_cache import KVCache
@@ -180,6 +180,33 @@ def test_policies_chunking_and_reuse(
         assert statistics["reused_tokens"] == 8 * statistics["reused_blocks"] > 0
         core.start_test()
         assert set(core.statistics().values()) == {0}
+
+
+def test_the_cached_tokens_of_each_prompt(folder: Path) -> None:
+    """Those of whole blocks, also of a response to an earlier prompt; never the prompt's last token."""
+    core = make_core(folder, enable_kv_cache_reuse=True, tokens_per_block=8)
+    flags = int(RequestFlag.PROMPT_COUNTS)
+
+    def counts(prompt: list[int]) -> tuple[list[list[int]], list[int]]:
+        core.enqueue(make_batch([prompt], flags=flags))
+        found: list[list[int]] = []
+        response: list[int] = []
+        while core.has_work():
+            for one in (core.poll_responses() or make_batch([])).split():
+                flag = int(one.rows["flags"][0])
+                if flag & ResponseFlag.PROMPT_COUNTS:
+                    found.append(one.tokens.tolist())
+                elif flag & ResponseFlag.FINAL:
+                    response = one.tokens.tolist()
+        return found, response
+
+    prompt = list(range(5, 29))
+    found, response = counts(prompt)
+    assert found == [[24, 0]]
+    assert counts(prompt)[0] == [[24, 16]]
+    later = [*prompt, *response, 7]
+    assert counts(later)[0] == [[len(later), (len(later) - 2) // 8 * 8]]
+    core.start_test()
 
 
 def test_requests_that_come_while_others_run(folder: Path, prompts: Tokens, expected: Tokens) -> None:

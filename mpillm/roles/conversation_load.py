@@ -1,0 +1,255 @@
+"""The load of conversations in LoadGen's place: each request follows the response to the previous one."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import math
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disagg.errors import ConfigError
+from mpillm.comms.messages import RequestFlag
+from mpillm.data.conversations import Message
+from mpillm.data.dataset import Turns
+from mpillm.data.generated_history import GeneratedHistory
+from mpillm.loadgen.sut import Query
+from mpillm.phases import Phase
+from mpillm.roles.role import Role
+
+
+@dataclass(frozen=True)
+class LoadShape:
+    """When conversations start, and for how long.
+
+    With `concurrency`, a conversation starts when another one has ended. Otherwise conversations arrive: by
+    `rate`, or else by the time stamps of their first requests.
+    """
+
+    n_conversations: int  # to start; after the data set's last one, its first one follows
+    concurrency: int | None = None  # open conversations
+    rate: float | None = None  # of Poisson arrivals, conversations per second
+    seed: int = 0  # of the arrivals
+    speed: float = 1.0  # divides time stamps and delays
+    ramp_up_s: float = 0.0  # over which the first `concurrency` conversations start, evenly
+    max_s: float = math.inf  # after which no request is issued
+
+
+@dataclass
+class _Open:
+    """One started conversation."""
+
+    first: int  # sample of its first request
+    n_turns: int
+    started: float  # time.perf_counter()
+    number: int  # in the data set
+    session: int  # never 0; another one each time
+    turn: int = 0  # of the next request, or of the outstanding one
+    responses: list[Message] = field(default_factory=list)  # if they are generated in the test
+    prompt: NDArray[np.int32] | None = None  # of the next request; None: the data set's
+
+
+class ConversationLoad(Role):
+    """Issues the requests of conversations. The harness of the same rank sends them.
+
+    `error` and `use_token_latencies` are LoadGen's; see `LoadGenTest`.
+    """
+
+    sends_requests = True
+    error: BaseException | None = None
+    use_token_latencies = False
+
+    def __init__(
+        self,
+        turns: Turns,
+        shape: LoadShape,
+        history: GeneratedHistory | None = None,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`history`: makes the prompts, if these have the responses of the test. `wake`: wakes the loop."""
+        self.issued: deque[Query] = deque()
+        self.n_started = self.n_ended = self.n_failed = 0  # conversations
+        # Requests of started conversations that an error, a limit or the end of the time has left out.
+        self.n_skipped = 0
+        self.window_s = (shape.ramp_up_s, math.inf)
+        """Seconds of the test between ramp-up and drain: while all conversations are open, or arrive."""
+        self._turns, self._shape = turns, shape
+        # A heap: time, a number that breaks ties, conversation.
+        self._due: list[tuple[float, int, _Open]] = []
+        self._history, self._wake = history, wake
+        self.request_flags = int(RequestFlag.PROMPT_COUNTS)
+        if history is not None:
+            self.request_flags |= RequestFlag.MESSAGE
+        self.outgrown = ""  # the first conversation whose prompt exceeded a limit, and the limit
+        self.n_outgrown = 0
+        self._messages: dict[int, Message] = {}  # by id, of outstanding requests
+        # One thread makes prompts, so that the rank can do other work at that time.
+        self._maker = ThreadPoolExecutor(1, "mpillm-history") if history is not None else None
+        self._prompts_to_come: dict[
+            Future[NDArray[np.int32]], tuple[_Open, float]
+        ] = {}  # with the times of requests
+        self._order = itertools.count()
+        self._ids = itertools.count(1)
+        self._first_session = 1 + secrets.randbits(31)  # so that a server knows no session of an earlier test
+        self._outstanding: dict[int, _Open] = {}
+        self._started_at = 0.0
+
+    @property
+    def finished(self) -> bool:
+        """Whether every request has its response."""
+        return bool(self._started_at) and not (self._due or self._outstanding or self._prompts_to_come)
+
+    def start(self) -> None:
+        """Start the test."""
+        self._started_at = time.perf_counter()
+        shape = self._shape
+        if shape.concurrency is not None:
+            n = min(shape.concurrency, shape.n_conversations)
+            arrivals = np.arange(n) * (shape.ramp_up_s / shape.concurrency)
+        else:
+            arrivals = self._arrivals()
+            self.window_s = (shape.ramp_up_s, float(arrivals.max()))
+        for at in arrivals.tolist():
+            self._start_conversation(self._started_at + at)
+
+    def _arrivals(self) -> NDArray[np.float64]:
+        """Return when each conversation arrives, in seconds from the test's start."""
+        n, n_known = self._shape.n_conversations, len(self._turns)
+        if self._shape.rate is not None:
+            random = np.random.default_rng(self._shape.seed)
+            return random.exponential(1 / self._shape.rate, n).cumsum()
+        stamps = self._turns.at_s[self._turns.first[:-1]]
+        stamps = (stamps - stamps.min()) / self._shape.speed
+        span = stamps.max() * n_known / max(1, n_known - 1)  # until the trace begins again
+        number = np.arange(n)
+        arrivals: NDArray[np.float64] = stamps[number % n_known] + number // n_known * span
+        return arrivals
+
+    def _start_conversation(self, at: float) -> None:
+        number = self.n_started % len(self._turns)
+        first, end = self._turns.first[number : number + 2].tolist()
+        session = self._first_session + self.n_started
+        self.n_started += 1
+        self._schedule(at, _Open(first, end - first, at, number, session))
+
+    def _schedule(self, at: float, conversation: _Open) -> None:
+        if at - self._started_at > self._shape.max_s:
+            self.n_skipped += conversation.n_turns - conversation.turn
+            return
+        heapq.heappush(self._due, (at, next(self._order), conversation))
+
+    # --- the role ---
+
+    def poll(self) -> bool:
+        self._take_prompts()
+        now = time.perf_counter()
+        ids, indices, sessions = list[int](), list[int](), list[int]()
+        prompts: list[NDArray[np.int32] | None] = []
+        while self._due and self._due[0][0] <= now:
+            _, _, conversation = heapq.heappop(self._due)
+            id_ = next(self._ids)
+            self._outstanding[id_] = conversation
+            ids.append(id_)
+            indices.append(conversation.first + conversation.turn)
+            prompts.append(conversation.prompt)
+            sessions.append(conversation.session)
+            conversation.prompt = None
+        if not ids:
+            return False
+        own = None if self._history is None else prompts
+        self.issued.append(
+            Query(
+                np.array(ids, np.uint64),
+                np.array(indices, np.int64),
+                now,
+                own,
+                np.array(sessions, np.uint32),
+            )
+        )
+        return True
+
+    def _take_prompts(self) -> None:
+        """Schedule the requests whose prompts are complete. A conversation that outgrows a limit ends."""
+        for future in [future for future in self._prompts_to_come if future.done()]:
+            conversation, at = self._prompts_to_come.pop(future)
+            try:
+                conversation.prompt = future.result()
+            except ConfigError as error:
+                self.outgrown = self.outgrown or str(error)
+                self.n_outgrown += 1
+                self.n_skipped += conversation.n_turns - conversation.turn
+                self._end(time.perf_counter())
+            else:
+                self._schedule(at, conversation)
+
+    def quiet_s(self) -> float:
+        return max(0.0, self._due[0][0] - time.perf_counter()) if self._due else math.inf
+
+    def done(self, phase: Phase) -> bool:
+        return phase != "test" or self.finished
+
+    # --- responses, from the harness ---
+
+    def first_tokens(self, ids: list[int], tokens: NDArray[np.int32], starts: list[int]) -> None:
+        """Do nothing: the harness records the time of first tokens."""
+
+    def complete(
+        self, ids: list[int], tokens: NDArray[np.int32], starts: list[int], lengths: list[int], is_error: bool
+    ) -> None:
+        """Schedule the requests that follow these responses. After an error, a conversation ends."""
+        now = time.perf_counter()
+        for id_, start, length in zip(ids, starts, lengths, strict=True):
+            conversation = self._outstanding.pop(id_)
+            conversation.turn += 1
+            message = self._messages.pop(id_, None)
+            if is_error:
+                self.n_failed += 1
+                self.n_skipped += conversation.n_turns - conversation.turn
+            elif conversation.turn < conversation.n_turns:
+                at = self._next_at(conversation, now)
+                if self._history is None:
+                    self._schedule(at, conversation)
+                else:
+                    conversation.responses.append(
+                        message or self._history.message(tokens[start : start + length])
+                    )
+                    self._make_prompt(conversation, at)
+                continue
+            self._end(now)
+
+    def message(self, id_: int, text: bytes) -> None:
+        """Take the response's message, before `complete`."""
+        self._messages[id_] = json.loads(text)
+
+    def _make_prompt(self, conversation: _Open, at: float) -> None:
+        assert self._maker is not None and self._history is not None
+        future = self._maker.submit(self._history.prompt, conversation.number, list(conversation.responses))
+        self._prompts_to_come[future] = conversation, at
+        future.add_done_callback(lambda _: self._wake())
+
+    def _end(self, now: float) -> None:
+        self.n_ended += 1
+        self._replace(now)
+
+    def _next_at(self, conversation: _Open, now: float) -> float:
+        sample, speed = conversation.first + conversation.turn, self._shape.speed
+        at = now + float(self._turns.delay_s[sample]) / speed
+        since_first = float(self._turns.at_s[sample] - self._turns.at_s[conversation.first]) / speed
+        return at if math.isnan(since_first) else max(at, conversation.started + since_first)
+
+    def _replace(self, now: float) -> None:
+        """Start a conversation in the place of one that has ended."""
+        if self._shape.concurrency is None:
+            return
+        if self.n_started < self._shape.n_conversations:
+            self._start_conversation(now)
+        else:
+            self.window_s = (self.window_s[0], min(self.window_s[1], now - self._started_at))

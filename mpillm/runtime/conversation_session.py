@@ -1,0 +1,190 @@
+"""Rank 0's view of a test of conversations: when they start, and their figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disagg.errors import ConfigError
+from mpillm.comms.loop import EventLoop
+from mpillm.comms.messages import DrainReport
+from mpillm.comms.rank0_control import Rank0Control
+from mpillm.data.dataset import Turns
+from mpillm.errors import ExitCode
+from mpillm.options.run_config import RunConfig
+from mpillm.programs.load_clients.kinds import CONVERSATIONS
+from mpillm.report.console import Console
+from mpillm.report.goodput import goodput
+from mpillm.report.page.run_analysis import facts_of
+from mpillm.report.percentiles import percentiles_ms
+from mpillm.report.request_log import read_requests, tpot_s
+from mpillm.report.result import conversation_rows, other_loads, others_on_gpus
+from mpillm.report.run_directory import MEASURED, RunRecord, display_path
+from mpillm.report.run_files import RunFiles
+from mpillm.roles.conversation_load import ConversationLoad, LoadShape
+from mpillm.runtime.choose_samples import history_of, load_samples
+from mpillm.runtime.join import RunPlan, RunSamples
+from mpillm.runtime.load_session import LoadSession
+from mpillm.runtime.run_session import announced, opened
+
+
+class ConversationSession(LoadSession):
+    """Session of a test whose load is conversations. LoadGen does not judge it."""
+
+    @classmethod
+    def open(
+        cls, planned: RunPlan, record: Callable[[], RunRecord], console: Console, control: Rank0Control
+    ) -> tuple[ConversationSession, list[str]]:
+        samples = RunSamples(planned, *load_samples(planned.config, planned.models, lambda: record().path))
+        session = opened(lambda: ConversationSession(samples, record(), console, control), planned, record)
+        model = planned.config.model_path
+        name = f", model {Path(model).name}" if model else ""
+        lines = [*samples.dataset_lines(), session.how()]
+        return session, announced(planned, record().path, lines, name)
+
+    @classmethod
+    def about(cls, config: RunConfig) -> dict[str, object]:
+        harness = {"name": CONVERSATIONS, "version": ""}
+        return {"harness": harness, "scenario": config.scenario, "test_mode": config.test_mode}
+
+    def __init__(
+        self, samples: RunSamples, record: RunRecord, console: Console, control: Rank0Control
+    ) -> None:
+        """Raises ConfigError if the data set has no time stamps that scenario Server needs."""
+        assert samples.dataset.turns is not None
+        self._turns = samples.dataset.turns
+        shape = load_shape(samples.planned.config, self._turns)
+        self._load: ConversationLoad | None = None
+        self._shape = shape
+        super().__init__(samples, record, console, control)
+
+    def how(self) -> str:
+        """Describe the number of conversations and when they start."""
+        shape, n = self._shape, f"{self._shape.n_conversations:,} conversations"
+        if shape.concurrency is not None:
+            how = f"{min(shape.concurrency, shape.n_conversations):,} at a time"
+        else:
+            how = f"{shape.rate:g} per second" if shape.rate else "by their time stamps"
+        history = "generated in the test" if self._turns.are_generated else "recorded in the data set"
+        return f"{n}, {how}; responses in later prompts are those {history}"
+
+    def source(self, loop: EventLoop) -> ConversationLoad:
+        planned = self._samples.planned
+        history = history_of(planned.config, planned.models, self._samples.dataset, self._samples.tokenizer)
+        self._load = ConversationLoad(self._turns, self._shape, history, loop.wake)
+        return self._load
+
+    def expected(self) -> tuple[int | None, float | None]:
+        counts = np.diff(self._turns.first)
+        passes, remainder = divmod(self._shape.n_conversations, len(counts))
+        return int(passes * counts.sum() + counts[:remainder].sum()), None
+
+    def drained(self, reports: dict[int, DrainReport]) -> str:
+        if self._outputs:
+            self._outputs.close()
+        self._requests.close()
+        result, load = self._record.result, self._load
+        assert load is not None
+        result |= {"status": MEASURED, **self.figures(reports)}
+        rows = read_requests(self._record.path) if self._totals.samples else None
+        result["conversations"] = {
+            "started": load.n_started,
+            "ended": load.n_ended,
+            "failed": load.n_failed,
+            "outgrown": load.n_outgrown,
+            "requests_skipped": load.n_skipped,
+            "history": "generated" if self._turns.are_generated else "recorded",
+            **(
+                {}
+                if rows is None
+                else conversation_figures(rows, self._turns, load.window_s, self._streamed())
+            ),
+        }
+        if rows is not None and "prompt_tokens" not in result and (rows["prompt"] >= 0).all():
+            lengths = rows["prompt"]
+            result["prompt_tokens"] = {"mean": round(float(lengths.mean()), 2), "max": int(lengths.max())}
+        if rows is not None and (limits := self._config.goodput):
+            result["goodput"] = goodput(rows, limits, self._totals.lasted_s)
+        nodes = [rank.node for rank in self._plan.ranks]
+        result["other_load"] = other_loads(nodes, reports)
+        result["other_gpu_processes"] = others_on_gpus(nodes, reports)
+        result["doubts"] = self.check_servers(self._config)
+        self.keep_reports(reports)
+        return f"{load.n_ended} of {load.n_started} conversations ended"
+
+    def _streamed(self) -> bool:
+        """Whether all instances report first tokens when they come."""
+        return all(instance.get("streamed", True) for instance in self._record.result["per_instance"])
+
+    def finished(self) -> int:
+        """Print the summary after the last phase; return the exit code."""
+        record = self._record
+        page = self.leave_result()
+        if self._outputs and self._samples.shows_text:
+            self._console.answers(self._outputs.first_outputs())
+        facts, _ = facts_of(RunFiles.read(record.path))
+        rows = conversation_rows(record.result, display_path(record.path), facts)
+        self._console.summary([*rows, *self.table(self._samples.dataset), page])
+        return int(ExitCode.DONE)
+
+
+def load_shape(config: RunConfig, turns: Turns) -> LoadShape:
+    """Return when conversations start. Raises ConfigError if the data set does not have what this needs."""
+    n = config.num_conversations or len(turns)
+    max_s = math.inf if config.max_duration is None else config.max_duration
+    common: dict[str, Any] = {"speed": config.trace_speed, "ramp_up_s": config.ramp_up, "max_s": max_s}
+    if config.scenario == "Offline":
+        return LoadShape(n, concurrency=config.concurrency or n, **common)
+    if config.server_target_qps is not None:
+        return LoadShape(n, rate=config.server_target_qps, seed=config.seed, **common)
+    without = np.flatnonzero(np.isnan(turns.at_s[turns.first[:-1]]))
+    if len(without):
+        raise ConfigError(
+            f"--scenarios Server: conversation {turns.conversations[int(without[0])].name} has no time stamp;"
+            " name the number of conversations per second with --server_target_qps",
+            about=["scenarios", "server_target_qps"],
+        )
+    return LoadShape(n, **common)
+
+
+def prompt_figures(rows: NDArray[np.void]) -> dict[str, Any]:
+    """Return the prompts' tokens and the cached share of them, where instances report them; else None."""
+    counted, cached = rows[rows["prompt"] >= 0], rows[rows["cached"] >= 0]
+    n = int(cached["prompt"].sum())
+    return {
+        "prompt_tokens": int(counted["prompt"].sum()) if len(counted) == len(rows) else None,
+        "cached_share": round(int(cached["cached"].sum()) / n, 4) if n and len(cached) == len(rows) else None,
+    }
+
+
+def conversation_figures(
+    rows: NDArray[np.void], turns: Turns, window_s: tuple[float, float], streamed: bool
+) -> dict[str, Any]:
+    """Return the figures of the requests that were issued in the window, for `result.json`.
+
+    `rows`: records of requests. `streamed`: first tokens were reported when they came.
+    `e2e_avg_interactivity`: as MLPerf Endpoints has it, output tokens by seconds of end-to-end time, over all
+    requests.
+    """
+    inside = rows[(rows["issued"] >= window_s[0]) & (rows["issued"] <= window_s[1]) & (rows["error"] == 0)]
+    turn = inside["index"] - turns.first[np.searchsorted(turns.first, inside["index"], "right") - 1]
+    figures: dict[str, Any] = {
+        "window_s": [round(window_s[0], 4), round(window_s[1], 4) if math.isfinite(window_s[1]) else None],
+        "requests": len(inside),
+    }
+    for name, part in (("first_turns", inside[turn == 0]), ("later_turns", inside[turn > 0])):
+        figures[name] = {
+            "requests": len(part),
+            "ttft_ms": percentiles_ms(part["ttft"].tolist()) if streamed else None,
+            "tpot_ms": percentiles_ms(tpot_s(part).tolist()) if streamed else None,
+            "latency_ms": percentiles_ms(part["latency"].tolist()),
+            **prompt_figures(part),
+        }
+    seconds = float(inside["latency"].astype(np.float64).sum())
+    figures["e2e_avg_interactivity"] = round(int(inside["tokens"].sum()) / seconds, 4) if seconds else None
+    return figures

@@ -1,0 +1,119 @@
+"""The data set of conversations: prompts of requests, which share their tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from disagg.errors import ConfigError
+from mpillm.data.conversation_dataset import load_conversations
+from mpillm.data.dataset import Dataset, PromptLimits
+from mpillm.data.generated_history import GeneratedHistory
+from mpillm.data.tokenizer import ByteTokenizer
+
+LIMITS = PromptLimits(max_output_len=9)
+CHAT = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "ABCD", strict=True)]
+
+
+def load(
+    folder: Path, *rows: Any, limits: PromptLimits = LIMITS, are_generated: bool | None = None
+) -> Dataset:
+    file = folder / "f.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return load_conversations(file, ByteTokenizer(), limits, are_generated=are_generated)
+
+
+def texts(dataset: Dataset) -> list[str]:
+    return [bytes(dataset.sample(i).astype(np.uint8)).decode() for i in range(len(dataset))]
+
+
+def test_prompts_have_the_recorded_responses_and_share_tokens(tmp_path: Path) -> None:
+    dataset = load(
+        tmp_path, {"id": "x", "messages": CHAT}, {"prompt": "E"}, {"id": "y", "messages": CHAT[:2]}
+    )
+    assert texts(dataset) == ["A", "A\nB\nC", "E", "A"]
+    assert len(dataset.tokens) == len("A\nB\nC" + "E" + "A")
+    assert dataset.turns is not None
+    assert [one.name for one in dataset.turns.conversations] == ["x", "#1", "y"]
+    assert dataset.turns.first.tolist() == [0, 2, 3, 4] and not dataset.turns.are_generated
+
+
+def test_a_prompt_that_does_not_continue_the_one_before_is_stored_whole(tmp_path: Path) -> None:
+    rows = [{"session_id": "s", "prompt": text} for text in ("abc", "xy", "xyz")]
+    dataset = load(tmp_path, *rows)
+    assert texts(dataset) == ["abc", "xy", "xyz"] and len(dataset.tokens) == 6
+
+
+def test_times_and_lengths(tmp_path: Path) -> None:
+    rows = [
+        {"session_id": "s", "prompt": "A", "timestamp": 1500},
+        {"session_id": "s", "prompt": "B", "delay": 250},
+    ]
+    dataset = load(tmp_path, *rows, {"prompt": "C", "output_tokens": 3})
+    assert dataset.turns is not None and dataset.output_lengths is not None
+    assert np.nan_to_num(dataset.turns.at_s, nan=-1).tolist() == [1.5, -1, -1]
+    assert (dataset.turns.delay_s.tolist(), dataset.output_lengths.tolist()) == ([0, 0.25, 0], [9, 9, 3])
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "f.jsonl is empty"),
+        ([{"turns": [{"text": "A"}, {"text": "B"}]}], r"f.jsonl:1: turns\[0\]: the file has no response to"),
+        (
+            [{"prompt": "A"}, {"id": 1, "messages": CHAT}],
+            "f.jsonl:2: the prompt has 5 tokens and does not fit",
+        ),
+        ([{"input_length": 1 << 40}], "its prompts have 1099511627776 tokens"),
+    ],
+)
+def test_a_request_that_cannot_be_sent_is_named(tmp_path: Path, rows: list[Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, *rows, are_generated=False, limits=PromptLimits(max_output_len=1, max_seq_len=5))
+
+
+TURNS = {"session_id": "s", "turns": [{"text": "A"}, {"text": "B"}, {"text": "C"}]}
+
+
+def test_without_all_responses_they_are_generated(tmp_path: Path) -> None:
+    """Then the file's data set has only first prompts."""
+    for rows, are_generated in (([TURNS], None), ([{"messages": CHAT}], True)):
+        dataset = load(tmp_path, *rows, are_generated=are_generated)
+        assert dataset.turns is not None and dataset.turns.are_generated
+        assert texts(dataset) == ["A"] * len(dataset)
+    known = load(tmp_path, {"messages": CHAT}).turns
+    assert known is not None and not known.are_generated
+
+
+def test_prompts_with_generated_responses(tmp_path: Path) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    rows = [
+        {"conversation_id": "t", "turn": 1, "role": "user", "content": "D"},
+        {"conversation_id": "t", "turn": 2, "role": "assistant", "content": "", "tool_calls": [call]},
+        {"conversation_id": "t", "turn": 3, "role": "tool", "tool_call_id": "c", "content": "E"},
+        {"prompt": "X"},
+    ]
+    turns = load(tmp_path, TURNS, *rows, are_generated=True).turns
+    assert turns is not None
+    history = GeneratedHistory(
+        turns.conversations, ByteTokenizer(), PromptLimits(max_seq_len=12, max_output_len=2)
+    )
+    message = history.message(np.array([*b"yes"], np.int32))
+    assert message == {"role": "assistant", "content": "yes"}
+
+    def prompt(number: int, *responses: dict[str, Any]) -> str:
+        return bytes(history.prompt(number, responses).tolist()).decode()
+
+    assert prompt(0) == "A"
+    assert prompt(0, message) == "A\nyes\nB"
+    with pytest.raises(
+        ConfigError, match=r"f.jsonl:1: turns\[2\]: the prompt has 13 tokens and does not fit"
+    ):
+        prompt(0, message, message)
+    long = GeneratedHistory(turns.conversations, ByteTokenizer(), LIMITS)
+    with_call = bytes(long.prompt(1, [message]).tolist()).decode()
+    assert with_call == f"D\n{json.dumps(call)}\nE"  # the recorded call, which the result answers
