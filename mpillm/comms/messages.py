@@ -114,9 +114,9 @@ class ResponseFlag(enum.IntFlag):
     # If the request has MESSAGE, immediately before FINAL. In place of tokens: the bytes of the response's
     # JSON as a message of a chat.
     MESSAGE = 2048
-    # If the request has PROMPT_COUNTS, immediately before FIRST, or before FINAL from a client of a server
-    # that reports them at the end. In place of tokens: tokens of the prompt, and how many of them were in the
-    # KV cache, or -1.
+    # If the request has PROMPT_COUNTS, immediately before FIRST, or before FINAL from a generation instance
+    # (a context instance's FIRST may come later) and from a client of a server that reports them at the end.
+    # In place of tokens: tokens of the prompt, and how many of them were in the KV cache, or -1.
     PROMPT_COUNTS = 4096
 
 
@@ -363,7 +363,7 @@ class Grant(NamedTuple):
 
 
 NO_SLOT = NO_TOKEN = -1
-Pairs = Sequence[Sequence[int]]  # plain lists: named tuples take three times as long to make
+Pairs = Triples = Sequence[Sequence[int]]  # plain lists: named tuples take three times as long to make
 
 
 T = TypeVar("T")
@@ -419,6 +419,11 @@ def _read_pairs(buffer: Buffer) -> Pairs:
     return pairs
 
 
+def _read_triples(buffer: Buffer) -> Triples:
+    triples: list[list[int]] = buffer.view(np.int64).reshape(-1, 3).tolist()
+    return triples
+
+
 def object_message(tag: Tag) -> Message[Any]:
     """Return a message type whose value is a small Python object: for cold paths."""
     return Message(tag, _write_object, _read_object)
@@ -462,6 +467,7 @@ OFFER = _batch(Tag.OFFER, REQUEST)
 # (id, slot): the request is accepted; send its KV cache under this slot. NO_SLOT: the generation instance has
 # dropped a request that ended with its first token.
 ACCEPT: Message[Pairs] = Message(Tag.ACCEPT, _numbers, _read_pairs)
-# (id, token): the request's first token. NO_TOKEN: the response ended with it.
-FIRST: Message[Pairs] = Message(Tag.FIRST, _numbers, _read_pairs)
+# (id, token, cached): the request's first token, and the number of its prompt tokens that were in a KV cache.
+# NO_TOKEN: the response ended with it. cached -1: not requested, or unknown.
+FIRST: Message[Triples] = Message(Tag.FIRST, _numbers, _read_triples)
 WARM_UP = _number(Tag.WARM_UP)  # requests

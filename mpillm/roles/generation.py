@@ -100,10 +100,20 @@ class GenerationRole(InstanceRole):
         DONE.send(self._route, self._leader, Batch(rows, lost))
 
     def _on_responses(self, responses: Batch) -> None:
-        final = (responses.rows["flags"] & ResponseFlag.FINAL) != 0
-        self._receiver.running.difference_update(responses.rows["id"][final].tolist())
+        final = responses.rows["id"][(responses.rows["flags"] & ResponseFlag.FINAL) != 0].tolist()
+        self._receiver.running.difference_update(final)
         self._warmed += 0 if self._in_test else len(responses)
-        super()._on_responses(responses)
+        super()._on_responses(self._with_prompt_counts(responses, final))
+
+    def _with_prompt_counts(self, responses: Batch, final: list[int]) -> Batch:
+        """Add the prompt counts of responses that end, before these."""
+        known = self._receiver.prompt_counts
+        counts = {id_: known.pop(id_) for id_ in final if id_ in known} if known else {}
+        if not counts:
+            return responses
+        rows = np.array([(id_, 2, ResponseFlag.PROMPT_COUNTS) for id_ in counts], RESPONSE)
+        numbers = np.array([*counts.values()], np.int32).reshape(-1)
+        return Batch(np.concatenate([rows, responses.rows]), np.concatenate([numbers, responses.tokens]))
 
     def _own_tokens(self, rows: NDArray[np.void], final: NDArray[np.bool_]) -> int:
         """Return the number of generated tokens, without first tokens, which context instances generate."""

@@ -97,7 +97,7 @@ SENT: dict[Tag, list[Any]] = {
     Tag.SETTLE: [[[7, 1], [2**32 - 1, 0]]],
     Tag.OFFER: [batch([5, 6])],
     Tag.ACCEPT: [[[7, 255]], [[1, NO_SLOT], [2**32 - 1, 0]]],
-    Tag.FIRST: [[[7, 31999]], []],
+    Tag.FIRST: [[[7, 31999, -1]], []],
     Tag.WARM_UP: [0],
 }
 MESSAGES = {made.tag: made for made in vars(messages).values() if isinstance(made, Message)}

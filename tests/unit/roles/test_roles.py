@@ -267,6 +267,26 @@ def test_a_context_instance_counts_what_it_hands_over_once() -> None:
     assert counted(role) == (0, 2, 2) and role.done("drain")
 
 
+def test_a_generation_instance_sends_prompt_counts_before_the_end() -> None:
+    """The context instance's response may come later."""
+    core, sent = HandoffCore(), list[Any]()
+    route: Any = SimpleNamespace(handlers={}, send=lambda *message: sent.append(message))
+    role = GenerationRole(core, route, leader=0, instance=1, senders={5: 0}, warm_up_senders=0)
+    role.ready()
+    route.handlers[Tag.OFFER](Envelope(5, Tag.OFFER, OFFER.write(asked(7, 8))))
+    route.handlers[Tag.FIRST](Envelope(5, Tag.FIRST, FIRST.write([(7, 3, 2), (8, 3, -1)])))
+    role.poll()
+    sent.clear()
+    core.ready = [answered((7, 6, ResponseFlag.FINAL), (8, 6, ResponseFlag.FINAL))]
+    role.poll()
+    ((_, _, buffer),) = sent
+    rows = DONE.read(buffer).rows
+    n_prompt = int(asked(7).rows["n_tokens"][0])
+    assert rows["id"].tolist() == [7, 7, 8]
+    assert rows["flags"].tolist() == [ResponseFlag.PROMPT_COUNTS, ResponseFlag.FINAL, ResponseFlag.FINAL]
+    assert DONE.read(buffer).tokens[:2].tolist() == [n_prompt, 2]
+
+
 def test_a_generation_instance_counts_all_but_first_tokens() -> None:
     """The warm-up does not count, and a failed answer counts no tokens."""
     core = HandoffCore()
@@ -278,7 +298,7 @@ def test_a_generation_instance_counts_all_but_first_tokens() -> None:
 
     def hands_off(*ids: int) -> None:
         receive(Tag.OFFER, OFFER.write(asked(*ids)))
-        receive(Tag.FIRST, FIRST.write([(id_, 3) for id_ in ids]))
+        receive(Tag.FIRST, FIRST.write([(id_, 3, -1) for id_ in ids]))
         role.poll()
 
     receive(Tag.WARM_UP, WARM_UP.write(1))
