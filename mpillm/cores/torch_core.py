@@ -305,6 +305,8 @@ class TorchCore(LLMCore):
         if isinstance(blocks := self.engine.blocks, PrefixCache):
             counts["reused_blocks"] = blocks.reused_blocks
             counts["reused_tokens"] = blocks.reused_blocks * self.config.engine.scheduler.tokens_per_block
+            if blocks.host is not None:
+                counts["loaded_blocks"] = blocks.host.loaded_blocks
         if self.config.role == "context":
             token_bytes = self.info.config.kv_bytes_per_token(self.info.kv_dtype)
             counts["kv_bytes"] = self.engine.handoffs.sent_tokens * token_bytes

@@ -184,6 +184,12 @@ def rate(text: str) -> float:
     return _above(_number(text), 0, 1e9)
 
 
+@expects("a number above 0 and up to 1000000")
+def gigabytes(text: str) -> float:
+    """Gigabytes of memory."""
+    return _above(_number(text), 0, 1e6)
+
+
 @expects("a number of at least 0")
 def not_negative(text: str) -> float:
     """Return a number of at least 0."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.report.request_log import read_requests
@@ -151,6 +152,54 @@ def longest_prefix(prompt: list[int], computed: list[list[int]]) -> int:
     return longest // BLOCK * BLOCK
 
 
+def places_of(rows: NDArray[np.void]) -> list[tuple[str, int]]:
+    """Return the conversation and the turn of each request."""
+    places = [(name, turn) for name, n in zip("xyz", N_TURNS, strict=True) for turn in range(n)]
+    return [places[index] for index in rows["index"].tolist()]
+
+
+def cached_of(
+    rows: NDArray[np.void], outputs: dict[tuple[str, int], dict[str, Any]], *, with_responses: bool
+) -> list[int]:
+    """Return how many prompt tokens of each request an earlier one has left in a cache.
+
+    One conversation is open at a time, and prompts begin differently: only a conversation's own count.
+    """
+    computed: dict[str, list[list[int]]] = {}
+    cached = []
+    for name, turn in places_of(rows):
+        prompt, response = (outputs[name, turn][part] for part in ("input_tokens", "output_tokens"))
+        own = computed.setdefault(name, [])
+        cached.append(longest_prefix(prompt, own))
+        own.append([*prompt, *response[:-1]] if with_responses else prompt)
+    return cached
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(2, ()), (3, ("--pipeline_parallelism", 2)), (3, ("--tensor_parallelism", 2))],
+    ids=["one", "pp", "tp"],
+)
+def test_host_memory_keeps_what_the_kv_cache_cannot(
+    one: Starter, talks: Path, ranks: int, layout: tuple[str | int, ...]
+) -> None:
+    """Conversations that come again are found again, with room for one of them in the KV cache."""
+    words = [*CONVERSATIONS, "--dataset_path", talks, "--model_path", "tiny-llama", "--seed", 1, *layout]
+    words += ["--num_conversations", 2 * len(N_TURNS), "--concurrency", 1, "--tokens_per_block", BLOCK]
+    plain = one.run(ranks, *words, core="torch", timeout=120).must(DONE)
+    cache = ("--enable_kv_cache_reuse", "--kv_cache_tokens", 32, "--max_seq_len", 32)
+    host = ("--kv_host_cache_gb", 0.01)
+    ended = one.run(ranks, *words, *cache, *host, core="torch", timeout=120).must(DONE)
+    outputs, expected = outputs_of(ended), outputs_of(plain)
+    assert {place: line["output_tokens"] for place, line in outputs.items()} == {
+        place: line["output_tokens"] for place, line in expected.items()
+    }
+    rows = read_requests(ended.log_dir)
+    assert rows["cached"].tolist() == cached_of(rows, outputs, with_responses=True)
+    (instance,) = ended.result["per_instance"]
+    assert instance["reused_blocks"] >= instance["loaded_blocks"] > 0
+
+
 @pytest.mark.parametrize("history", ["recorded", "generated"])
 @pytest.mark.parametrize(
     ("ranks", "mode", "instances"),
@@ -167,19 +216,12 @@ def test_cached_tokens_of_each_turn(
     words += ["--mode", mode, *(("--num_ctx_servers", 2) if mode == "disaggregated" else ())]
     ended = one.run(ranks, *words, *cache, *session, core="torch", timeout=120).must(DONE)
     outputs = outputs_of(ended)
-    places = [(name, turn) for name, n in zip("xyz", N_TURNS, strict=True) for turn in range(n)]
     rows = read_requests(ended.log_dir)
-    computed: dict[str, list[list[int]]] = {}
-    expected = []
-    for name, turn in (places[index] for index in rows["index"].tolist()):
-        prompt, response = (outputs[name, turn][part] for part in ("input_tokens", "output_tokens"))
-        # One conversation at a time and prompts that begin differently: only a conversation's own count.
-        own = computed.setdefault(name, [])
-        expected.append([len(prompt), longest_prefix(prompt, own)])
-        # A context instance does not get the tokens that a generation instance generates.
-        own.append(prompt if mode == "disaggregated" else [*prompt, *response[:-1]])
-    assert rows[["prompt", "cached"]].tolist() == list(map(tuple, expected))
-    assert ended.result["prompt_tokens"]["max"] == max(n for n, _ in expected)
+    # A context instance does not get the tokens that a generation instance generates.
+    assert rows["cached"].tolist() == cached_of(rows, outputs, with_responses=mode == "aggregated")
+    lengths = [len(outputs[place]["input_tokens"]) for place in places_of(rows)]
+    assert rows["prompt"].tolist() == lengths
+    assert ended.result["prompt_tokens"]["max"] == max(lengths)
     of = ended.result["conversations"]
     assert of["first_turns"]["cached_share"] == 0.0 and 0 < of["later_turns"]["cached_share"] < 1
     assert len(ended.result["per_instance"]) == instances

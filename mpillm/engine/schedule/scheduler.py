@@ -105,6 +105,8 @@ class Scheduler:
             step.places = []
         else:
             step.sampling = [s.sampling for s in step.sampled]
+        if self._known is not None and self._known.host is not None:
+            step.copies = self._known.host.take_copies()
         step.logprobs = max((s.wants_logprobs for s in step.sampled), default=0)
         if self._known is not None:
             self._known.publish(plan, None if self._window_blocks is None else self._window_blocks.known)
@@ -321,10 +323,10 @@ class Scheduler:
         if self._window_blocks is not None:
             known = known[: self._window_blocks.reuse(sequence, len(known))]
         if known:
-            self._known.hold(known)
+            known = self._known.hold_known(sequence, known)
             first = sequence.n_cached // self._tokens_per_block
             part = slice(first, first + len(known))
-            self._blocks.give_back(sequence.blocks[part])
+            self._blocks.give_back([block for block in sequence.blocks[part] if block not in known])
             sequence.blocks = [*sequence.blocks[:first], *known, *sequence.blocks[part.stop :]]
             sequence.n_cached += len(known) * self._tokens_per_block
             if not sequence.output:

@@ -46,6 +46,7 @@ class EngineConfig:
     kv_cache_tokens: int | None = None  # size of the KV cache; None: the core chooses
     # of the GPU memory that the model leaves
     kv_cache_free_gpu_mem_fraction: float = AllFields.kv_cache_free_gpu_mem_fraction.default
+    kv_host_cache_gb: float | None = None  # of each rank's host memory, behind the KV cache
     enable_max_num_tokens_tuning: bool = AllFields.enable_max_num_tokens_tuning.default
     speculative_config: Mapping[str, Any] | None = None  # see `engine.speculation`; None: no draft tokens
     beam_width: int = AllFields.beam_width.default

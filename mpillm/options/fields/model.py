@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpillm.core_names import DEFAULT, DUMMY, EMBEDDED, TRTLLM_DISAGG, TRTLLM_ENDPOINT, TRTLLM_EXECUTOR
 from mpillm.options.field import Effect, Options, Use, option
 from mpillm.options.fields.effects import BOTH, COMPUTING, LIBRARY, MODELS, of_engines, used_by
-from mpillm.options.parsers import boolean, flag_dict, fraction, one_of, positive
+from mpillm.options.parsers import boolean, flag_dict, fraction, gigabytes, one_of, positive
 
 # Policies by the names in NVIDIA's harness, with the names in TensorRT-LLM.
 SCHEDULER_POLICIES = {
@@ -78,6 +78,12 @@ class ModelFields(Options, group="model"):
         fraction,
         default=0.80,
         effect=of_engines(*MODELS),
+    )
+    kv_host_cache_gb = option(
+        "GB of host memory of each rank that keep the blocks for which its KV cache has no room."
+        " Generation instances have none",
+        gigabytes,
+        effect=of_engines(*EMBEDDED, needs=("enable_kv_cache_reuse", True)),
     )
     tokens_per_block = option(
         "tokens of one KV cache block",

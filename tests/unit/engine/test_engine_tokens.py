@@ -154,11 +154,11 @@ def alike(folder: Path) -> tuple[Tokens, Tokens]:
     return prompts, expected_tokens(folder, prompts, N_OUTPUT)
 
 
-@pytest.mark.parametrize("reuse", [False, True], ids=["", "reuse"])
+@pytest.mark.parametrize("reuse", ["", "reuse", "host memory"])
 @pytest.mark.parametrize("chunking", ["off", "first_come_first_served", "equal_progress"])
 @pytest.mark.parametrize("policy", ["max_util", "no_evict", "static"])
 def test_policies_chunking_and_reuse(
-    folder: Path, alike: tuple[Tokens, Tokens], policy: str, chunking: str, reuse: bool
+    folder: Path, alike: tuple[Tokens, Tokens], policy: str, chunking: str, reuse: str
 ) -> None:
     """Tokens stay the same with a cache of 20 blocks, of which a sequence needs up to 11."""
     prompts, wanted = alike
@@ -167,7 +167,8 @@ def test_policies_chunking_and_reuse(
         options = {"max_num_tokens": 24, "context_chunking_policy": chunking}
     options |= {
         "batch_scheduler_policy": policy,
-        "enable_kv_cache_reuse": reuse,
+        "enable_kv_cache_reuse": bool(reuse),
+        "kv_host_cache_gb": 0.01 if reuse == "host memory" else None,
         "kv_cache_tokens": 160,
         "max_seq_len": None,
     }
@@ -175,7 +176,10 @@ def test_policies_chunking_and_reuse(
     assert answer(core, make_batch(prompts)) == wanted
     statistics = core.statistics()
     assert (statistics["preemptions"] > 0) == (policy == "max_util")
-    assert set(statistics) == {"preemptions"} | ({"reused_blocks", "reused_tokens"} if reuse else set())
+    of_reuse = {"reused_blocks", "reused_tokens"} if reuse else set()
+    assert set(statistics) - {"loaded_blocks"} == {"preemptions"} | of_reuse
+    if reuse == "host memory":
+        assert statistics["reused_blocks"] >= statistics["loaded_blocks"] > 0
     if reuse:
         assert statistics["reused_tokens"] == 8 * statistics["reused_blocks"] > 0
         core.start_test()
