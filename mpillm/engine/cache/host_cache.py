@@ -11,8 +11,8 @@ from mpillm.engine.schedule.host_blocks import BlockCopy
 class HostCache:
     """A rank's part of the blocks in host memory: all layers and heads of its KV cache.
 
-    Each block is contiguous, as a piece of a handoff. With a GPU, the memory is pinned, and a kernel reads and
-    writes it directly.
+    Each block is contiguous, as a piece of a handoff. With a GPU, the memory is pinned, and a kernel reads
+    and writes it directly.
     """
 
     def __init__(self, cache: KVCache, n_blocks: int) -> None:

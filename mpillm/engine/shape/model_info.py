@@ -427,7 +427,7 @@ def _host_blocks(config: EngineConfig, model: ModelConfig, kv_dtype: str, window
     option = f"--kv_host_cache_gb {config.kv_host_cache_gb:g}"
     if window_cache_tokens:
         raise ConfigError(
-            f"{option}: {config.model_path} has layers with a window, and their KV cache cannot keep blocks in"
+            f"{option}: {config.model_path} has layers with a window, and their KV cache keeps no blocks in"
             " host memory",
             about=["kv_host_cache_gb"],
         )
