@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+import weakref
 
+import torch
+from torch import Tensor
+
+from disagg.errors import ConfigError
 from mpillm.engine.cache.kv_cache import CachedBlocks, KVCache, lazy_zeros
 from mpillm.engine.schedule.host_blocks import BlockCopy
 
@@ -16,15 +20,18 @@ class HostCache:
     """
 
     def __init__(self, cache: KVCache, n_blocks: int) -> None:
-        """Take the memory: on a CPU as it is used; pinning takes 0.4 s per GB."""
+        """Take the memory: on a CPU as it is used; with a GPU at once, which takes 0.4 s per GB.
+
+        Raises ConfigError if the memory cannot be pinned.
+        """
         n_layers, _, n_heads, self._n_tokens, _ = cache.keys.shape
         self._cache = cache
         self._layers, self._heads = slice(0, n_layers), slice(0, n_heads)
         shape = n_blocks, cache.piece_bytes(self._n_tokens, self._layers, self._heads)
+        self._blocks = lazy_zeros(shape, torch.uint8)
         if cache.keys.is_cuda:
-            self._blocks = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
-        else:
-            self._blocks = lazy_zeros(shape, torch.uint8)
+            _pin(self._blocks)
+            weakref.finalize(self, _unpin, self._blocks)
 
     @torch.inference_mode()
     def copy(self, copies: list[BlockCopy]) -> None:
@@ -34,6 +41,20 @@ class HostCache:
             pieces = [self._blocks[copy.host_block - 1] for copy in together]
             move = self._cache.write if together[0].is_load else self._cache.read_into
             move(cached, self._layers, self._heads, pieces)
+
+
+def _pin(memory: Tensor) -> None:
+    """Pin memory. PyTorch's allocator of pinned memory would round the size up to a power of two."""
+    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if int(error):
+        raise ConfigError(
+            f"--kv_host_cache_gb: {memory.nbytes / 1e9:.3g} GB of host memory cannot be pinned: {error}",
+            about=["kv_host_cache_gb"],
+        )
+
+
+def _unpin(memory: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def _runs(copies: list[BlockCopy]) -> list[list[BlockCopy]]:
