@@ -27,6 +27,11 @@ def check_conflicts(config: RunConfig) -> None:
         raise ConfigError(
             f"{config.named('dry_run')}: `python -m mpillm plan` shows what a run would do, without MPI"
         )
+    if config.max_local_prefill_length and not config.has_conversations:
+        raise ConfigError(
+            f"{config.named('max_local_prefill_length')} needs --harness conversations",
+            about=["max_local_prefill_length"],
+        )
     check_options(config)
 
 
@@ -63,6 +68,11 @@ def check_options(config: RunConfig) -> None:
         _check_nodes(config)
     if config.dataset == "synthetic" and config.is_user_set("dataset_path"):
         raise ConfigError(f"{config.named('dataset')} and {config.named('dataset_path')} exclude each other")
+    if config.max_local_prefill_length and config.mode != "disaggregated":
+        raise ConfigError(
+            f"{config.named('max_local_prefill_length')} needs --mode disaggregated",
+            about=["max_local_prefill_length", "mode"],
+        )
     if config.cache_salt == "conversation" and not config.has_conversations:
         raise ConfigError(f"{config.named('cache_salt')} needs --harness conversations", about=["cache_salt"])
     check_harness(config)

@@ -203,8 +203,8 @@ def test_host_memory_keeps_what_the_kv_cache_cannot(
 @pytest.mark.parametrize("history", ["recorded", "generated"])
 @pytest.mark.parametrize(
     ("ranks", "mode", "instances"),
-    [(2, "aggregated", 1), (4, "aggregated", 3), (4, "disaggregated", 3)],
-    ids=["one", "three", "handoff"],
+    [(2, "aggregated", 1), (4, "aggregated", 3), (4, "disaggregated", 3), (4, "short turns", 3)],
+    ids=["one", "three", "handoff", "short turns"],
 )
 def test_cached_tokens_of_each_turn(
     one: Starter, talks: Path, history: str, ranks: int, mode: str, instances: int
@@ -213,17 +213,22 @@ def test_cached_tokens_of_each_turn(
     cache = ("--enable_kv_cache_reuse", "--tokens_per_block", BLOCK, "--seed", 1)
     session = ("--traffic_distribution_policy", "conversation", "--concurrency", 1)
     words = [*CONVERSATIONS, "--dataset_path", talks, "--model_path", "tiny-llama", "--history", history]
-    words += ["--mode", mode, *(("--num_ctx_servers", 2) if mode == "disaggregated" else ())]
+    if mode != "aggregated":
+        words += ["--mode", "disaggregated", "--num_ctx_servers", 2]
+    if mode == "short turns":  # the generation instance has the responses
+        words += ["--max_local_prefill_length", 64]
     ended = one.run(ranks, *words, *cache, *session, core="torch", timeout=120).must(DONE)
     outputs = outputs_of(ended)
     rows = read_requests(ended.log_dir)
     # A context instance does not get the tokens that a generation instance generates.
-    assert rows["cached"].tolist() == cached_of(rows, outputs, with_responses=mode == "aggregated")
+    assert rows["cached"].tolist() == cached_of(rows, outputs, with_responses=mode != "disaggregated")
     lengths = [len(outputs[place]["input_tokens"]) for place in places_of(rows)]
     assert rows["prompt"].tolist() == lengths
     assert ended.result["prompt_tokens"]["max"] == max(lengths)
     of = ended.result["conversations"]
     assert of["first_turns"]["cached_share"] == 0.0 and 0 < of["later_turns"]["cached_share"] < 1
     assert len(ended.result["per_instance"]) == instances
+    n_local = [instance.get("prompts_computed_here", 0) for instance in ended.result["per_instance"]]
+    assert sum(n_local) == (sum(N_TURNS) - len(N_TURNS) if mode == "short turns" else 0)
     page = (ended.log_dir / "report.html").read_text()
     assert "cached prompt tokens" in ended.flowing and "cached prompt tokens" in page

@@ -20,7 +20,7 @@ class HostCache:
     """
 
     def __init__(self, cache: KVCache, n_blocks: int) -> None:
-        """Take the memory: on a CPU as it is used; with a GPU at once, which takes 0.4 s per GB.
+        """Take the memory: on a CPU as it is used; with a GPU here, in 0.4 s per GB.
 
         Raises ConfigError if the memory cannot be pinned.
         """

@@ -103,8 +103,8 @@ class PrefixCache(BlockAllocator):
         self.host.load(hashes, host_blocks, loaded)
         self._note(hashes, loaded)
         self.reused_blocks += len(loaded)
-        rest = iter(loaded)
-        return [next(rest) if block == NULL_BLOCK else block for block in known]
+        targets = iter(loaded)
+        return [next(targets) if block == NULL_BLOCK else block for block in known]
 
     def publish(self, plan: list[tuple[Sequence, int]], window_blocks: PrefixCache | None = None) -> None:
         """Let later steps find the blocks that the step `plan` fills.

@@ -51,6 +51,8 @@ class Scheduler:
         self._window = window
         self._window_blocks = window_blocks
         self._n_in_flight = n_in_flight
+        # Without prompts that begin with a received one, its blocks need no hashes.
+        self._shares_received = config.max_local_prefill_length > 0
         self._has_blocks = {
             "max_util": self._has_blocks_to_start,
             "no_evict": self._has_blocks_to_end,
@@ -188,7 +190,8 @@ class Scheduler:
         """Run a sequence that holds the blocks of a reservation."""
         self._reserved -= 1
         sequence.max_blocks = self._max_blocks(len(sequence.blocks), sequence.max_cached)
-        sequence.n_published = sequence.n_cached // self._tokens_per_block  # no sequence here has its prompt
+        if not self._shares_received:
+            sequence.n_published = sequence.n_cached // self._tokens_per_block
         self._stamp(sequence)
         self._take_slot(sequence)
         self.running.append(sequence)

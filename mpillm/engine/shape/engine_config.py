@@ -25,6 +25,8 @@ class SchedulerConfig:
     context_chunking_policy: str = AllFields.context_chunking_policy.default  # or equal_progress
     # Share the blocks of a common prefix.
     enable_kv_cache_reuse: bool = AllFields.enable_kv_cache_reuse.default
+    # of generation instances: new tokens of later turns that they compute themselves, at most; 0: none
+    max_local_prefill_length: int = AllFields.max_local_prefill_length.default
 
 
 @dataclass(frozen=True)

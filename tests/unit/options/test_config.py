@@ -20,6 +20,7 @@ from mpillm.options.parsers import (
     boolean,
     flag_dict,
     fraction,
+    gigabytes,
     grpc_ports,
     http_urls,
     length_of_a_test,
@@ -93,6 +94,7 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
     rate: ({"0.5": 0.5, "1e9": 1e9}, ["0", "-1", "inf", "nan", "", "1_0", "1e10", "\u0663"]),
     not_negative: ({"0": 0.0, "2.5": 2.5}, ["-0.1", "inf", "nan", "", "x", "1_0.5"]),
     one_or_more: ({"1": 1.0, "128.5": 128.5}, ["0", "0.9", "-1", "inf", "nan", ""]),
+    gigabytes: ({"0.5": 0.5, "64": 64.0}, ["0", "-1", "nan", "1e7", "64GB"]),
     fraction: ({"1": 1.0, "0.1": 0.1}, ["0", "1.01", "-1", "nan", "all"]),
     boolean: (
         {"true": True, "False": False, "1": True, "0": False, "yes": True, "no": False},
