@@ -137,6 +137,59 @@ def token_ids(text: str) -> tuple[int, ...]:
     return tuple(map(natural, text.split(",")))
 
 
+# Fields of requests that mpillm sets, and headers of their transport.
+_OWN_FIELDS = {
+    *(
+        "model",
+        "prompt",
+        "messages",
+        "tools",
+        "n",
+        "stream",
+        "stream_options",
+        "seed",
+        "temperature",
+        "top_p",
+    ),
+    *("top_k", "max_tokens", "max_completion_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
+    "cache_salt",
+}
+_OWN_HEADERS = {
+    *("host", "content-type", "content-length", "content-encoding", "transfer-encoding", "connection"),
+    *("expect", "upgrade", "accept-encoding", "x-session-id"),
+}
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}")
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(text)
+    masked_value(value)  # registers its secrets
+    return value
+
+
+@expects('a JSON object, such as {"priority": 1}', json.dumps, reads_dict=True)
+def body_fields(text: str) -> dict[str, Any]:
+    """Return fields that are added to the body of each request."""
+    fields = _json_object(text)
+    if own := sorted(_OWN_FIELDS & fields.keys()):
+        raise Reason(f"mpillm sets {own[0]} by itself, from other options and the data set")
+    return fields
+
+
+@expects('a JSON object of texts, such as {"X-Tenant": "a"}', json.dumps, reads_dict=True)
+def headers(text: str) -> dict[str, str]:
+    """Return headers that are added to each request."""
+    fields = _json_object(text)
+    for name, value in fields.items():
+        if not _HEADER_NAME.fullmatch(name) or name.lower() in _OWN_HEADERS:
+            raise Reason(f"{name!r} is not a header that can be added")
+        if not isinstance(value, str) or not value.isprintable() or not value.isascii() or len(value) > 8192:
+            raise Reason(f"the value of {name} must be printable ASCII text of at most 8,192 characters")
+    return fields
+
+
 _UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}  # in seconds
 _DAY = 86400.0
 _AS = "as 600s, 10min or 600000ms; a bare number is seconds"

@@ -26,6 +26,8 @@ TEXTS = {
     "harness": "aiperf",
     "server_role": "context",
     "stop_words": "x",
+    "extra_body": '{"priority":1}',
+    "extra_headers": '{"X-Tenant":"a"}',
     "end_ids": "7",
     "user_conf": "x",
     "gpu_batch_size": "7",

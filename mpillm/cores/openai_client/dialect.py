@@ -84,6 +84,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     cache_salt: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)  # fields that the user adds
 
 
 def body(
@@ -118,5 +119,6 @@ def body(
         if not dialect.options:
             raise ValueError(f"it has no {name}: it accepts only text and OpenAI's own options")
         request[name] = value
+    request |= sampling.extra
     text = json.dumps(request, separators=(",", ":"))
     return (f"{{{prompt}],{text[1:]}" if dialect.is_chat else text).encode()

@@ -54,10 +54,12 @@ class OutstandingRequest(Receiver, Protocol):
 class RemoteServer:
     """A server. Everything but the address belongs to the event loop's thread."""
 
-    def __init__(self, url: str, strict_model: bool = False) -> None:
+    def __init__(
+        self, url: str, strict_model: bool = False, headers: Mapping[str, str] | None = None
+    ) -> None:
         """`url`: host:port, or http(s)://host[:port][/path]. Raises ValueError for any other form.
 
-        `strict_model`: see `ServerTally`.
+        `strict_model`: see `ServerTally`. `headers`: more of them, for each request.
         """
         # Error messages append a path that begins with /v1.
         self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
@@ -74,9 +76,11 @@ class RemoteServer:
         self._past_proxy = " (the proxy of the environment is not used)" if behind else ""
         key = os.environ.get(API_KEY)
         self.sends_key = bool(key)
+        more = {"Authorization": f"Bearer {key}"} if key else {}
+        more |= headers or {}
         self._head = (
             f"Host: {parts.netloc}\r\n"
-            + (f"Authorization: Bearer {key}\r\n" if key else "")
+            + "".join(f"{name}: {value}\r\n" for name, value in more.items())
             + "Content-Type: application/json\r\nContent-Length: "
         )
         self._posts = {path: self._start_line("POST", path) for path in (COMPLETIONS, CHAT)}

@@ -160,7 +160,8 @@ class EndpointCore(ClientCore):
         )
 
     def _endpoint(self, url: str) -> RemoteServer:
-        return RemoteServer(url, strict_model=self.config.client.names_model)
+        strict_model = self.config.client.names_model
+        return RemoteServer(url, strict_model=strict_model, headers=self._harness.extra_headers)
 
     def server_lost(self) -> None:
         assert self._thread is not None
@@ -387,6 +388,7 @@ class EndpointCore(ClientCore):
                 self.config.engine.end_ids or () if ignore else ids,
                 ignore_eos=bool(row["flags"] & RequestFlag.IGNORE_END),
                 cache_salt=f"{row['salt']:016x}" if row["salt"] else "",
+                extra=self._harness.extra_body,
             )
             on_more = self._report_tokens if row["flags"] & RequestFlag.STREAM else None
             prompt, session = request.tokens.tolist(), int(row["session"])

@@ -34,6 +34,12 @@ class HarnessValues(Protocol):
     def endpoint_type(self) -> str: ...  # completions or chat
 
     @property
+    def extra_body(self) -> dict[str, Any]: ...  # fields of each request
+
+    @property
+    def extra_headers(self) -> dict[str, str]: ...  # of each request
+
+    @property
     def compliance_test(self) -> str | None: ...
 
 

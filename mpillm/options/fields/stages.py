@@ -6,7 +6,7 @@ from mpillm.core_names import EMBEDDED, RUNS_ENGINES, TRTLLM_DISAGG, TRTLLM_ENDP
 from mpillm.options.field import Options, option
 from mpillm.options.fields.effects import BUILT, MODELS, REPORTED, RUN, STAGES, TOOLS, of_engines, used_by
 from mpillm.options.fields.general import workload_names
-from mpillm.options.parsers import batch_sizes, boolean, flag_dict, http_urls
+from mpillm.options.parsers import batch_sizes, body_fields, boolean, flag_dict, headers, http_urls
 
 
 class CheckpointFields(Options, group="checkpoint"):
@@ -69,6 +69,18 @@ class HarnessFields(Options, group="harness"):
         "the requests of a test: completions, or chats, to which the server applies its chat template",
         choices=("completions", "chat"),
         default="completions",
+        effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG, commands=[RUN]),
+    )
+    extra_body = option(
+        'fields that are added to each request, as JSON: {"priority": 1}',
+        body_fields,
+        default={},
+        effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG, commands=[RUN]),
+    )
+    extra_headers = option(
+        'headers that are added to each request, as JSON: {"X-Tenant": "a"}',
+        headers,
+        default={},
         effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG, commands=[RUN]),
     )
     show_steady_state_progress = option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 
 from tests.helpers.endpoint_cores import Rows, core_of, requests
@@ -28,3 +29,14 @@ def test_a_conversation_has_its_name_in_a_header_and_stays_at_its_server() -> No
     assert seen.keys() == {None, *names}
     assert all(len(seen[name]) == 1 for name in names)
     assert len(set.union(*(seen[name] for name in names))) == 2
+
+
+def test_fields_and_headers_of_the_user() -> None:
+    options = ('--extra_body={"priority": 3}', '--extra_headers={"X-Tenant": "a b"}')
+    with ScriptedServer() as server, core_of(server.address, *options) as core:
+        core.load()
+        core.enqueue(requests())
+        Rows(core).until(4)
+    sent = [request for request in server.requests if request.path == "/v1/completions"]
+    assert {request.headers.get("x-tenant") for request in sent} == {"a b"}
+    assert [json.loads(request.body).get("priority") for request in sent[-4:]] == [3] * 4

@@ -17,11 +17,13 @@ from mpillm.options.options import parse_run, parse_serve
 from mpillm.options.parsers import (
     Secret,
     accuracy,
+    body_fields,
     boolean,
     flag_dict,
     fraction,
     gigabytes,
     grpc_ports,
+    headers,
     http_urls,
     length_of_a_test,
     natural,
@@ -94,6 +96,11 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
     rate: ({"0.5": 0.5, "1e9": 1e9}, ["0", "-1", "inf", "nan", "", "1_0", "1e10", "\u0663"]),
     not_negative: ({"0": 0.0, "2.5": 2.5}, ["-0.1", "inf", "nan", "", "x", "1_0.5"]),
     one_or_more: ({"1": 1.0, "128.5": 128.5}, ["0", "0.9", "-1", "inf", "nan", ""]),
+    body_fields: ({'{"a": [1]}': {"a": [1]}, "{}": {}}, ["[]", "a", '{"model": "m"}', '{"stream": true}']),
+    headers: (
+        {'{"X-A": "b c"}': {"X-A": "b c"}},
+        ["[]", '{"Host": "a"}', '{"X A": "b"}', '{"X-A": 1}', '{"X-A": "b\\r\\nC: d"}'],
+    ),
     gigabytes: ({"0.5": 0.5, "64": 64.0}, ["0", "-1", "nan", "1e7", "64GB"]),
     fraction: ({"1": 1.0, "0.1": 0.1}, ["0", "1.01", "-1", "nan", "all"]),
     boolean: (
