@@ -14,10 +14,13 @@ A conversation is read from one of these rows:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, zip_longest
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from mpillm.data.records import KNOWN, Columns, Prompt, chat_of, length_of, sample_of
@@ -52,6 +55,14 @@ class Turn:
     delay_s: float = 0.0  # from the previous response to the request
     at_s: float | None = None  # time stamp of the request; None: it has none
     output_len: int | None = None  # tokens
+    # Only in synthetic conversations of token ids, which have no messages:
+    tokens: NDArray[np.int32] | None = None  # that the request adds to the conversation
+    response_tokens: NDArray[np.int32] | None = None  # for the requests that follow
+
+    @property
+    def has_response(self) -> bool:
+        """Whether the response is known before the test, or no later request needs it."""
+        return not (self.response is None and self.response_tokens is None and self.prompt is None)
 
 
 @dataclass(slots=True)
@@ -66,7 +77,12 @@ class Conversation:
     @property
     def has_responses(self) -> bool:
         """Whether the file has the response of every turn that another one follows."""
-        return all(turn.response is not None or turn.prompt is not None for turn in self.turns[:-1])
+        return all(turn.has_response for turn in self.turns[:-1])
+
+    @property
+    def is_tokens(self) -> bool:
+        """Whether its turns are token ids, not messages."""
+        return self.turns[0].tokens is not None
 
     @property
     def recorded_responses(self) -> list[Message | None]:
@@ -81,6 +97,17 @@ class Conversation:
             if response is not None:
                 messages.append(response)
         return messages + self.turns[len(responses)].added
+
+
+def token_parts(
+    turns: Sequence[Turn], responses: Sequence[NDArray[np.int32] | None]
+) -> Iterator[NDArray[np.int32]]:
+    """Yield the parts of a prompt of token ids: what each request adds, and the responses between them."""
+    for turn, response in zip_longest(turns, responses):
+        assert turn.tokens is not None
+        yield turn.tokens
+        if response is not None:
+            yield response
 
 
 def read_conversations(

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from disagg.errors import ConfigError
 from mpillm.comms.messages import RequestFlag
 from mpillm.data.conversations import Message
 from mpillm.data.dataset import Turns
-from mpillm.data.generated_history import GeneratedHistory
+from mpillm.data.generated_history import History
 from mpillm.loadgen.sut import Query
 from mpillm.phases import Phase
 from mpillm.roles.role import Role
@@ -53,7 +54,7 @@ class _Open:
     number: int  # in the data set
     session: int  # never 0; another one each time
     turn: int = 0  # of the next request, or of the outstanding one
-    responses: list[Message] = field(default_factory=list)  # if they are generated in the test
+    responses: list[Any] = field(default_factory=list)  # if they are generated in the test: `History`'s
     prompt: NDArray[np.int32] | None = None  # of the next request; None: the data set's
 
 
@@ -71,7 +72,7 @@ class ConversationLoad(Role):
         self,
         turns: Turns,
         shape: LoadShape,
-        history: GeneratedHistory | None = None,
+        history: History | None = None,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         """`history`: makes the prompts, if these have the responses of the test. `wake`: wakes the loop."""

@@ -301,6 +301,8 @@ class Harness(Role):
         if dataset.output_lengths is not None:
             rows["max_output"] = np.minimum(dataset.output_lengths, sampling.max_output_len)
         rows["min_output"] = np.minimum(sampling.min_output_len, rows["max_output"])
+        if dataset.exact_lengths:
+            rows["min_output"] = rows["max_output"]
         rows["temperature"] = sampling.temperature
         rows["top_k"] = sampling.top_k
         rows["top_p"] = sampling.top_p

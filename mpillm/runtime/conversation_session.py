@@ -99,6 +99,7 @@ class ConversationSession(LoadSession):
             "outgrown": load.n_outgrown,
             "requests_skipped": load.n_skipped,
             "history": "generated" if self._turns.are_generated else "recorded",
+            **self._synthetic(),
             **(
                 {}
                 if rows is None
@@ -116,6 +117,12 @@ class ConversationSession(LoadSession):
         result["doubts"] = self.check_servers(self._config)
         self.keep_reports(reports)
         return f"{load.n_ended} of {load.n_started} conversations ended"
+
+    def _synthetic(self) -> dict[str, Any]:
+        """Return the parameters of generated conversations, for `result.json`."""
+        if (sizes := self._config.synthetic_conversations) is None:
+            return {}
+        return {"synthetic": {**sizes, "num_conversations": len(self._turns), "seed": self._config.seed}}
 
     def _streamed(self) -> bool:
         """Whether all instances report first tokens when they come."""

@@ -106,6 +106,53 @@ def test_messages_for_a_chat_server(one: Starter, talks: Path) -> None:
     assert result["prompt_tokens"]["max"] > 0  # as the server counts
 
 
+SHAPE = "turns=2-4,input=12:3,output=6,delay=0-0.05,system=16,groups=2,prefix=8"
+
+
+@pytest.mark.parametrize("history", ["generated", "recorded"])
+def test_synthetic_conversations(one: Starter, history: str) -> None:
+    """Prompts have the shared beginnings, and the responses; the cache has both."""
+    words = ["--synthetic_conversations", SHAPE, "--num_conversations", 4, "--history", history, "--seed", 3]
+    cache = ("--enable_kv_cache_reuse", "--tokens_per_block", BLOCK, "--concurrency", 1)
+    ended = one.run(
+        2, *CONVERSATIONS, *words, "--model_path", "tiny-llama", *cache, core="torch", timeout=120
+    ).must(DONE)
+    figures = ended.result["conversations"]
+    assert (figures["ended"], figures["failed"], figures["history"]) == (4, 0, history)
+    assert figures["synthetic"] == {
+        **dict(pair.split("=") for pair in SHAPE.split(",")),
+        "num_conversations": 4,
+        "seed": 3,
+    }
+    assert "2 to 4 (uniform) turns; input 12 ± 3 (normal) and output 6 tokens" in ended.flowing
+    outputs = outputs_of(ended)
+    firsts = [outputs[f"synthetic-{i}", 0]["input_tokens"] for i in range(4)]
+    assert len({tuple(prompt[:16]) for prompt in firsts}) == 1
+    assert firsts[0][:24] == firsts[2][:24] != firsts[1][:24] == firsts[3][:24]
+    for (name, turn), output in outputs.items():
+        if turn:
+            before = outputs[name, turn - 1]
+            prompt, response = before["input_tokens"], before["output_tokens"]
+            added = output["input_tokens"][len(prompt) :]
+            assert len(response) == 6, "no end token ends it"
+            assert output["input_tokens"][: len(prompt)] == prompt and len(added) > 6
+            assert (added[:6] == response) == (history == "generated")
+    cached = read_requests(ended.log_dir)
+    cached = cached[np.argsort(cached["index"])]["cached"].tolist()
+    n_turns = [sum(name == f"synthetic-{i}" for name, _ in outputs) for i in range(4)]
+    first = [cached[sum(n_turns[:i])] for i in range(4)]
+    assert first == [0, 16, 24, 24], "the second conversation is of another group than the first"
+
+
+def test_synthetic_conversations_for_a_chat_server(one: Starter) -> None:
+    options = ("--server=mpillm", "--model_path=tiny-llama", "--endpoint_type=chat", "--concurrency", 2)
+    words = ["--synthetic_conversations", "turns=2,input=9,output=6,system=16", "--num_conversations", 3]
+    ended = one.run(2, *CONVERSATIONS[:-1], *words, *options, core="trtllm_endpoint", timeout=120).must(DONE)
+    result = ended.result
+    assert (result["samples"], result["errors"], result["conversations"]["ended"]) == (6, 0, 3)
+    assert result["conversations"]["synthetic"]["system"] == "16"
+
+
 @pytest.mark.parametrize(
     ("salt", "shares"),
     [("test", [True, True]), ("conversation", [False, True]), ("request", [False, False])],
@@ -130,6 +177,19 @@ def test_salts_separate_cached_prompts(one: Starter, tmp_path: Path, salt: str, 
     [
         (["--cache_salt", "conversation"], "--cache_salt conversation needs --harness conversations"),
         (["--harness", "conversations"], "name a file of conversations with --dataset_path"),
+        (
+            ["--harness", "conversations", "--synthetic_conversations", "output=999"],
+            "output of 999 tokens is more than max_output_len 128 (default), where every answer ends; set",
+        ),
+        (
+            ["--harness", "conversations", "--synthetic_conversations", "turns=2", "--dataset_path", "x"],
+            "--synthetic_conversations turns=2,input=128,output=32,delay=0,system=0,groups=1,prefix=0 and"
+            " --dataset_path x exclude each other",
+        ),
+        (
+            ["--synthetic_conversations", "turns=2"],
+            "has no effect without --harness conversations",
+        ),
         (["--history", "generated"], "--history generated has no effect without --harness conversations"),
         (["--requests_file", "a.json"], "--requests_file a.json: name a file that ends in .csv or .parquet"),
         (["--endpoint_type", "chat"], "--endpoint_type chat has no effect on the dummy core"),

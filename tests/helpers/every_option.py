@@ -25,6 +25,7 @@ TEXTS = {
     "server": "vllm",
     "harness": "aiperf",
     "server_role": "context",
+    "synthetic_conversations": "turns=2",
     "stop_words": "x",
     "end_ids": "7",
     "user_conf": "x",

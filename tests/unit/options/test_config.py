@@ -38,6 +38,7 @@ from mpillm.options.parsers import (
     token_ids,
     urls,
 )
+from mpillm.options.synthetic_conversations import synthetic_conversations
 from mpillm.stages.stage_options import parse_each
 from tests.helpers.configured import DUMMY
 
@@ -71,6 +72,20 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
             "x:1",
             "",
         ],
+    ),
+    synthetic_conversations: (
+        {
+            "turns=2,delay=0.5-2": {
+                "turns": "2",
+                "input": "128",
+                "output": "32",
+                "delay": "0.5-2",
+                "system": "0",
+                "groups": "1",
+                "prefix": "0",
+            }
+        },
+        ["", "turns", "turns=0", "turns:2", "turn=2"],
     ),
     natural: ({"0": 0, "7": 7}, ["-1", "0.5", "", "none", "1_0", "\u0663", "2147483648"]),
     seconds: (
