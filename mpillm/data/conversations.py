@@ -73,6 +73,7 @@ class Conversation:
     turns: list[Turn] = field(default_factory=list)
     system: list[Message] = field(default_factory=list)  # messages before the first turn's
     tools: list[Any] | None = None
+    last_at_s: float | None = None  # the largest time stamp of its turns
 
     @property
     def has_responses(self) -> bool:
@@ -162,7 +163,8 @@ class _Reader:
     # --- a row per message ---
 
     def _add_message(self, where: str, row: Mapping[str, Any]) -> None:
-        name = row["conversation_id"]
+        row = {key: value for key, value in row.items() if value != ""}  # CSV has all fields in each row
+        name = row.get("conversation_id")
         if not isinstance(name, str) or not name.isascii() or not name.isprintable() or not name:
             raise ValueError(f"conversation_id is {excerpt(name)}; must be printable ASCII text")
         if self._open is None or self._open.conversation.name != name:
@@ -187,14 +189,14 @@ class _Reader:
             elif message["role"] != "assistant":
                 pending.append(message)
             elif pending:
-                conversation.turns.append(Turn(where, pending, message))
+                _append(conversation, Turn(where, pending, message))
                 pending = []
             elif conversation.turns:
                 raise ValueError(f"two assistant messages in a row: {excerpt(message['content'])}")
             else:  # ShareGPT has conversations that begin in their middle
                 conversation.system.append(message)
         if pending:
-            conversation.turns.append(Turn(where, pending))
+            _append(conversation, Turn(where, pending))
         if not conversation.turns:
             raise ValueError("the conversation has no message of a user")
 
@@ -211,16 +213,14 @@ class _Reader:
             if not isinstance(text, str):
                 raise ValueError(f"turns[{i}] has text {excerpt(text)}; must be one string")
             message = {"role": turn.get("role") or "user", "content": text}
-            conversation.turns.append(
-                Turn(
-                    f"{where}: turns[{i}]",
-                    [message],
-                    delay_s=_seconds(turn, "delay", 1e-3),
-                    at_s=_time(turn),
-                    output_len=_output_len(turn),
-                )
+            one = Turn(
+                f"{where}: turns[{i}]",
+                [message],
+                delay_s=_seconds(turn, "delay", 1e-3),
+                at_s=_time(turn),
+                output_len=_output_len(turn),
             )
-        _check_times(conversation)
+            _append(conversation, one)
 
     def _add_columns(self, where: str, row: Mapping[str, Any]) -> None:
         conversation = self._new(row, ())
@@ -233,7 +233,7 @@ class _Reader:
             turn = Turn(where, [{"role": "user", "content": text}])
             if length not in (None, ""):
                 turn.output_len = length_of(length, f"output_tokens_count_{i}")
-            conversation.turns.append(turn)
+            _append(conversation, turn)
         if not conversation.turns:
             raise ValueError("prompt_0 is empty")
         names = sorted(key for key in row if key.startswith("prompt_") and key[7:].isdigit())
@@ -270,10 +270,7 @@ class _Reader:
         if conversation is None:
             conversation = self._by_name[str(name)] = Conversation(str(name))
             self.conversations.append(conversation)
-        conversation.turns.append(turn)
-        if len(conversation.turns) > _MAX_TURNS:
-            raise ValueError(f"session_id {name} has more than {_MAX_TURNS:,} requests")
-        _check_times(conversation)
+        _append(conversation, turn)
 
 
 class _FlatConversation:
@@ -284,10 +281,12 @@ class _FlatConversation:
         self._last_role = ""
         self._n_rows = 0
         self._where = ""
-        self._calls = False  # the last row is a response with tool calls
+        self._calls: list[Any] = []  # of tools, in the last row
 
     def add(self, where: str, row: Mapping[str, Any]) -> None:
-        number, role = row["turn"], row["role"]
+        number, role = row.get("turn"), row.get("role")
+        if isinstance(number, str) and number.isdecimal() and len(number) < 20:  # CSV has only text
+            number = int(number)
         self._n_rows += 1
         if type(number) is not int or number != self._n_rows:
             raise ValueError(
@@ -310,7 +309,9 @@ class _FlatConversation:
             turns.append(
                 Turn(where, messages, delay_s=_seconds(row, "delay_seconds"), output_len=_output_len(row))
             )
-        self._calls = role == "assistant" and bool(row.get("tool_calls"))
+        if role == "tool":
+            _check_results(messages, self._calls)
+        self._calls = _calls(row) if role == "assistant" else []
         self._last_role, self._where = role, where
 
     def _check_order(self, role: object) -> None:
@@ -362,6 +363,22 @@ def _messages_of(row: Mapping[str, Any]) -> list[Message]:
     return chat_of([message], "content")
 
 
+def _calls(row: Mapping[str, Any]) -> list[Any]:
+    calls = row.get("tool_calls")
+    if calls is not None and not isinstance(calls, list):
+        raise ValueError(f"tool_calls is {excerpt(calls)}; must be an array of calls")
+    return calls or []
+
+
+def _check_results(messages: Iterable[Message], calls: Iterable[Any]) -> None:
+    """Raise ValueError for the result of a call that the response before does not have."""
+    known = [call.get("id") for call in calls if isinstance(call, dict)]
+    for message in messages:
+        name = message.get("tool_call_id")
+        if name is not None and None not in known and name not in known:
+            raise ValueError(f"tool_call_id is {excerpt(name)}; the calls before it are {excerpt(known)}")
+
+
 def _ends_with_response(messages: Any) -> bool:
     last = messages[-1] if isinstance(messages, list) and messages else None
     return isinstance(last, dict) and last.get("role") == "assistant"
@@ -391,24 +408,31 @@ def _output_len(row: Mapping[str, Any]) -> int | None:
 def _seconds(row: Mapping[str, Any], key: str, unit: float = 1.0) -> float:
     """Return a time of a row in seconds; 0 if it is missing."""
     value = row.get(key)
-    if value is None:
+    if value in (None, ""):
         return 0.0
-    if type(value) not in (int, float) or not 0 <= value * unit <= _MAX_DELAY_S or math.isnan(value):
+    try:
+        seconds = float(value) * unit if type(value) in (int, float, str) else math.nan  # CSV has only text
+    except (ValueError, OverflowError):
+        seconds = math.nan
+    if not 0 <= seconds <= _MAX_DELAY_S:  # or not a number
         raise ValueError(f"{key} is {excerpt(value)}; must be a number from 0 to {_MAX_DELAY_S / unit:g}")
-    return float(value) * unit
+    return seconds
 
 
 def _time(row: Mapping[str, Any]) -> float | None:
     """Return a row's time stamp, which is in milliseconds, in seconds."""
-    return None if row.get("timestamp") is None else _seconds(row, "timestamp", 1e-3)
+    return None if row.get("timestamp") in (None, "") else _seconds(row, "timestamp", 1e-3)
 
 
-def _check_times(conversation: Conversation) -> None:
-    """Raise ValueError if the last two time stamps run backwards."""
-    *_, before, last = [
-        -math.inf,
-        -math.inf,
-        *(turn.at_s for turn in conversation.turns if turn.at_s is not None),
-    ]
-    if last < before:
-        raise ValueError(f"timestamp {last * 1e3:g} is before the previous turn's, {before * 1e3:g}")
+def _append(conversation: Conversation, turn: Turn) -> None:
+    """Add a turn. Raises ValueError for a time stamp before an earlier one, or too many turns."""
+    if turn.at_s is not None:
+        before = conversation.last_at_s
+        if before is not None and turn.at_s < before:
+            raise ValueError(
+                f"timestamp {turn.at_s * 1e3:.12g} is before the previous turn's, {before * 1e3:.12g}"
+            )
+        conversation.last_at_s = turn.at_s
+    if len(conversation.turns) == _MAX_TURNS:
+        raise ValueError(f"conversation {conversation.name} has more than {_MAX_TURNS:,} requests")
+    conversation.turns.append(turn)

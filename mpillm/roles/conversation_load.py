@@ -86,7 +86,7 @@ class ConversationLoad(Role):
         # A heap: time, a number that breaks ties, conversation.
         self._due: list[tuple[float, int, _Open]] = []
         self._history, self._wake = history, wake
-        self.request_flags = int(RequestFlag.PROMPT_COUNTS)
+        self.request_flags = int(RequestFlag.PROMPT_COUNTS | RequestFlag.MAY_BE_REFUSED)
         if history is not None:
             self.request_flags |= RequestFlag.MESSAGE
         self.outgrown = ""  # the first conversation whose prompt exceeded a limit, and the limit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -68,7 +69,8 @@ def test_a_system_row_and_a_tool_row_with_content() -> None:
 
 def test_several_results_of_tools_are_messages_of_one_turn() -> None:
     results = [{"tool_call_id": name, "content": name} for name in "ab"]
-    rows = AGENT[0], flat(2, "assistant", tool_calls=[CALL]), flat(3, "tool", tool_results=results)
+    calls = [CALL, {**CALL, "id": "b"}]
+    rows = AGENT[0], flat(2, "assistant", tool_calls=calls), flat(3, "tool", tool_results=results)
     assert prompts(read(*rows)[0])[1][-2:] == ["t:a", "t:b"]
 
 
@@ -168,8 +170,8 @@ def test_delta_messages_continue_a_session() -> None:
             "f.jsonl:1: delay_seconds is -1; must be a number",
         ),
         (
-            [flat(1, "user", content="A", delay_seconds="1")],
-            'f.jsonl:1: delay_seconds is "1"; must be a number',
+            [flat(1, "user", content="A", delay_seconds="soon")],
+            'f.jsonl:1: delay_seconds is "soon"; must be a number from 0 to 1e+06',
         ),
         ([flat(1, "user", "b\n", content="A")], 'f.jsonl:1: conversation_id is "b\\n"; must be printable'),
         ([*AGENT[:2], flat(3, "tool", tool_results=[{}])], "f.jsonl:3: tool_results[0] has no tool_call_id"),
@@ -183,6 +185,30 @@ def test_delta_messages_continue_a_session() -> None:
             [{"input_length": 1, "session_id": 1, "timestamp": t} for t in (9, 8)],
             "f.jsonl:2: timestamp 8 is before the previous turn's, 9",
         ),
+        (
+            [{"turns": [{"text": "A", "timestamp": t} for t in (9, 8, 10)]}],
+            "f.jsonl:1: timestamp 8 is before the previous turn's, 9",
+        ),
+        (
+            [{"input_length": 1, "session_id": 1, "timestamp": t} for t in (9, None, 8)],
+            "f.jsonl:3: timestamp 8 is before the previous turn's, 9",
+        ),
+        (
+            [*AGENT[:2], flat(3, "tool", tool_results=[{"tool_call_id": "b", "content": "x"}])],
+            'f.jsonl:3: tool_call_id is "b"; the calls before it are ["a"]',
+        ),
+        (
+            [AGENT[0], flat(2, "assistant", tool_calls="run")],
+            'f.jsonl:2: tool_calls is "run"; must be an array of calls',
+        ),
+        (
+            [{"turns": [{"text": "A"}, {"text": "B", "delay": -1}]}],
+            "f.jsonl:1: delay is -1; must be a number from 0 to 1e+09",
+        ),
+        ([{"prompt": "A", "delay": float("nan")}], "f.jsonl:1: delay is NaN; must be a number"),
+        ([{"prompt": "A", "timestamp": float("inf")}], "f.jsonl:1: timestamp is Infinity; must be a number"),
+        ([{"prompt": "A", "delay": 10**400}], "f.jsonl:1: delay is 1000000"),
+        ([{"prompt": "A", "delay": True}], "f.jsonl:1: delay is true; must be a number"),
         ([{"prompt_0": "A", "prompt_2": "B"}], "f.jsonl:1: prompt_2 follows a missing prompt_1"),
         (
             [{"conversations": [{"from": "alien", "value": "A"}]}],
@@ -205,3 +231,24 @@ def test_a_row_that_cannot_be_read_is_named(rows: list[Any], message: str) -> No
     with pytest.raises(ConfigError) as error:
         read(*rows)
     assert str(error.value).startswith(message)
+
+
+def test_a_session_that_never_ends_is_an_error() -> None:
+    """Each row takes the same time, however long its session is."""
+    rows = ({"session_id": "s", "input_length": 1, "timestamp": t} for t in itertools.count())
+    with pytest.raises(ConfigError) as error:
+        read_conversations(((f"f.jsonl:{n}", row) for n, row in enumerate(rows, 1)), 1000)
+    assert str(error.value) == "f.jsonl:100001: conversation s has more than 100,000 requests"
+
+
+def test_csv_has_only_text() -> None:
+    """Numbers are texts there, and a missing field is an empty one."""
+    empty = dict.fromkeys(("tool_calls", "tools", "delay_seconds", "system"), "")
+    (one,) = read(
+        {**empty, **flat(1, "user", content="A"), "turn": "1"},
+        {**empty, **flat(2, "assistant", content="B"), "turn": "2"},
+        {**empty, **flat(3, "user", content="C", delay_seconds="0.5"), "turn": "3"},
+    )
+    assert prompts(one)[1] == ["u:A", "a:B", "u:C"] and one.turns[1].delay_s == 0.5
+    (trace,) = read({"input_length": "9", "timestamp": "1500", "session_id": "", "delay": ""})
+    assert (trace.turns[0].at_s, trace.turns[0].prompt) == (1.5, Trace(9, ()))
