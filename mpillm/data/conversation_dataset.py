@@ -33,14 +33,16 @@ def load_conversations(
     and the line of a wrong row, and of a request that exceeds a limit.
     """
     vocab_size = tokenizer.vocab_size if limits.vocab_size is None else limits.vocab_size
-    rows = ((f"{file}:{line}", row) for line, row in read_rows(file))
-    conversations = read_conversations(rows, vocab_size, columns)
+    rows = ((f"{file}:{line}", row) for line, row in read_rows(file, may_be_array=True))
+    left_out: list[str] = []
+    conversations = read_conversations(rows, vocab_size, columns, left_out)
     if not conversations:
         raise ConfigError(f"data set {file} is empty")
     prompts = [turn.prompt or "" for one in conversations for turn in one.turns]
     places = [turn.where for one in conversations for turn in one.turns]
     check_traces(file, prompts, limits, places.__getitem__)
-    return _dataset(file.name, conversations, tokenizer, limits, are_generated)
+    note = f"conversations without a user's message, which are left out: {len(left_out)}" if left_out else ""
+    return replace(_dataset(file.name, conversations, tokenizer, limits, are_generated), note=note)
 
 
 def synthetic_conversations(
@@ -187,6 +189,6 @@ def _encoded(
             if turn.prompt is None:
                 yield array("i", next(encoded))
             else:
-                yield tokens_of(turn.prompt, tokenizer, vocab_size)
+                yield tokens_of(turn.prompt, tokenizer, vocab_size, conversation.tools)
     except ConfigError as error:
         raise ConfigError(f"{conversation.turns[0].where}: {error}", about=["apply_chat_template"]) from error

@@ -6,7 +6,7 @@ A conversation is read from one of these rows:
   ``tool_calls``, ``tool_results``, ``tools``, ``system``, ``delay_seconds``;
 - ``messages`` that end with the assistant's, as vLLM's multi_turn benchmark has them;
 - ``conversations``, ShareGPT's form;
-- ``turns``, AIPerf's multi_turn form, with delays and time stamps in milliseconds;
+- ``turns``, AIPerf's multi_turn form, with delays and time stamps in milliseconds, or a list of texts;
 - ``prompt_0``, ``prompt_1``, …, GuideLLM's form;
 - a single request, as `records.sample_of` reads it. ``session_id`` joins such rows to a conversation.
 """
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
-from mpillm.data.records import KNOWN, Columns, Prompt, chat_of, length_of, sample_of
+from mpillm.data.records import KNOWN, LENGTHS, Columns, Prompt, body_of, chat_of, length_of, sample_of
 from mpillm.files import excerpt
 
 Message = dict[str, Any]
@@ -40,6 +40,7 @@ _SHARE_ROLES = {
     "assistant": "assistant",
     "system": "system",
 }
+_PREFIXES = ("prefix", "prefix_0", "system_prompt", "system")  # GuideLLM's columns of system prompts
 _MAX_DELAY_S = 1e6
 _MAX_TURNS = 100_000  # of one conversation
 
@@ -112,13 +113,17 @@ def token_parts(
 
 
 def read_conversations(
-    rows: Iterable[tuple[str, Any]], vocab_size: int, columns: Columns = KNOWN
+    rows: Iterable[tuple[str, Any]],
+    vocab_size: int,
+    columns: Columns = KNOWN,
+    left_out: list[str] | None = None,
 ) -> list[Conversation]:
     """Return the conversations of rows. Each row has its place, for messages, and its content.
 
-    Raises ConfigError with the place of the row and the name of the wrong field.
+    `left_out` gets the places of ShareGPT's conversations without a user's message, which its published file
+    has. Raises ConfigError with the place of the row and the name of the wrong field.
     """
-    reader = _Reader(vocab_size, columns)
+    reader = _Reader(vocab_size, columns, [] if left_out is None else left_out)
     for where, row in rows:
         try:
             reader.add(where, row)
@@ -131,7 +136,8 @@ def read_conversations(
 
 
 class _Reader:
-    def __init__(self, vocab_size: int, columns: Columns) -> None:
+    def __init__(self, vocab_size: int, columns: Columns, left_out: list[str]) -> None:
+        self._left_out = left_out
         self.conversations: list[Conversation] = []
         self._vocab_size, self._columns = vocab_size, columns
         self._by_name: dict[str, Conversation] = {}  # that further rows may continue
@@ -144,7 +150,10 @@ class _Reader:
         self.end()
         if isinstance(row, dict) and isinstance(row.get("conversations"), list):
             messages = [_share_message(one) for one in row["conversations"]]
-            self._add_chat(where, row, messages)
+            if any(message["role"] == "user" for message in messages):
+                self._add_chat(where, row, messages)
+            else:
+                self._left_out.append(where)
         elif isinstance(row, dict) and isinstance(row.get("turns"), list):
             self._add_turns(where, row)
         elif isinstance(row, dict) and "prompt_0" in row:
@@ -205,14 +214,14 @@ class _Reader:
         if not row["turns"]:
             raise ValueError("turns is empty")
         for i, turn in enumerate(row["turns"]):
+            if isinstance(turn, str):
+                turn = {"text": turn}
             if not isinstance(turn, dict):
-                raise ValueError(f"turns has {excerpt(turn)}; must be objects")
-            text = turn.get("text", turn.get("texts"))
-            if isinstance(text, list) and len(text) == 1:
-                text = text[0]
-            if not isinstance(text, str):
-                raise ValueError(f"turns[{i}] has text {excerpt(text)}; must be one string")
-            message = {"role": turn.get("role") or "user", "content": text}
+                raise ValueError(f"turns has {excerpt(turn)}; must be objects or texts")
+            message = {"role": turn.get("role") or "user", "content": _text_of(turn, f"turns[{i}]")}
+            if message["role"] == "system" and i == 0 and len(row["turns"]) > 1:
+                conversation.system.append(message)
+                continue
             one = Turn(
                 f"{where}: turns[{i}]",
                 [message],
@@ -236,6 +245,8 @@ class _Reader:
             _append(conversation, turn)
         if not conversation.turns:
             raise ValueError("prompt_0 is empty")
+        if prefix := next((row[key] for key in _PREFIXES if row.get(key)), None):
+            conversation.system = chat_of([{"role": "system", "content": prefix}], "prefix")
         names = sorted(key for key in row if key.startswith("prompt_") and key[7:].isdigit())
         if missing := [key for key in names if int(key[7:]) >= len(conversation.turns) and row[key]]:
             raise ValueError(f"{missing[0]} follows a missing prompt_{len(conversation.turns)}")
@@ -252,25 +263,47 @@ class _Reader:
     # --- a row per request ---
 
     def _add_request(self, where: str, row: Any) -> None:
-        if isinstance(row, dict) and "text_input" in row and "prompt" not in row:  # AIPerf's traces
-            row = {**row, "prompt": row["text_input"]}
+        if isinstance(row, dict) and self._columns == KNOWN:
+            row = _aiperf_request(row)
         sample = sample_of(row, self._vocab_size, self._columns)
         turn = Turn(where, [], prompt=sample.prompt, output_len=sample.output_len)
-        name = None
+        name = tools = None
         if isinstance(row, dict):
+            tools = _tools(body_of(row))
             turn.delay_s, turn.at_s, name = _seconds(row, "delay", 1e-3), _time(row), row.get("session_id")
             if row.get("message_mode") == "delta":
                 if not isinstance(sample.prompt, list):
                     raise ValueError("message_mode is delta, but the row has no messages")
                 turn.added, turn.prompt = sample.prompt, None
         if name in (None, ""):
-            self.conversations.append(Conversation(f"#{len(self.conversations)}", [turn]))
+            self.conversations.append(Conversation(f"#{len(self.conversations)}", [turn], tools=tools))
             return
         conversation = self._by_name.get(str(name))
         if conversation is None:
-            conversation = self._by_name[str(name)] = Conversation(str(name))
+            conversation = self._by_name[str(name)] = Conversation(str(name), tools=tools)
             self.conversations.append(conversation)
         _append(conversation, turn)
+
+
+def _aiperf_request(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a row of AIPerf's traces, or of its requests with several texts, with these as its prompt."""
+    if "prompt" not in row and "text_input" in row:
+        return {**row, "prompt": row["text_input"]}
+    if "texts" in row and not row.keys() & {"prompt", "text", "messages", "input_tokens"}:
+        return {**row, "prompt": _text_of(row, "the row")}
+    return row
+
+
+def _text_of(turn: Mapping[str, Any], where: str) -> str:
+    """Return the text of a turn; several texts are its parts. Raises ValueError that begins with `where`."""
+    text = next((turn[key] for key in ("text", "texts", "prompt", "content") if key in turn), None)
+    texts = list[Any]()
+    for part in text if isinstance(text, list) else [text]:
+        contents = part.get("contents") if isinstance(part, dict) else part
+        texts += contents if isinstance(contents, list) else [contents]
+    if not texts or not all(isinstance(part, str) and part for part in texts):
+        raise ValueError(f"{where} has text {excerpt(text)}; must be a text, or texts")
+    return "\n".join(texts)  # as parts of a message's content
 
 
 class _FlatConversation:
@@ -312,7 +345,7 @@ class _FlatConversation:
         if role == "tool":
             _check_results(messages, self._calls)
         self._calls = _calls(row) if role == "assistant" else []
-        self._last_role, self._where = role, where
+        self._last_role, self._where = str(role), where
 
     def _check_order(self, role: object) -> None:
         if role not in ("system", "user", "assistant", "tool"):
@@ -401,7 +434,7 @@ def _tools(row: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _output_len(row: Mapping[str, Any]) -> int | None:
-    keys = ("output_length", "max_new_tokens", "max_completion_tokens", "max_tokens")
+    keys = ("max_new_tokens", *LENGTHS)
     return next((length_of(row[key], key) for key in keys if row.get(key) not in (None, "")), None)
 
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from disagg.errors import ConfigError, about
 from mpillm.comms.messages import index_of, ragged_take
 from mpillm.data.chat_request import TOKENS_AS_CHAT, ChatRequests
+from mpillm.data.chat_template import Tools
 from mpillm.data.conversations import Conversation
 from mpillm.data.data_loader import LLMDataLoader, Samples
 from mpillm.data.random_tokens import MAX_LENGTH, draw_lengths, draw_tokens, plain_tokens
@@ -187,14 +188,17 @@ def _of_rows(
     return replace(packed, output_lengths=lengths, note=_note(samples, lengths, limits)), lines
 
 
-def tokens_of(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> array[int]:
-    """Return the tokens of a row's prompt. Raises ConfigError as the tokenizer's methods."""
+def tokens_of(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int, tools: Tools = None) -> array[int]:
+    """Return the tokens of a row's prompt. Raises ConfigError as the tokenizer's methods.
+
+    `tools`: that the model may call, if the prompt is a chat.
+    """
     if isinstance(tokenizer, ChatRequests) and not isinstance(prompt, (str, list)):
         raise ConfigError(TOKENS_AS_CHAT)
     if isinstance(prompt, Trace):
         return _trace_tokens(prompt, tokenizer, vocab_size)
     if isinstance(prompt, list):
-        return _as_array(tokenizer.encode_chats([prompt])[0])
+        return _as_array(tokenizer.encode_chats([prompt], tools)[0])
     return _as_array(tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
 
 

@@ -63,7 +63,8 @@ class GeneratedHistory(History):
         try:
             if turn.prompt is not None:
                 vocab_size = self._limits.vocab_size or self._tokenizer.vocab_size
-                tokens = np.array(tokens_of(turn.prompt, self._tokenizer, vocab_size), np.int32)
+                own = tokens_of(turn.prompt, self._tokenizer, vocab_size, conversation.tools)
+                tokens = np.array(own, np.int32)
             else:
                 messages = conversation.messages(
                     [

@@ -233,6 +233,8 @@ def _source(config: RunConfig, run_directory: Callable[[], Path]) -> _Source:
     if not config.dataset_path:
         return None
     path = Path(config.dataset_path)
+    if config.has_conversations:
+        return path
     if (workload is not None and not is_row_file(path)) or PreprocessedLoader.reads(path):
         return loader_of(path, workload)
     return path

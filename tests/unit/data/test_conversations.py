@@ -114,6 +114,8 @@ def test_aiperf_turns_have_delays_and_times_in_milliseconds() -> None:
 def test_guidellm_columns() -> None:
     (one,) = read({"prompt_0": "A", "output_tokens_count_0": "5", "prompt_1": "B", "prompt_2": ""})
     assert prompts(one) == [["u:A"], ["u:A", "u:B"]] and one.turns[0].output_len == 5
+    (one,) = read({"prefix": "S", "prompt_0": "A", "prompt_1": "B"})
+    assert prompts(one)[1] == ["s:S", "u:A", "u:B"]
 
 
 def test_a_row_per_request() -> None:
@@ -138,6 +140,37 @@ def test_a_row_per_request() -> None:
         "A",
     ]
     assert rows[3].turns[0].output_len == 2 and len(rows) == 7
+
+
+def test_several_texts_are_parts_of_one_message() -> None:
+    """AIPerf's forms of texts, a system turn, and MT-Bench's turns without objects."""
+    named = [{"name": "q", "contents": ["A", "B"]}, "C"]
+    turns = [{"role": "system", "text": "S"}, {"texts": named}, {"text": "D", "max_tokens": 3}]
+    one, two, three = read({"session_id": "s", "turns": turns}, {"texts": ["A", "B"]}, {"turns": ["A", "B"]})
+    assert prompts(one)[1] == ["s:S", "u:A\nB\nC", "u:D"] and one.turns[1].output_len == 3
+    assert two.turns[0].prompt == "A\nB" and prompts(three)[1] == ["u:A", "u:B"]
+
+
+def test_openai_batches_have_tools() -> None:
+    tools = [{"type": "function"}]
+    body = {"messages": messages("s:S", "u:A"), "tools": tools, "max_completion_tokens": 4}
+    rows = [
+        {"custom_id": str(i), "method": "POST", "url": "/v1/chat/completions", "body": body} for i in (1, 2)
+    ]
+    one, two = read(*rows)
+    assert (one.tools, one.turns[0].output_len, one.turns[0].prompt) == (tools, 4, body["messages"])
+    assert two.tools == tools
+
+
+def test_conversations_of_sharegpt_without_a_user_are_left_out() -> None:
+    rows = [
+        {"id": 1, "conversations": []},
+        {"id": 2, "conversations": [{"from": "gpt", "value": "A"}]},
+        {"id": 3, "conversations": [{"from": "human", "value": "A"}]},
+    ]
+    left_out: list[str] = []
+    (one,) = read_conversations(((str(n), row) for n, row in enumerate(rows)), 1000, left_out=left_out)
+    assert one.name == "3" and left_out == ["0", "1"]
 
 
 def test_delta_messages_continue_a_session() -> None:
@@ -176,7 +209,18 @@ def test_delta_messages_continue_a_session() -> None:
         ([flat(1, "user", "b\n", content="A")], 'f.jsonl:1: conversation_id is "b\\n"; must be printable'),
         ([*AGENT[:2], flat(3, "tool", tool_results=[{}])], "f.jsonl:3: tool_results[0] has no tool_call_id"),
         ([{"turns": []}], "f.jsonl:1: turns is empty"),
-        ([{"turns": [{"text": 1}]}], "f.jsonl:1: turns[0] has text 1; must be one string"),
+        ([{"turns": [{"text": 1}]}], "f.jsonl:1: turns[0] has text 1; must be a text, or texts"),
+        ([{"turns": [{"texts": []}]}], "f.jsonl:1: turns[0] has text []; must be a text, or texts"),
+        ([{"turns": [3]}], "f.jsonl:1: turns has 3; must be objects or texts"),
+        (
+            [{"custom_id": "a", "url": "/v1/embeddings", "body": {"input": "A"}}],
+            'f.jsonl:1: url is "/v1/embeddings"; must be that of a chat or a completion',
+        ),
+        ([{"custom_id": "a", "url": "/v1/completions"}], "f.jsonl:1: body is null; must be an object"),
+        (
+            [{"custom_id": "a", "body": {"prompt": ["A", "B"]}}],
+            "f.jsonl:1: prompt has 2 prompts; must be one, in a row of its own",
+        ),
         (
             [{"turns": [{"text": "A", "timestamp": 9}, {"text": "B", "timestamp": 8}]}],
             "f.jsonl:1: timestamp 8 is before the previous turn's, 9",
@@ -214,7 +258,6 @@ def test_delta_messages_continue_a_session() -> None:
             [{"conversations": [{"from": "alien", "value": "A"}]}],
             'f.jsonl:1: from is "alien"; must be one of',
         ),
-        ([{"conversations": []}], "f.jsonl:1: the conversation has no message of a user"),
         (
             [{"id": 1, "messages": messages("u:A", "a:B", "a:C")}],
             'f.jsonl:1: two assistant messages in a row: "C"',
