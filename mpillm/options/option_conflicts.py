@@ -66,6 +66,16 @@ def check_options(config: RunConfig) -> None:
         raise ConfigError(f"{config.named('dataset')} and {config.named('dataset_path')} exclude each other")
     if config.cache_salt == "conversation" and not config.has_conversations:
         raise ConfigError(f"{config.named('cache_salt')} needs --harness conversations", about=["cache_salt"])
+    if config.is_user_set("request_cancellation_delay") and config.request_cancellation_rate is None:
+        raise ConfigError(
+            f"{config.named('request_cancellation_delay')} has no effect without --request_cancellation_rate",
+            about=["request_cancellation_rate"],
+        )
+    if config.request_cancellation_rate is not None and config.on_instance_loss == "continue":
+        raise ConfigError(
+            f"{config.named('request_cancellation_rate')} and {config.named('on_instance_loss')} exclude each"
+            " other: a lost request cannot be cancelled"
+        )
     if config.synthetic_conversations:
         _check_synthetic_conversations(config)
     check_harness(config)

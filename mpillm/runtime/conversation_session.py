@@ -71,7 +71,13 @@ class ConversationSession(LoadSession):
         else:
             how = f"{shape.rate:g} per second" if shape.rate else "by their time stamps"
         history = "generated in the test" if self._turns.are_generated else "recorded in the data set"
-        return f"{n}, {how}; responses in later prompts are those {history}"
+        cancelled = (
+            f"; {100 * shape.cancel_share:g} % of the requests are cancelled {shape.cancel_after_s:g} s after"
+            " they are sent"
+            if shape.cancel_share
+            else ""
+        )
+        return f"{n}, {how}; responses in later prompts are those {history}{cancelled}"
 
     def source(self, loop: EventLoop) -> ConversationLoad:
         planned = self._samples.planned
@@ -98,6 +104,7 @@ class ConversationSession(LoadSession):
             "failed": load.n_failed,
             "outgrown": load.n_outgrown,
             "requests_skipped": load.n_skipped,
+            "requests_cancelled": self._totals.cancelled,
             "history": "generated" if self._turns.are_generated else "recorded",
             **self._synthetic(),
             **(
@@ -144,11 +151,18 @@ def load_shape(config: RunConfig, turns: Turns) -> LoadShape:
     """Return when conversations start. Raises ConfigError if the data set does not have what this needs."""
     n = config.num_conversations or len(turns)
     max_s = math.inf if config.max_duration is None else config.max_duration
-    common: dict[str, Any] = {"speed": config.trace_speed, "ramp_up_s": config.ramp_up, "max_s": max_s}
+    common: dict[str, Any] = {
+        "seed": config.seed,
+        "speed": config.trace_speed,
+        "ramp_up_s": config.ramp_up,
+        "max_s": max_s,
+        "cancel_share": (config.request_cancellation_rate or 0.0) / 100,
+        "cancel_after_s": config.request_cancellation_delay,
+    }
     if config.scenario == "Offline":
         return LoadShape(n, concurrency=config.concurrency or n, **common)
     if config.server_target_qps is not None:
-        return LoadShape(n, rate=config.server_target_qps, seed=config.seed, **common)
+        return LoadShape(n, rate=config.server_target_qps, **common)
     without = np.flatnonzero(np.isnan(turns.at_s[turns.first[:-1]]))
     if len(without):
         raise ConfigError(

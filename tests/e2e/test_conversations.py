@@ -153,6 +153,46 @@ def test_synthetic_conversations_for_a_chat_server(one: Starter) -> None:
     assert result["conversations"]["synthetic"]["system"] == "16"
 
 
+CANCELLATION = ("--request_cancellation_rate", 40, "--request_cancellation_delay", 0.02)
+LONG = ("--synthetic_conversations", "turns=3,input=10,output=300", "--max_output_len", 300)
+
+
+@pytest.mark.parametrize(("ranks", "mode"), [(2, "aggregated"), (3, "disaggregated")])
+def test_cancelled_requests_are_in_no_figure_and_leave_no_blocks(one: Starter, ranks: int, mode: str) -> None:
+    words = ["--harness", "conversations", *LONG, "--num_conversations", 4, *CANCELLATION]
+    words += ["--mode", mode, "--model_path", "tiny-llama", "--concurrency", 2]
+    ended = one.run(ranks, *words, core="torch", timeout=180).must(DONE)
+    result = ended.result
+    n_cancelled = result["conversations"]["requests_cancelled"]
+    assert n_cancelled > 0 and result["samples"] == 12 - n_cancelled and result["errors"] == 0
+    assert result["tokens"] == 300 * result["samples"]
+    assert (result["conversations"]["ended"], result["conversations"]["requests_skipped"]) == (4, 0)
+    assert len(read_requests(ended.log_dir)) == result["samples"]
+    for instance in result["per_instance"]:
+        metrics = instance["metrics"]
+        assert metrics["kv_cache_usage"]["last"] == metrics["running"]["last"] == 0
+        assert metrics["kv_cache_usage"]["peak"] > 0
+    n_generated = sum(part["metrics"]["generated_tokens"] for part in result["per_instance"])
+    assert n_generated < 12 * 300, "the cancelled responses were not computed"
+    assert f"cancelled {n_cancelled} requests, which are in no other figure" in ended.flowing
+    assert "40 % of the requests are cancelled 0.02 s after they are sent" in ended.flowing
+
+
+def test_a_cancelled_request_closes_the_servers_connection(one: Starter) -> None:
+    options = ("--server=mpillm", "--model_path=tiny-llama", "--endpoint_type=chat", "--concurrency", 2)
+    words = ["--harness", "conversations", *LONG, "--num_conversations", 4, *CANCELLATION, *options]
+    ended = one.run(2, *words, core="trtllm_endpoint", timeout=180).must(DONE)
+    result = ended.result
+    n_cancelled = result["conversations"]["requests_cancelled"]
+    assert n_cancelled > 0 and result["samples"] == 12 - n_cancelled and result["errors"] == 0
+    (server,) = result["per_instance"][0]["servers"]
+    assert (server["answers"], server["lost_tokens"]) == (result["samples"], 300 * n_cancelled)
+    own = json.loads((ended.log_dir / "server_0" / "result.json").read_text())
+    (instance,) = own["per_instance"]
+    assert instance["metrics"]["generated_tokens"] < 12 * 300
+    assert instance["metrics"]["kv_cache_usage"]["last"] == 0
+
+
 @pytest.mark.parametrize(
     ("salt", "shares"),
     [("test", [True, True]), ("conversation", [False, True]), ("request", [False, False])],
@@ -189,6 +229,14 @@ def test_salts_separate_cached_prompts(one: Starter, tmp_path: Path, salt: str, 
         (
             ["--synthetic_conversations", "turns=2"],
             "has no effect without --harness conversations",
+        ),
+        (
+            ["--harness", "conversations", "--request_cancellation_delay", "1"],
+            "--request_cancellation_delay 1.0 has no effect without --request_cancellation_rate",
+        ),
+        (
+            [*CONVERSATIONS, "--request_cancellation_rate", "5", "--on_instance_loss", "continue"],
+            "exclude each other: a lost request cannot be cancelled",
         ),
         (["--history", "generated"], "--history generated has no effect without --harness conversations"),
         (["--requests_file", "a.json"], "--requests_file a.json: name a file that ends in .csv or .parquet"),

@@ -11,6 +11,7 @@ from mpillm.options.parsers import (
     kind_of_program,
     length_of_a_test,
     not_negative,
+    percent,
     positive,
     rate,
     shell_args,
@@ -140,6 +141,16 @@ class ConversationFields(
         choices=("recorded", "generated"),
     )
     trace_speed = option("divides time stamps and delays of the data set", rate, default=1.0)
+    request_cancellation_rate = option(
+        "percent of the requests to cancel: the client disconnects, or the engine drops the request. The"
+        " conversation continues [default: none]",
+        percent,
+    )
+    request_cancellation_delay = option(
+        "seconds from sending a request to its cancellation; a request that ends earlier is not cancelled",
+        not_negative,
+        default=0.0,
+    )
     ramp_up = option(
         "seconds over which the first conversations start; figures leave them out", not_negative, default=0.0
     )
