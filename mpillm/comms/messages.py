@@ -78,6 +78,7 @@ class RequestFlag(enum.IntFlag):
     TIMES = 8  # send TIMES responses
     MESSAGE = 16  # to a chat endpoint: send a MESSAGE response
     PROMPT_COUNTS = 32  # send a PROMPT_COUNTS response
+    MAY_BE_REFUSED = 64  # a server that refuses the request's content (status 400, 413 or 422) fails only it
     CONTEXT_ONLY = 256  # another run generates, and fetches the KV cache (`serve --server_role`)
     GENERATION_ONLY = 512  # another run has computed the context; the KV cache has been fetched
 

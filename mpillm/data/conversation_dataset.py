@@ -1,18 +1,22 @@
-"""The data set of a file's conversations: each request's prompt, with the recorded responses before it."""
+"""The data set of conversations: the prompt of each request, with the recorded responses before it."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
-from mpillm.data.conversations import Conversation, Turn, read_conversations
+from mpillm.data.chat_request import ChatRequests
+from mpillm.data.conversations import Conversation, Turn, read_conversations, token_parts
 from mpillm.data.dataset import Dataset, PromptLimits, Turns, check_lengths, check_traces, tokens_of
 from mpillm.data.records import KNOWN, Columns
 from mpillm.data.row_files import read_rows
+from mpillm.data.synthetic_conversations import SyntheticConversations, generate
 from mpillm.data.tokenizer import Tokenizer
 
 
@@ -29,38 +33,75 @@ def load_conversations(
     and the line of a wrong row, and of a request that exceeds a limit.
     """
     vocab_size = tokenizer.vocab_size if limits.vocab_size is None else limits.vocab_size
-    rows = ((f"{file}:{line}", row) for line, row in read_rows(file))
-    conversations = read_conversations(rows, vocab_size, columns)
+    rows = ((f"{file}:{line}", row) for line, row in read_rows(file, may_be_array=True))
+    left_out: list[str] = []
+    conversations = read_conversations(rows, vocab_size, columns, left_out)
     if not conversations:
         raise ConfigError(f"data set {file} is empty")
+    prompts = [turn.prompt or "" for one in conversations for turn in one.turns]
+    places = [turn.where for one in conversations for turn in one.turns]
+    check_traces(file, prompts, limits, places.__getitem__)
+    note = f"conversations without a user's message, which are left out: {len(left_out)}" if left_out else ""
+    return replace(_dataset(file.name, conversations, tokenizer, limits, are_generated), note=note)
+
+
+def synthetic_conversations(
+    spec: SyntheticConversations,
+    tokenizer: Tokenizer,
+    limits: PromptLimits,
+    are_generated: bool | None = None,
+    *,
+    as_chats: bool = False,
+) -> Dataset:
+    """Generate conversations. `are_generated`: as for `load_conversations`.
+
+    `as_chats`: for a chat endpoint, whose prompts are texts. Raises ConfigError if a request exceeds a limit.
+    """
+    vocab_size = tokenizer.vocab_size if limits.vocab_size is None else limits.vocab_size
+    conversations = generate(
+        spec, tokenizer, vocab_size, as_text=as_chats, with_responses=are_generated is False
+    )
+    encoder = ChatRequests() if as_chats else tokenizer
+    if as_chats:
+        limits = replace(limits, vocab_size=None)
+    dataset = _dataset("synthetic", conversations, encoder, limits, are_generated)
+    return replace(dataset, exact_lengths=True, note=_synthetic_note(spec, dataset, limits))
+
+
+def _synthetic_note(spec: SyntheticConversations, dataset: Dataset, limits: PromptLimits) -> str:
+    n_cut = 0
+    if dataset.output_lengths is not None:
+        n_cut = int((dataset.output_lengths > limits.max_output_len).sum())
+    cut = f"; {n_cut} of its responses end at --max_output_len {limits.max_output_len}" if n_cut else ""
+    return f"synthetic conversations: {spec.sizes.describe()}; seed {spec.seed}{cut}"
+
+
+def _dataset(
+    name: str,
+    conversations: Sequence[Conversation],
+    tokenizer: Tokenizer,
+    limits: PromptLimits,
+    are_generated: bool | None,
+) -> Dataset:
+    """Return the requests of conversations as a data set. Parameters as of `load_conversations`."""
+    vocab_size = tokenizer.vocab_size if limits.vocab_size is None else limits.vocab_size
     turns = [turn for conversation in conversations for turn in conversation.turns]
-    as_read = [turn.prompt if turn.prompt is not None else "" for turn in turns]
-    check_traces(file, as_read, limits, lambda sample: turns[sample].where)
     if are_generated is None:
         are_generated = not all(conversation.has_responses for conversation in conversations)
-    stored: list[array[int]] = []
-    starts, n_tokens, size = list[int](), list[int](), 0
+    stored = _StoredPrompts()
     for conversation in conversations:
-        prompts = _prompts(conversation, tokenizer, vocab_size, are_generated)
-        offsets = [0] * len(prompts)
-        last: array[int] = array("i")
-        # Usually a prompt is the beginning of the next one. Then only the last one is stored.
-        for i in reversed(range(len(prompts))):
-            if last[: len(prompts[i])] != prompts[i]:
-                last = prompts[i]
-                stored.append(last)
-                size += len(last)
-            offsets[i] = size - len(last)
-        starts += offsets
-        n_tokens += map(len, prompts)
+        if conversation.is_tokens:
+            stored.add_growing(*_growing_tokens(conversation, are_generated))
+        else:
+            stored.add(_prompts(conversation, tokenizer, vocab_size, are_generated))
     lengths = [turn.output_len for turn in turns]
-    check_lengths(np.array(n_tokens), limits, lambda sample: turns[sample].where)
+    check_lengths(np.array(stored.n_tokens), limits, lambda sample: turns[sample].where)
     counts = [0, *(len(conversation.turns) for conversation in conversations)]
     return Dataset(
-        file.name,
-        np.concatenate([np.frombuffer(one, np.int32) for one in stored]),
-        np.array(starts, np.int64),
-        np.array(n_tokens, np.int64),
+        name,
+        np.concatenate(stored.prompts),
+        np.array(stored.starts, np.int64),
+        np.array(stored.n_tokens, np.int64),
         np.array([limits.max_output_len if n is None else n for n in lengths], np.int64),
         turns=Turns(
             conversations,
@@ -70,6 +111,50 @@ def load_conversations(
             are_generated,
         ),
     )
+
+
+class _StoredPrompts:
+    """Prompts back to back. One that another prompt of the conversation begins with is stored in that one."""
+
+    def __init__(self) -> None:
+        self.prompts: list[NDArray[np.int32]] = []
+        self.starts: list[int] = []  # by sample, in `prompts`
+        self.n_tokens: list[int] = []
+        self._size = 0
+
+    def add(self, prompts: Sequence[array[int]]) -> None:
+        """Add the prompts of one conversation."""
+        offsets = [0] * len(prompts)
+        last: array[int] = array("i")
+        # Usually a prompt is the beginning of the next one. Then only the last one is stored.
+        for i in reversed(range(len(prompts))):
+            if last[: len(prompts[i])] != prompts[i]:
+                last = prompts[i]
+                self._store(np.frombuffer(last, np.int32))
+            offsets[i] = self._size - len(last)
+        self.starts += offsets
+        self.n_tokens += map(len, prompts)
+
+    def add_growing(self, last: NDArray[np.int32], lengths: Sequence[int]) -> None:
+        """Add the prompts of one conversation, whose last one begins with each other one."""
+        self.starts += [self._size] * len(lengths)
+        self.n_tokens += lengths
+        self._store(last)
+
+    def _store(self, prompt: NDArray[np.int32]) -> None:
+        self.prompts.append(prompt)
+        self._size += len(prompt)
+
+
+def _growing_tokens(conversation: Conversation, are_generated: bool) -> tuple[NDArray[np.int32], list[int]]:
+    """Return the last prompt of a conversation of token ids, and the length of each prompt.
+
+    If responses are generated, the first prompt is in the place of later ones.
+    """
+    turns = conversation.turns[:1] if are_generated else conversation.turns
+    parts = list(token_parts(turns, [turn.response_tokens for turn in turns[:-1]]))
+    lengths = np.cumsum([len(part) for part in parts])[::2].tolist()
+    return np.concatenate(parts), lengths + lengths[:1] * (len(conversation.turns) - len(turns))
 
 
 def _prompts(
@@ -104,6 +189,6 @@ def _encoded(
             if turn.prompt is None:
                 yield array("i", next(encoded))
             else:
-                yield tokens_of(turn.prompt, tokenizer, vocab_size)
+                yield tokens_of(turn.prompt, tokenizer, vocab_size, conversation.tools)
     except ConfigError as error:
         raise ConfigError(f"{conversation.turns[0].where}: {error}", about=["apply_chat_template"]) from error

@@ -6,7 +6,7 @@ A conversation is read from one of these rows:
   ``tool_calls``, ``tool_results``, ``tools``, ``system``, ``delay_seconds``;
 - ``messages`` that end with the assistant's, as vLLM's multi_turn benchmark has them;
 - ``conversations``, ShareGPT's form;
-- ``turns``, AIPerf's multi_turn form, with delays and time stamps in milliseconds;
+- ``turns``, AIPerf's multi_turn form, with delays and time stamps in milliseconds, or a list of texts;
 - ``prompt_0``, ``prompt_1``, …, GuideLLM's form;
 - a single request, as `records.sample_of` reads it. ``session_id`` joins such rows to a conversation.
 """
@@ -14,13 +14,16 @@ A conversation is read from one of these rows:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, zip_longest
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from disagg.errors import ConfigError
-from mpillm.data.records import KNOWN, Columns, Prompt, chat_of, length_of, sample_of
+from mpillm.data.records import KNOWN, LENGTHS, Columns, Prompt, body_of, chat_of, length_of, sample_of
 from mpillm.files import excerpt
 
 Message = dict[str, Any]
@@ -37,6 +40,7 @@ _SHARE_ROLES = {
     "assistant": "assistant",
     "system": "system",
 }
+_PREFIXES = ("prefix", "prefix_0", "system_prompt", "system")  # GuideLLM's columns of system prompts
 _MAX_DELAY_S = 1e6
 _MAX_TURNS = 100_000  # of one conversation
 
@@ -52,6 +56,14 @@ class Turn:
     delay_s: float = 0.0  # from the previous response to the request
     at_s: float | None = None  # time stamp of the request; None: it has none
     output_len: int | None = None  # tokens
+    # Only in synthetic conversations of token ids, which have no messages:
+    tokens: NDArray[np.int32] | None = None  # that the request adds to the conversation
+    response_tokens: NDArray[np.int32] | None = None  # for the requests that follow
+
+    @property
+    def has_response(self) -> bool:
+        """Whether the response is known before the test, or no later request needs it."""
+        return not (self.response is None and self.response_tokens is None and self.prompt is None)
 
 
 @dataclass(slots=True)
@@ -62,11 +74,17 @@ class Conversation:
     turns: list[Turn] = field(default_factory=list)
     system: list[Message] = field(default_factory=list)  # messages before the first turn's
     tools: list[Any] | None = None
+    last_at_s: float | None = None  # the largest time stamp of its turns
 
     @property
     def has_responses(self) -> bool:
         """Whether the file has the response of every turn that another one follows."""
-        return all(turn.response is not None or turn.prompt is not None for turn in self.turns[:-1])
+        return all(turn.has_response for turn in self.turns[:-1])
+
+    @property
+    def is_tokens(self) -> bool:
+        """Whether its turns are token ids, not messages."""
+        return self.turns[0].tokens is not None
 
     @property
     def recorded_responses(self) -> list[Message | None]:
@@ -83,14 +101,29 @@ class Conversation:
         return messages + self.turns[len(responses)].added
 
 
+def token_parts(
+    turns: Sequence[Turn], responses: Sequence[NDArray[np.int32] | None]
+) -> Iterator[NDArray[np.int32]]:
+    """Yield the parts of a prompt of token ids: what each request adds, and the responses between them."""
+    for turn, response in zip_longest(turns, responses):
+        assert turn.tokens is not None
+        yield turn.tokens
+        if response is not None:
+            yield response
+
+
 def read_conversations(
-    rows: Iterable[tuple[str, Any]], vocab_size: int, columns: Columns = KNOWN
+    rows: Iterable[tuple[str, Any]],
+    vocab_size: int,
+    columns: Columns = KNOWN,
+    left_out: list[str] | None = None,
 ) -> list[Conversation]:
     """Return the conversations of rows. Each row has its place, for messages, and its content.
 
-    Raises ConfigError with the place of the row and the name of the wrong field.
+    `left_out` gets the places of ShareGPT's conversations without a user's message, which its published file
+    has. Raises ConfigError with the place of the row and the name of the wrong field.
     """
-    reader = _Reader(vocab_size, columns)
+    reader = _Reader(vocab_size, columns, [] if left_out is None else left_out)
     for where, row in rows:
         try:
             reader.add(where, row)
@@ -103,7 +136,8 @@ def read_conversations(
 
 
 class _Reader:
-    def __init__(self, vocab_size: int, columns: Columns) -> None:
+    def __init__(self, vocab_size: int, columns: Columns, left_out: list[str]) -> None:
+        self._left_out = left_out
         self.conversations: list[Conversation] = []
         self._vocab_size, self._columns = vocab_size, columns
         self._by_name: dict[str, Conversation] = {}  # that further rows may continue
@@ -116,7 +150,10 @@ class _Reader:
         self.end()
         if isinstance(row, dict) and isinstance(row.get("conversations"), list):
             messages = [_share_message(one) for one in row["conversations"]]
-            self._add_chat(where, row, messages)
+            if any(message["role"] == "user" for message in messages):
+                self._add_chat(where, row, messages)
+            else:
+                self._left_out.append(where)
         elif isinstance(row, dict) and isinstance(row.get("turns"), list):
             self._add_turns(where, row)
         elif isinstance(row, dict) and "prompt_0" in row:
@@ -135,7 +172,8 @@ class _Reader:
     # --- a row per message ---
 
     def _add_message(self, where: str, row: Mapping[str, Any]) -> None:
-        name = row["conversation_id"]
+        row = {key: value for key, value in row.items() if value != ""}  # CSV has all fields in each row
+        name = row.get("conversation_id")
         if not isinstance(name, str) or not name.isascii() or not name.isprintable() or not name:
             raise ValueError(f"conversation_id is {excerpt(name)}; must be printable ASCII text")
         if self._open is None or self._open.conversation.name != name:
@@ -160,14 +198,14 @@ class _Reader:
             elif message["role"] != "assistant":
                 pending.append(message)
             elif pending:
-                conversation.turns.append(Turn(where, pending, message))
+                _append(conversation, Turn(where, pending, message))
                 pending = []
             elif conversation.turns:
                 raise ValueError(f"two assistant messages in a row: {excerpt(message['content'])}")
             else:  # ShareGPT has conversations that begin in their middle
                 conversation.system.append(message)
         if pending:
-            conversation.turns.append(Turn(where, pending))
+            _append(conversation, Turn(where, pending))
         if not conversation.turns:
             raise ValueError("the conversation has no message of a user")
 
@@ -176,24 +214,22 @@ class _Reader:
         if not row["turns"]:
             raise ValueError("turns is empty")
         for i, turn in enumerate(row["turns"]):
+            if isinstance(turn, str):
+                turn = {"text": turn}
             if not isinstance(turn, dict):
-                raise ValueError(f"turns has {excerpt(turn)}; must be objects")
-            text = turn.get("text", turn.get("texts"))
-            if isinstance(text, list) and len(text) == 1:
-                text = text[0]
-            if not isinstance(text, str):
-                raise ValueError(f"turns[{i}] has text {excerpt(text)}; must be one string")
-            message = {"role": turn.get("role") or "user", "content": text}
-            conversation.turns.append(
-                Turn(
-                    f"{where}: turns[{i}]",
-                    [message],
-                    delay_s=_seconds(turn, "delay", 1e-3),
-                    at_s=_time(turn),
-                    output_len=_output_len(turn),
-                )
+                raise ValueError(f"turns has {excerpt(turn)}; must be objects or texts")
+            message = {"role": turn.get("role") or "user", "content": _text_of(turn, f"turns[{i}]")}
+            if message["role"] == "system" and i == 0 and len(row["turns"]) > 1:
+                conversation.system.append(message)
+                continue
+            one = Turn(
+                f"{where}: turns[{i}]",
+                [message],
+                delay_s=_seconds(turn, "delay", 1e-3),
+                at_s=_time(turn),
+                output_len=_output_len(turn),
             )
-        _check_times(conversation)
+            _append(conversation, one)
 
     def _add_columns(self, where: str, row: Mapping[str, Any]) -> None:
         conversation = self._new(row, ())
@@ -206,9 +242,11 @@ class _Reader:
             turn = Turn(where, [{"role": "user", "content": text}])
             if length not in (None, ""):
                 turn.output_len = length_of(length, f"output_tokens_count_{i}")
-            conversation.turns.append(turn)
+            _append(conversation, turn)
         if not conversation.turns:
             raise ValueError("prompt_0 is empty")
+        if prefix := next((row[key] for key in _PREFIXES if row.get(key)), None):
+            conversation.system = chat_of([{"role": "system", "content": prefix}], "prefix")
         names = sorted(key for key in row if key.startswith("prompt_") and key[7:].isdigit())
         if missing := [key for key in names if int(key[7:]) >= len(conversation.turns) and row[key]]:
             raise ValueError(f"{missing[0]} follows a missing prompt_{len(conversation.turns)}")
@@ -225,28 +263,47 @@ class _Reader:
     # --- a row per request ---
 
     def _add_request(self, where: str, row: Any) -> None:
-        if isinstance(row, dict) and "text_input" in row and "prompt" not in row:  # AIPerf's traces
-            row = {**row, "prompt": row["text_input"]}
+        if isinstance(row, dict) and self._columns == KNOWN:
+            row = _aiperf_request(row)
         sample = sample_of(row, self._vocab_size, self._columns)
         turn = Turn(where, [], prompt=sample.prompt, output_len=sample.output_len)
-        name = None
+        name = tools = None
         if isinstance(row, dict):
+            tools = _tools(body_of(row))
             turn.delay_s, turn.at_s, name = _seconds(row, "delay", 1e-3), _time(row), row.get("session_id")
             if row.get("message_mode") == "delta":
                 if not isinstance(sample.prompt, list):
                     raise ValueError("message_mode is delta, but the row has no messages")
                 turn.added, turn.prompt = sample.prompt, None
         if name in (None, ""):
-            self.conversations.append(Conversation(f"#{len(self.conversations)}", [turn]))
+            self.conversations.append(Conversation(f"#{len(self.conversations)}", [turn], tools=tools))
             return
         conversation = self._by_name.get(str(name))
         if conversation is None:
-            conversation = self._by_name[str(name)] = Conversation(str(name))
+            conversation = self._by_name[str(name)] = Conversation(str(name), tools=tools)
             self.conversations.append(conversation)
-        conversation.turns.append(turn)
-        if len(conversation.turns) > _MAX_TURNS:
-            raise ValueError(f"session_id {name} has more than {_MAX_TURNS:,} requests")
-        _check_times(conversation)
+        _append(conversation, turn)
+
+
+def _aiperf_request(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a row of AIPerf's traces, or of its requests with several texts, with these as its prompt."""
+    if "prompt" not in row and "text_input" in row:
+        return {**row, "prompt": row["text_input"]}
+    if "texts" in row and not row.keys() & {"prompt", "text", "messages", "input_tokens"}:
+        return {**row, "prompt": _text_of(row, "the row")}
+    return row
+
+
+def _text_of(turn: Mapping[str, Any], where: str) -> str:
+    """Return the text of a turn; several texts are its parts. Raises ValueError that begins with `where`."""
+    text = next((turn[key] for key in ("text", "texts", "prompt", "content") if key in turn), None)
+    texts = list[Any]()
+    for part in text if isinstance(text, list) else [text]:
+        contents = part.get("contents") if isinstance(part, dict) else part
+        texts += contents if isinstance(contents, list) else [contents]
+    if not texts or not all(isinstance(part, str) and part for part in texts):
+        raise ValueError(f"{where} has text {excerpt(text)}; must be a text, or texts")
+    return "\n".join(texts)  # as parts of a message's content
 
 
 class _FlatConversation:
@@ -257,10 +314,12 @@ class _FlatConversation:
         self._last_role = ""
         self._n_rows = 0
         self._where = ""
-        self._calls = False  # the last row is a response with tool calls
+        self._calls: list[Any] = []  # of tools, in the last row
 
     def add(self, where: str, row: Mapping[str, Any]) -> None:
-        number, role = row["turn"], row["role"]
+        number, role = row.get("turn"), row.get("role")
+        if isinstance(number, str) and number.isdecimal() and len(number) < 20:  # CSV has only text
+            number = int(number)
         self._n_rows += 1
         if type(number) is not int or number != self._n_rows:
             raise ValueError(
@@ -283,8 +342,10 @@ class _FlatConversation:
             turns.append(
                 Turn(where, messages, delay_s=_seconds(row, "delay_seconds"), output_len=_output_len(row))
             )
-        self._calls = role == "assistant" and bool(row.get("tool_calls"))
-        self._last_role, self._where = role, where
+        if role == "tool":
+            _check_results(messages, self._calls)
+        self._calls = _calls(row) if role == "assistant" else []
+        self._last_role, self._where = str(role), where
 
     def _check_order(self, role: object) -> None:
         if role not in ("system", "user", "assistant", "tool"):
@@ -335,6 +396,22 @@ def _messages_of(row: Mapping[str, Any]) -> list[Message]:
     return chat_of([message], "content")
 
 
+def _calls(row: Mapping[str, Any]) -> list[Any]:
+    calls = row.get("tool_calls")
+    if calls is not None and not isinstance(calls, list):
+        raise ValueError(f"tool_calls is {excerpt(calls)}; must be an array of calls")
+    return calls or []
+
+
+def _check_results(messages: Iterable[Message], calls: Iterable[Any]) -> None:
+    """Raise ValueError for the result of a call that the response before does not have."""
+    known = [call.get("id") for call in calls if isinstance(call, dict)]
+    for message in messages:
+        name = message.get("tool_call_id")
+        if name is not None and None not in known and name not in known:
+            raise ValueError(f"tool_call_id is {excerpt(name)}; the calls before it are {excerpt(known)}")
+
+
 def _ends_with_response(messages: Any) -> bool:
     last = messages[-1] if isinstance(messages, list) and messages else None
     return isinstance(last, dict) and last.get("role") == "assistant"
@@ -357,31 +434,38 @@ def _tools(row: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _output_len(row: Mapping[str, Any]) -> int | None:
-    keys = ("output_length", "max_new_tokens", "max_completion_tokens", "max_tokens")
+    keys = ("max_new_tokens", *LENGTHS)
     return next((length_of(row[key], key) for key in keys if row.get(key) not in (None, "")), None)
 
 
 def _seconds(row: Mapping[str, Any], key: str, unit: float = 1.0) -> float:
     """Return a time of a row in seconds; 0 if it is missing."""
     value = row.get(key)
-    if value is None:
+    if value in (None, ""):
         return 0.0
-    if type(value) not in (int, float) or not 0 <= value * unit <= _MAX_DELAY_S or math.isnan(value):
+    try:
+        seconds = float(value) * unit if type(value) in (int, float, str) else math.nan  # CSV has only text
+    except (ValueError, OverflowError):
+        seconds = math.nan
+    if not 0 <= seconds <= _MAX_DELAY_S:  # or not a number
         raise ValueError(f"{key} is {excerpt(value)}; must be a number from 0 to {_MAX_DELAY_S / unit:g}")
-    return float(value) * unit
+    return seconds
 
 
 def _time(row: Mapping[str, Any]) -> float | None:
     """Return a row's time stamp, which is in milliseconds, in seconds."""
-    return None if row.get("timestamp") is None else _seconds(row, "timestamp", 1e-3)
+    return None if row.get("timestamp") in (None, "") else _seconds(row, "timestamp", 1e-3)
 
 
-def _check_times(conversation: Conversation) -> None:
-    """Raise ValueError if the last two time stamps run backwards."""
-    *_, before, last = [
-        -math.inf,
-        -math.inf,
-        *(turn.at_s for turn in conversation.turns if turn.at_s is not None),
-    ]
-    if last < before:
-        raise ValueError(f"timestamp {last * 1e3:g} is before the previous turn's, {before * 1e3:g}")
+def _append(conversation: Conversation, turn: Turn) -> None:
+    """Add a turn. Raises ValueError for a time stamp before an earlier one, or too many turns."""
+    if turn.at_s is not None:
+        before = conversation.last_at_s
+        if before is not None and turn.at_s < before:
+            raise ValueError(
+                f"timestamp {turn.at_s * 1e3:.12g} is before the previous turn's, {before * 1e3:.12g}"
+            )
+        conversation.last_at_s = turn.at_s
+    if len(conversation.turns) == _MAX_TURNS:
+        raise ValueError(f"conversation {conversation.name} has more than {_MAX_TURNS:,} requests")
+    conversation.turns.append(turn)

@@ -24,15 +24,17 @@ from numpy.typing import NDArray
 from disagg.errors import ConfigError, about
 from mpillm.comms.messages import index_of, ragged_take
 from mpillm.data.chat_request import TOKENS_AS_CHAT, ChatRequests
+from mpillm.data.chat_template import Tools
 from mpillm.data.conversations import Conversation
 from mpillm.data.data_loader import LLMDataLoader, Samples
+from mpillm.data.random_tokens import MAX_LENGTH, draw_lengths, draw_tokens, plain_tokens
 from mpillm.data.records import KNOWN, Columns, Prompt, Sample, Trace, sample_of
 from mpillm.data.row_files import read_rows
 from mpillm.data.tokenizer import NoTokenizer, Tokenizer
+from mpillm.options.synthetic_conversations import Normal
 
 BUILTIN_PROMPTS = Path(__file__).parent / "prompts.jsonl"
 
-_MAX_LENGTH = 1 << 40  # tokens of a synthetic prompt or answer, so that sums of lengths do not overflow
 _TRACE_BLOCK = 512  # tokens per hash in Mooncake's traces
 _MAX_TRACE_TOKENS = 1 << 31  # in all prompts of a trace
 _ENCODE_BATCH = 4096  # prompts tokenized in one call, which bounds the memory of the results
@@ -63,6 +65,7 @@ class Dataset:
     starts: NDArray[np.int64]  # shape [samples]
     n_tokens: NDArray[np.int64]  # shape [samples]
     output_lengths: NDArray[np.int64] | None = None  # tokens to generate, by sample; None: not in the data
+    exact_lengths: bool = False  # no end token ends a response before its output length
     texts: Mapping[int, str] = field(default_factory=dict)  # text prompts by sample
     ignores_stop: NDArray[np.bool_] | None = None  # True: the sample has no stop word; None: not in the data
     sends_text: bool = False  # the tokens are bytes of text, which servers tokenize
@@ -180,19 +183,22 @@ def _of_rows(
             )
     lengths = None
     if any(sample.output_len is not None for sample in samples):
-        lengths = np.array([sample.output_len or _MAX_LENGTH for sample in samples], np.int64)
+        lengths = np.array([sample.output_len or MAX_LENGTH for sample in samples], np.int64)
     packed = _pack(file.name, [rows[i] for i in range(len(samples))], texts)
     return replace(packed, output_lengths=lengths, note=_note(samples, lengths, limits)), lines
 
 
-def tokens_of(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> array[int]:
-    """Return the tokens of a row's prompt. Raises ConfigError as the tokenizer's methods."""
+def tokens_of(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int, tools: Tools = None) -> array[int]:
+    """Return the tokens of a row's prompt. Raises ConfigError as the tokenizer's methods.
+
+    `tools`: that the model may call, if the prompt is a chat.
+    """
     if isinstance(tokenizer, ChatRequests) and not isinstance(prompt, (str, list)):
         raise ConfigError(TOKENS_AS_CHAT)
     if isinstance(prompt, Trace):
         return _trace_tokens(prompt, tokenizer, vocab_size)
     if isinstance(prompt, list):
-        return _as_array(tokenizer.encode_chats([prompt])[0])
+        return _as_array(tokenizer.encode_chats([prompt], tools)[0])
     return _as_array(tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
 
 
@@ -218,7 +224,7 @@ def _note(samples: Sequence[Sample], lengths: NDArray[np.int64] | None, limits: 
     """Return a note for the user about parts of the rows that have no effect."""
     notes = []
     if lengths is not None:
-        over = lengths[(lengths > limits.max_output_len) & (lengths < _MAX_LENGTH)]
+        over = lengths[(lengths > limits.max_output_len) & (lengths < MAX_LENGTH)]
         if len(over):
             notes.append(
                 f"{len(over)} of its {len(samples)} samples exceed --max_output_len {limits.max_output_len}"
@@ -248,11 +254,11 @@ def check_traces(
 
 def _trace_tokens(trace: Trace, tokenizer: Tokenizer, vocab_size: int) -> array[int]:
     """Return random tokens; blocks with equal hashes are equal."""
-    plain = range(vocab_size)[tokenizer.plain_tokens.start : tokenizer.plain_tokens.stop] or range(vocab_size)
+    plain = plain_tokens(tokenizer, vocab_size) or range(vocab_size)
     n_blocks = -(-trace.length // _TRACE_BLOCK)
     ids = [*trace.hash_ids[:n_blocks], *range(n_blocks - len(trace.hash_ids))]
     random = (np.random.default_rng([number, i >= len(trace.hash_ids)]) for i, number in enumerate(ids))
-    blocks = [one.integers(plain.start, plain.stop, _TRACE_BLOCK, np.int32) for one in random]
+    blocks = [draw_tokens(one, plain, _TRACE_BLOCK) for one in random]
     return _as_array(np.concatenate(blocks)[: trace.length].tolist())
 
 
@@ -346,12 +352,9 @@ def _pack(name: str, rows: list[array[int]], texts: Mapping[int, str]) -> Datase
 
 @about("dataset")
 def _synthetic(spec: Synthetic, tokenizer: Tokenizer, vocab_size: int, max_seq_len: int | None) -> Dataset:
-    random = np.random.default_rng(spec.seed)
-
-    def lengths(mean: float, stdev: float) -> NDArray[np.int64]:
-        return np.clip(np.rint(random.normal(mean, stdev, spec.num_samples)), 1, _MAX_LENGTH).astype(np.int64)
-
-    inputs, outputs = lengths(spec.input_mean, spec.input_stdev), lengths(spec.output_mean, spec.output_stdev)
+    random, n = np.random.default_rng(spec.seed), spec.num_samples
+    inputs = draw_lengths(random, Normal(spec.input_mean, spec.input_stdev), n)
+    outputs = draw_lengths(random, Normal(spec.output_mean, spec.output_stdev), n)
     worst = int(np.argmax(inputs + outputs))
     if max_seq_len is not None and inputs[worst] + outputs[worst] > max_seq_len:
         raise ConfigError(
@@ -360,12 +363,12 @@ def _synthetic(spec: Synthetic, tokenizer: Tokenizer, vocab_size: int, max_seq_l
             "lower --input_mean, --output_mean or their --…_stdev",
             about=["input_mean", "output_mean", "max_seq_len"],
         )
-    plain = range(vocab_size)[tokenizer.plain_tokens.start : tokenizer.plain_tokens.stop]
+    plain = plain_tokens(tokenizer, vocab_size)
     if not plain:
         raise ConfigError(
             f"--dataset synthetic: none of the model's {vocab_size} tokens is free for random prompts"
         )
-    tokens = random.integers(plain.start, plain.stop, int(inputs.sum()), np.int32)
+    tokens = draw_tokens(random, plain, int(inputs.sum()))
     note = ""
     if isinstance(tokenizer, NoTokenizer):
         note = f"its prompts are random token ids from {plain.start} to {plain.stop - 1}: no tokenizer here"

@@ -63,14 +63,26 @@ def sample_of(row: Any, vocab_size: int, columns: Columns = KNOWN) -> Sample:
         return Sample(_text(row, "the line"))
     if not isinstance(row, dict):
         raise ValueError(f'a JSON {_json_type(row)}, not an object with "prompt" or "input_tokens"')
-    if isinstance(row.get("body"), dict) and columns.prompt is None:  # OpenAI's batch API
-        row = row["body"]
+    if columns.prompt is None:
+        row = body_of(row)
     if columns.prompt is not None:
         prompt = _prompt(_named(row, columns.prompt, "prompt_column"), columns.prompt, vocab_size)
     else:
         prompt = _known_prompt(row, vocab_size)
     unused = frozenset(key for key in _WITHOUT_EFFECT if key in row and key not in columns)
     return Sample(prompt, _output_len(row, columns.output_len), unused)
+
+
+def body_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the request of a row of OpenAI's batch API; any other row unchanged. Raises ValueError."""
+    body, url = row.get("body"), row.get("url")
+    if not isinstance(body, dict):
+        if "custom_id" in row and "url" in row:
+            raise ValueError(f"body is {excerpt(body)}; must be an object, the request")
+        return row
+    if isinstance(url, str) and not url.rstrip("/").endswith("completions"):
+        raise ValueError(f"url is {excerpt(url)}; must be that of a chat or a completion")
+    return body
 
 
 def _known_prompt(row: Mapping[str, Any], vocab_size: int) -> Any:
@@ -116,6 +128,8 @@ def _prompt(value: Any, key: str, vocab_size: int) -> Any:
     is_list = isinstance(value, list)
     if key == "input_tokens" or (is_list and value and type(value[0]) is int and key != "messages"):
         return _tokens(value, key, vocab_size)
+    if is_list and len(value) > 1 and all(isinstance(one, (str, list)) for one in value):
+        raise ValueError(f"{key} has {len(value)} prompts; must be one, in a row of its own")
     if key == "messages" or (is_list and value and all(isinstance(one, dict) for one in value)):
         return chat_of(value, key)
     return _text(value, key)

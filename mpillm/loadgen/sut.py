@@ -28,10 +28,13 @@ class Query(NamedTuple):
     issued: float  # time.perf_counter()
     prompts: Sequence[NDArray[np.int32] | None] | None = None  # in place of the data set's, except where None
     sessions: NDArray[np.uint32] | None = None  # the conversations
+    cancel_after: NDArray[np.float64] | None = (
+        None  # seconds after sending; NaN: the request is not cancelled
+    )
 
     def split(self, n: int) -> tuple[Query, Query]:
         """Return the first `n` requests, and the others."""
-        prompts, sessions = self.prompts, self.sessions
+        prompts, sessions, cancel_after = self.prompts, self.sessions, self.cancel_after
         first, other = (
             Query(
                 self.ids[part],
@@ -39,6 +42,7 @@ class Query(NamedTuple):
                 self.issued,
                 None if prompts is None else prompts[part],
                 None if sessions is None else sessions[part],
+                None if cancel_after is None else cancel_after[part],
             )
             for part in (slice(n), slice(n, None))
         )

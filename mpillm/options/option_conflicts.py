@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from disagg.errors import ConfigError
 from mpillm.options.field import Field
 from mpillm.options.fields import BY_NAME, AllFields
+from mpillm.options.synthetic_conversations import sizes_of
 from mpillm.options.unused_options import SERVER_SIZES
 from mpillm.programs.load_clients.kinds import kind_of as load_client_kind
 from mpillm.programs.servers.kinds import kind_of
@@ -75,8 +76,36 @@ def check_options(config: RunConfig) -> None:
         )
     if config.cache_salt == "conversation" and not config.has_conversations:
         raise ConfigError(f"{config.named('cache_salt')} needs --harness conversations", about=["cache_salt"])
+    if config.is_user_set("request_cancellation_delay") and config.request_cancellation_rate is None:
+        raise ConfigError(
+            f"{config.named('request_cancellation_delay')} has no effect without --request_cancellation_rate",
+            about=["request_cancellation_rate"],
+        )
+    if config.request_cancellation_rate is not None and config.on_instance_loss == "continue":
+        raise ConfigError(
+            f"{config.named('request_cancellation_rate')} and {config.named('on_instance_loss')} exclude each"
+            " other: a lost request cannot be cancelled"
+        )
+    if config.synthetic_conversations:
+        _check_synthetic_conversations(config)
     check_harness(config)
     check_mode(config)
+
+
+def _check_synthetic_conversations(config: RunConfig) -> None:
+    """Raise ConfigError for another data set, or for responses longer than the limit."""
+    for name in ("dataset", "dataset_path"):
+        if config.is_user_set(name) and config[BY_NAME[name]] != BY_NAME[name].default:
+            raise ConfigError(
+                f"{config.named('synthetic_conversations')} and {config.named(name)} exclude each other"
+            )
+    longest = sizes_of(config.synthetic_conversations or {}).output.nominal_max
+    if longest > config.max_output_len:
+        raise ConfigError(
+            f"{config.named('synthetic_conversations')}: output of {longest:g} tokens is more than"
+            f" {config.named('max_output_len')}, where every answer ends; set --max_output_len {longest:g}",
+            about=["max_output_len"],
+        )
 
 
 def check_harness(config: RunConfig) -> None:

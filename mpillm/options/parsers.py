@@ -261,6 +261,12 @@ def fraction(text: str) -> float:
     return _above(_number(text), 0, 1)
 
 
+@expects("a number above 0 and up to 100, percent")
+def percent(text: str) -> float:
+    """Return a number above 0 and up to 100."""
+    return _above(_number(text), 0, 100)
+
+
 def _json_list(value: Any) -> str:
     return json.dumps(value if isinstance(value, (list, tuple)) else [value], default=str)
 

@@ -210,6 +210,8 @@ def conversation_facts(of: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [("conversations", f"{of['ended']:,} of {of['started']:,} ended, {of['failed']:,} by an error")]
     if of["outgrown"]:
         rows.append(("  outgrown", f"{of['outgrown']:,}: the next prompt did not fit the model"))
+    if of.get("requests_cancelled"):
+        rows.append(("  cancelled", f"{of['requests_cancelled']:,} requests, which are in no other figure"))
     shares = [
         f"{100 * share:.0f} % in {title}"
         for name, title in (("first_turns", "first turns"), ("later_turns", "later turns"))

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +21,12 @@ from disagg.errors import ConfigError
 from mpillm.comms.messages import RequestFlag
 from mpillm.data.conversations import Message
 from mpillm.data.dataset import Turns
-from mpillm.data.generated_history import GeneratedHistory
+from mpillm.data.generated_history import History
 from mpillm.loadgen.sut import Query
 from mpillm.phases import Phase
 from mpillm.roles.role import Role
+
+_CANCELLATION = 4  # random stream of a seed; `synthetic_conversations` has others
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,12 @@ class LoadShape:
     n_conversations: int  # to start; after the data set's last one, its first one follows
     concurrency: int | None = None  # open conversations
     rate: float | None = None  # of Poisson arrivals, conversations per second
-    seed: int = 0  # of the arrivals
+    seed: int = 0  # of the arrivals, and of the choice of requests to cancel
     speed: float = 1.0  # divides time stamps and delays
     ramp_up_s: float = 0.0  # over which the first `concurrency` conversations start, evenly
     max_s: float = math.inf  # after which no request is issued
+    cancel_share: float = 0.0  # of the requests
+    cancel_after_s: float = 0.0  # from sending a request to its cancellation
 
 
 @dataclass
@@ -52,8 +57,9 @@ class _Open:
     started: float  # time.perf_counter()
     number: int  # in the data set
     session: int  # never 0; another one each time
+    cancel_after: list[float]  # by turn: seconds from sending to cancellation; NaN: it is not cancelled
     turn: int = 0  # of the next request, or of the outstanding one
-    responses: list[Message] = field(default_factory=list)  # if they are generated in the test
+    responses: list[Any] = field(default_factory=list)  # if they are generated in the test: `History`'s
     prompt: NDArray[np.int32] | None = None  # of the next request; None: the data set's
 
 
@@ -71,7 +77,7 @@ class ConversationLoad(Role):
         self,
         turns: Turns,
         shape: LoadShape,
-        history: GeneratedHistory | None = None,
+        history: History | None = None,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         """`history`: makes the prompts, if these have the responses of the test. `wake`: wakes the loop."""
@@ -85,7 +91,7 @@ class ConversationLoad(Role):
         # A heap: time, a number that breaks ties, conversation.
         self._due: list[tuple[float, int, _Open]] = []
         self._history, self._wake = history, wake
-        self.request_flags = int(RequestFlag.PROMPT_COUNTS)
+        self.request_flags = int(RequestFlag.PROMPT_COUNTS | RequestFlag.MAY_BE_REFUSED)
         if history is not None:
             self.request_flags |= RequestFlag.MESSAGE
         self.outgrown = ""  # the first conversation whose prompt exceeded a limit, and the limit
@@ -138,7 +144,16 @@ class ConversationLoad(Role):
         first, end = self._turns.first[number : number + 2].tolist()
         session = self._first_session + self.n_started
         self.n_started += 1
-        self._schedule(at, _Open(first, end - first, at, number, session))
+        self._schedule(at, _Open(first, end - first, at, number, session, self._cancel_after(end - first)))
+
+    def _cancel_after(self, n_turns: int) -> list[float]:
+        """Return which requests of the conversation that starts are cancelled, and when."""
+        if not (share := self._shape.cancel_share):
+            return [math.nan] * n_turns
+        # A stream for each conversation, so that the choice does not depend on the order of responses.
+        random = np.random.default_rng([self._shape.seed, _CANCELLATION, self.n_started])
+        chosen = random.random(n_turns) < share
+        return [self._shape.cancel_after_s if one else math.nan for one in chosen.tolist()]
 
     def _schedule(self, at: float, conversation: _Open) -> None:
         if at - self._started_at > self._shape.max_s:
@@ -153,6 +168,7 @@ class ConversationLoad(Role):
         now = time.perf_counter()
         ids, indices, sessions = list[int](), list[int](), list[int]()
         prompts: list[NDArray[np.int32] | None] = []
+        cancel_after = list[float]()
         while self._due and self._due[0][0] <= now:
             _, _, conversation = heapq.heappop(self._due)
             id_ = next(self._ids)
@@ -161,6 +177,7 @@ class ConversationLoad(Role):
             indices.append(conversation.first + conversation.turn)
             prompts.append(conversation.prompt)
             sessions.append(conversation.session)
+            cancel_after.append(conversation.cancel_after[conversation.turn])
             conversation.prompt = None
         if not ids:
             return False
@@ -172,6 +189,7 @@ class ConversationLoad(Role):
                 now,
                 own,
                 np.array(sessions, np.uint32),
+                np.array(cancel_after) if self._shape.cancel_share else None,
             )
         )
         return True
@@ -204,7 +222,10 @@ class ConversationLoad(Role):
     def complete(
         self, ids: list[int], tokens: NDArray[np.int32], starts: list[int], lengths: list[int], is_error: bool
     ) -> None:
-        """Schedule the requests that follow these responses. After an error, a conversation ends."""
+        """Schedule the requests that follow these responses. After an error, a conversation ends.
+
+        The response to a cancelled request has no tokens.
+        """
         now = time.perf_counter()
         for id_, start, length in zip(ids, starts, lengths, strict=True):
             conversation = self._outstanding.pop(id_)

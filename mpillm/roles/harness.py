@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from mpillm.comms.messages import (
     ANSWER,
+    CANCEL,
     NO_INSTANCE,
     PROMPT_COUNTS,
     QUERY,
@@ -30,6 +31,7 @@ from mpillm.data.dataset import Dataset
 from mpillm.errors import Failure, RunError
 from mpillm.loadgen.sut import Query
 from mpillm.phases import Phase
+from mpillm.roles.cancellations import Cancellations
 from mpillm.roles.role import Role
 
 if TYPE_CHECKING:  # at run time, this import would start MPI
@@ -40,6 +42,7 @@ _IGNORE_STOP, _MESSAGE = int(RequestFlag.IGNORE_STOP), int(ResponseFlag.MESSAGE)
 _FIRST, _FINAL, _ERROR = int(ResponseFlag.FIRST), int(ResponseFlag.FINAL), int(ResponseFlag.ERROR)
 _CONTEXT_DONE, _LOST = int(ResponseFlag.CONTEXT_DONE), int(ResponseFlag.LOST)
 _PROMPT_COUNTS = int(ResponseFlag.PROMPT_COUNTS)
+_CANCELLED, _CANCEL_DONE = int(ResponseFlag.CANCELLED), int(ResponseFlag.CANCEL_DONE)
 _MAX_BATCH = 1024  # requests per message
 _NO_COUNTS = -1, -1
 _NO_MEMORY = (
@@ -77,6 +80,7 @@ class Totals:
     issued: int = 0
     samples: int = 0
     errors: int = 0
+    cancelled: int = 0  # by this rank, before their responses were complete; in no other figure but `issued`
     tokens: int = 0
     started: float = 0.0  # time.perf_counter(); 0: not started
     ended: float = 0.0
@@ -207,6 +211,7 @@ class Harness(Role):
         self._indices = np.zeros(0, np.int64)
         self._issued_at = np.zeros(0)
         self._first_at = np.zeros(0)  # NaN: no token has arrived
+        self._cancellations: Cancellations | None = None  # None: no request of this test is cancelled
         self._place = np.zeros(0, np.int64)  # scratch array with which `_on_final` finds duplicate slots
         self._requests = self._make_requests()
         ANSWER.handle(route, self._on_answers)
@@ -223,7 +228,10 @@ class Harness(Role):
             return True
         if (error := self._test.error) is not None:
             raise RunError(Failure(f"LoadGen: {_NO_MEMORY if isinstance(error, MemoryError) else error}"))
-        return self._test.finished
+        return self._test.finished and not (self._cancellations and self._cancellations.unconfirmed)
+
+    def quiet_s(self) -> float:
+        return math.inf if self._cancellations is None else self._cancellations.quiet_s()
 
     def poll(self) -> bool:
         issued = self._test.issued
@@ -231,13 +239,20 @@ class Harness(Role):
             query = issued.popleft()
             self._totals.issued += len(query.ids)
             self._pending.append(query)
-        worked = False
+        worked = self._cancel_due()  # first: requests that are sent below are not cancelled in the same step
         while self._pending and self._window > 0:
             self._send_next()
             worked = True
         return worked
 
     # --- requests ---
+
+    def _cancel_due(self) -> bool:
+        if self._cancellations is None or not (slots := self._cancellations.due()):
+            return False
+        self._n_senders[slots] += 1  # the row with CANCEL_DONE
+        CANCEL.send(self._route, self._leader, slots)
+        return True
 
     def _send_next(self) -> None:
         query = self._pending[0]
@@ -257,6 +272,9 @@ class Harness(Role):
             self._sessions[at], self._has_sessions = query.sessions, True
         self._issued_at[at] = query.issued
         self._send(slots)
+        if query.cancel_after is not None:
+            self._cancellations = self._cancellations or Cancellations()
+            self._cancellations.add(slots.tolist(), query.cancel_after.tolist())
 
     def _send(self, slots: NDArray[np.uint32]) -> None:
         """Send the requests of these slots, for the first time or again."""
@@ -301,6 +319,8 @@ class Harness(Role):
         if dataset.output_lengths is not None:
             rows["max_output"] = np.minimum(dataset.output_lengths, sampling.max_output_len)
         rows["min_output"] = np.minimum(sampling.min_output_len, rows["max_output"])
+        if dataset.exact_lengths:
+            rows["min_output"] = rows["max_output"]
         rows["temperature"] = sampling.temperature
         rows["top_k"] = sampling.top_k
         rows["top_p"] = sampling.top_p
@@ -359,6 +379,11 @@ class Harness(Role):
             return
         lengths = batch.rows["n_tokens"].astype(np.int64)
         starts = lengths.cumsum() - lengths
+        if self._cancellations is not None:  # requests end in several ways: handle row by row
+            columns = [column.tolist() for column in (ids, flags, starts, lengths)]
+            for slot, kind, start, n in zip(*columns, strict=True):
+                self._on_one(slot, kind, batch.tokens[start : start + n], now)
+            return
         # Usually all rows have the same flags. Otherwise, grouping by flags changes the order of the rows.
         # This is harmless: FIRST, FINAL and CONTEXT_DONE of a request may come in any order. MESSAGE and
         # PROMPT_COUNTS, the largest flags, come before FINAL.
@@ -370,12 +395,14 @@ class Harness(Role):
     def _on_one(self, slot: int, kind: int, tokens: NDArray[np.int32], now: float) -> None:
         """Handle one response as `_on_kind` does, but without NumPy arrays: four times as fast."""
         test, totals, length = self._test, self._totals, len(tokens)
+        may_be_cancelled = self._cancellations is not None and slot in self._cancellations
         id_, issued, first = (
             values[slot].item() for values in (self._sample_ids, self._issued_at, self._first_at)
         )
         if kind & (_FIRST | _FINAL) and math.isnan(first) and length:
             self._first_at[slot] = first = now
-            totals.ttft.add_one(now - issued)
+            if not may_be_cancelled:
+                totals.ttft.add_one(now - issued)
             if test.use_token_latencies:
                 test.first_tokens([id_], tokens, [0])
         if kind & _FINAL:
@@ -384,6 +411,15 @@ class Harness(Role):
             self._active[slot] = False
             prompt = self._own_prompts.pop(slot, None)
             self._first_at[slot] = now  # ignore a later FIRST
+            if self._cancellations is not None:
+                self._cancellations.ended(slot)
+            if kind & _CANCELLED:
+                totals.cancelled += 1
+                test.complete([id_], tokens, [0], [0], False)
+                self._let_go(slot, kind)
+                return
+            if may_be_cancelled and not math.isnan(first):
+                totals.ttft.add_one(first - issued)
             if length > 1:
                 totals.tpot.add_one((now - first) / (length - 1))
             totals.latency.add_one(now - issued)
@@ -405,7 +441,9 @@ class Harness(Role):
             test.message(id_, tokens.astype(np.uint8).tobytes())
         elif kind & _PROMPT_COUNTS:
             self._prompt_counts[slot] = tuple(tokens.tolist())
-        if kind & (_FINAL | _CONTEXT_DONE):
+        if self._cancellations is not None:
+            self._let_go(slot, kind)
+        elif kind & (_FINAL | _CONTEXT_DONE):
             self._free_slots(np.array([slot]), alone=kind & (_FIRST | _FINAL) == _FIRST | _FINAL)
 
     def _on_kind(
@@ -497,6 +535,24 @@ class Harness(Role):
             for index, start, length, prompt in responses:
                 self._on_answer(index, tokens[start : start + length], prompt)
         self._test.complete(self._sample_ids[at].tolist(), tokens, from_, counts, is_error)
+
+    def _let_go(self, slot: int, kind: int) -> None:
+        """Free the slot after its last row, in a test that cancels requests.
+
+        See `_free_slots`. A row with CANCEL_DONE follows each cancellation, before or after the row with
+        FINAL. Until then, the cancellation could hit another request with this slot.
+        """
+        assert self._cancellations is not None
+        alone = kind & (_FIRST | _FINAL) == _FIRST | _FINAL
+        n = self._holders if alone else int(bool(kind & (_FINAL | _CONTEXT_DONE)))
+        if kind & _CANCEL_DONE:
+            self._cancellations.confirmed(slot)
+            n += 1
+        if n:
+            self._n_senders[slot] -= n
+            if not self._n_senders[slot]:
+                self._free[self._n_free] = slot
+                self._n_free += 1
 
     def _free_slots(self, slots: NDArray[np.uint32], *, alone: bool) -> None:
         """Free the slots for which no instance sends further responses.

@@ -221,11 +221,11 @@ class Leader(Role):
     def _on_cancel(self, source: int, ids: list[int]) -> None:
         """Cancel requests: queued requests end here, the others in their instances.
 
-        The frontend of `serve` sends CANCEL; LoadGen's harness cancels nothing. A context instance sends
-        CANCEL back for requests that have left it. Their CONTEXT_DONE or final rows arrived earlier, so each
-        of these requests is outstanding in its generation instance, or has ended. Each id that the frontend
-        cancels gets one row with CANCEL_DONE. Until that row arrives, the frontend must not reuse the id: the
-        cancellation could hit the new request.
+        The frontend of `serve` sends CANCEL, and the harness of a test that cancels requests. A context
+        instance sends CANCEL back for requests that have left it. Their CONTEXT_DONE or final rows arrived
+        earlier, so each of these requests is outstanding in its generation instance, or has ended. Each id
+        that the frontend or the harness cancels gets one row with CANCEL_DONE. Until that row arrives, the
+        sender must not reuse the id: the cancellation could hit the new request.
         """
         dropped = self._drop_waiting(ids)
         rows = [(id_, 0, int(_ALONE | ResponseFlag.CANCELLED | ResponseFlag.CANCEL_DONE)) for id_ in dropped]

@@ -14,20 +14,23 @@ from mpillm.core_names import load_object
 from mpillm.cores.base import LLMCore, ModelLimits
 from mpillm.cores.registry import BackendRegistry
 from mpillm.data.chat_request import TOKENS_AS_CHAT, ChatRequests
-from mpillm.data.conversation_dataset import load_conversations
+from mpillm.data.conversation_dataset import load_conversations, synthetic_conversations
 from mpillm.data.data_loader import LLMDataLoader
 from mpillm.data.dataset import Dataset, PromptLimits, Synthetic, load_dataset
-from mpillm.data.generated_history import GeneratedHistory
+from mpillm.data.generated_history import GeneratedHistory, History, TokenHistory
 from mpillm.data.preprocessed.loader import PreprocessedLoader, loader_of
 from mpillm.data.records import Columns
 from mpillm.data.row_files import is_row_file
+from mpillm.data.synthetic_conversations import DEFAULT_CONVERSATIONS, SyntheticConversations
 from mpillm.data.tiny_dataset import DATASET, write_dataset
 from mpillm.data.tokenizer import ByteTokenizer, NoTokenizer, Tokenizer, load_tokenizer
 from mpillm.engine.shape.find_model import model_folder
 from mpillm.options.fields import BY_NAME
 from mpillm.options.run_config import RunConfig
+from mpillm.options.synthetic_conversations import sizes_of
 
-_Source: TypeAlias = "Path | Synthetic | LLMDataLoader | None"  # None: the prompts that come with mpillm
+# None: the prompts that come with mpillm
+_Source: TypeAlias = "Path | Synthetic | SyntheticConversations | LLMDataLoader | None"
 
 
 def load_samples(
@@ -57,9 +60,10 @@ def load_samples(
             )
     if config.endpoint_type == "chat":
         return _chats(chosen, config, tokenizer, limits, columns), NoTokenizer("answers of chats are texts")
-    has_texts = not (isinstance(chosen, Synthetic) or config.has_conversations)
-    if not (core_class.takes_text and has_texts and isinstance(tokenizer, NoTokenizer)):
+    has_tokens = isinstance(chosen, (Synthetic, SyntheticConversations)) or config.has_conversations
+    if has_tokens or not core_class.takes_text or not isinstance(tokenizer, NoTokenizer):
         return _load(chosen, config, tokenizer, limits, columns), tokenizer
+    assert not isinstance(chosen, SyntheticConversations)
     dataset = load_dataset(chosen, ByteTokenizer(), replace(limits, max_seq_len=None), columns)
     return (_as_text(dataset, config, tokenizer) if dataset.texts else dataset), tokenizer
 
@@ -79,15 +83,21 @@ def _of_a_server(config: RunConfig, core_class: type[LLMCore]) -> Tokenizer:
 def _load(
     chosen: _Source, config: RunConfig, tokenizer: Tokenizer, limits: PromptLimits, columns: Columns
 ) -> Dataset:
+    if isinstance(chosen, SyntheticConversations):
+        return synthetic_conversations(chosen, tokenizer, limits, _are_generated(config))
     if not config.has_conversations:
         return load_dataset(chosen, tokenizer, limits, columns)
     if not isinstance(chosen, Path):
         raise ConfigError(
-            f"{config.named('harness')}: name a file of conversations with --dataset_path",
-            about=["harness", "dataset_path"],
+            f"{config.named('harness')}: name a file of conversations with --dataset_path, or generate"
+            " conversations with --synthetic_conversations turns=5,input=128,output=32",
+            about=["harness", "dataset_path", "synthetic_conversations"],
         )
-    are_generated = None if config.history is None else config.history == "generated"
-    return load_conversations(chosen, tokenizer, limits, columns, are_generated)
+    return load_conversations(chosen, tokenizer, limits, columns, _are_generated(config))
+
+
+def _are_generated(config: RunConfig) -> bool | None:
+    return None if config.history is None else config.history == "generated"
 
 
 def _chats(
@@ -101,6 +111,11 @@ def _chats(
     _refuse_token_options(config, ", which a chat endpoint does not send")
     if isinstance(chosen, LLMDataLoader):
         raise ConfigError(f"{config.named('endpoint_type')}: {TOKENS_AS_CHAT}", about=["endpoint_type"])
+    if isinstance(chosen, SyntheticConversations):
+        dataset = synthetic_conversations(
+            chosen, tokenizer, _of_chats(limits), _are_generated(config), as_chats=True
+        )
+        return replace(dataset, sends_text=True)
     if isinstance(chosen, Synthetic):
         dataset = load_dataset(chosen, tokenizer, limits)
         texts = {i: tokenizer.decode(dataset.sample(i)) for i in range(len(dataset))}
@@ -124,7 +139,7 @@ def _of_chats(limits: PromptLimits) -> PromptLimits:
 
 def history_of(
     config: RunConfig, models: Sequence[ModelLimits | None], dataset: Dataset, tokenizer: Tokenizer
-) -> GeneratedHistory | None:
+) -> History | None:
     """Return what makes the prompts of later turns; None if the data set has them.
 
     `models`, `dataset` and `tokenizer`: as for, and from, `load_samples`.
@@ -132,6 +147,8 @@ def history_of(
     if dataset.turns is None or not dataset.turns.are_generated:
         return None
     conversations, limits = dataset.turns.conversations, limits_of(config, [one for one in models if one])
+    if conversations[0].is_tokens:
+        return TokenHistory(conversations, limits)
     if config.endpoint_type == "chat":
         return GeneratedHistory(conversations, ChatRequests(), _of_chats(limits))
     return GeneratedHistory(conversations, tokenizer, limits)
@@ -190,6 +207,12 @@ def limits_of(config: RunConfig, known: Sequence[ModelLimits]) -> PromptLimits:
 
 
 def _source(config: RunConfig, run_directory: Callable[[], Path]) -> _Source:
+    if config.synthetic_conversations:
+        return SyntheticConversations(
+            sizes_of(config.synthetic_conversations),
+            config.num_conversations or DEFAULT_CONVERSATIONS,
+            config.seed,
+        )
     if config.dataset == "synthetic":
         return Synthetic(
             config.input_mean,
@@ -210,6 +233,8 @@ def _source(config: RunConfig, run_directory: Callable[[], Path]) -> _Source:
     if not config.dataset_path:
         return None
     path = Path(config.dataset_path)
+    if config.has_conversations:
+        return path
     if (workload is not None and not is_row_file(path)) or PreprocessedLoader.reads(path):
         return loader_of(path, workload)
     return path

@@ -71,7 +71,13 @@ class ConversationSession(LoadSession):
         else:
             how = f"{shape.rate:g} per second" if shape.rate else "by their time stamps"
         history = "generated in the test" if self._turns.are_generated else "recorded in the data set"
-        return f"{n}, {how}; responses in later prompts are those {history}"
+        cancelled = (
+            f"; {100 * shape.cancel_share:g} % of the requests are cancelled {shape.cancel_after_s:g} s after"
+            " they are sent"
+            if shape.cancel_share
+            else ""
+        )
+        return f"{n}, {how}; responses in later prompts are those {history}{cancelled}"
 
     def source(self, loop: EventLoop) -> ConversationLoad:
         planned = self._samples.planned
@@ -98,7 +104,9 @@ class ConversationSession(LoadSession):
             "failed": load.n_failed,
             "outgrown": load.n_outgrown,
             "requests_skipped": load.n_skipped,
+            "requests_cancelled": self._totals.cancelled,
             "history": "generated" if self._turns.are_generated else "recorded",
+            **self._synthetic(),
             **(
                 {}
                 if rows is None
@@ -116,6 +124,12 @@ class ConversationSession(LoadSession):
         result["doubts"] = self.check_servers(self._config)
         self.keep_reports(reports)
         return f"{load.n_ended} of {load.n_started} conversations ended"
+
+    def _synthetic(self) -> dict[str, Any]:
+        """Return the parameters of generated conversations, for `result.json`."""
+        if (sizes := self._config.synthetic_conversations) is None:
+            return {}
+        return {"synthetic": {**sizes, "num_conversations": len(self._turns), "seed": self._config.seed}}
 
     def _streamed(self) -> bool:
         """Whether all instances report first tokens when they come."""
@@ -137,11 +151,18 @@ def load_shape(config: RunConfig, turns: Turns) -> LoadShape:
     """Return when conversations start. Raises ConfigError if the data set does not have what this needs."""
     n = config.num_conversations or len(turns)
     max_s = math.inf if config.max_duration is None else config.max_duration
-    common: dict[str, Any] = {"speed": config.trace_speed, "ramp_up_s": config.ramp_up, "max_s": max_s}
+    common: dict[str, Any] = {
+        "seed": config.seed,
+        "speed": config.trace_speed,
+        "ramp_up_s": config.ramp_up,
+        "max_s": max_s,
+        "cancel_share": (config.request_cancellation_rate or 0.0) / 100,
+        "cancel_after_s": config.request_cancellation_delay,
+    }
     if config.scenario == "Offline":
         return LoadShape(n, concurrency=config.concurrency or n, **common)
     if config.server_target_qps is not None:
-        return LoadShape(n, rate=config.server_target_qps, seed=config.seed, **common)
+        return LoadShape(n, rate=config.server_target_qps, **common)
     without = np.flatnonzero(np.isnan(turns.at_s[turns.first[:-1]]))
     if len(without):
         raise ConfigError(

@@ -75,6 +75,8 @@ class RunSamples:
         """Return the lines that describe the data set."""
         dataset = self.dataset
         size = f"{dataset.n_tokens.sum()} tokens"
+        if dataset.turns is not None and dataset.turns.are_generated:  # then it has only first prompts
+            size = f"{dataset.n_tokens[dataset.turns.first[:-1]].sum()} tokens in first turns"
         if dataset.sends_text:
             is_chat = self.planned.config.endpoint_type == "chat"
             form = "as messages" if is_chat else "as text, without --model_path"

@@ -107,6 +107,93 @@ def test_messages_for_a_chat_server(one: Starter, talks: Path) -> None:
     assert result["prompt_tokens"]["max"] > 0  # as the server counts
 
 
+SHAPE = "turns=2-4,input=12:3,output=6,delay=0-0.05,system=16,groups=2,prefix=8"
+
+
+@pytest.mark.parametrize("history", ["generated", "recorded"])
+def test_synthetic_conversations(one: Starter, history: str) -> None:
+    """Prompts have the shared beginnings, and the responses; the cache has both."""
+    words = ["--synthetic_conversations", SHAPE, "--num_conversations", 4, "--history", history, "--seed", 3]
+    cache = ("--enable_kv_cache_reuse", "--tokens_per_block", BLOCK, "--concurrency", 1)
+    ended = one.run(
+        2, *CONVERSATIONS, *words, "--model_path", "tiny-llama", *cache, core="torch", timeout=120
+    ).must(DONE)
+    figures = ended.result["conversations"]
+    assert (figures["ended"], figures["failed"], figures["history"]) == (4, 0, history)
+    assert figures["synthetic"] == {
+        **dict(pair.split("=") for pair in SHAPE.split(",")),
+        "num_conversations": 4,
+        "seed": 3,
+    }
+    assert "2 to 4 (uniform) turns; input 12 ± 3 (normal) and output 6 tokens" in ended.flowing
+    outputs = outputs_of(ended)
+    firsts = [outputs[f"synthetic-{i}", 0]["input_tokens"] for i in range(4)]
+    assert len({tuple(prompt[:16]) for prompt in firsts}) == 1
+    assert firsts[0][:24] == firsts[2][:24] != firsts[1][:24] == firsts[3][:24]
+    for (name, turn), output in outputs.items():
+        if turn:
+            before = outputs[name, turn - 1]
+            prompt, response = before["input_tokens"], before["output_tokens"]
+            added = output["input_tokens"][len(prompt) :]
+            assert len(response) == 6, "no end token ends it"
+            assert output["input_tokens"][: len(prompt)] == prompt and len(added) > 6
+            assert (added[:6] == response) == (history == "generated")
+    cached = read_requests(ended.log_dir)
+    cached = cached[np.argsort(cached["index"])]["cached"].tolist()
+    n_turns = [sum(name == f"synthetic-{i}" for name, _ in outputs) for i in range(4)]
+    first = [cached[sum(n_turns[:i])] for i in range(4)]
+    assert first == [0, 16, 24, 24], "the second conversation is of another group than the first"
+
+
+def test_synthetic_conversations_for_a_chat_server(one: Starter) -> None:
+    options = ("--server=mpillm", "--model_path=tiny-llama", "--endpoint_type=chat", "--concurrency", 2)
+    words = ["--synthetic_conversations", "turns=2,input=9,output=6,system=16", "--num_conversations", 3]
+    ended = one.run(2, *CONVERSATIONS[:-1], *words, *options, core="trtllm_endpoint", timeout=120).must(DONE)
+    result = ended.result
+    assert (result["samples"], result["errors"], result["conversations"]["ended"]) == (6, 0, 3)
+    assert result["conversations"]["synthetic"]["system"] == "16"
+
+
+CANCELLATION = ("--request_cancellation_rate", 40, "--request_cancellation_delay", 0.02)
+LONG = ("--synthetic_conversations", "turns=3,input=10,output=300", "--max_output_len", 300)
+
+
+@pytest.mark.parametrize(("ranks", "mode"), [(2, "aggregated"), (3, "disaggregated")])
+def test_cancelled_requests_are_in_no_figure_and_leave_no_blocks(one: Starter, ranks: int, mode: str) -> None:
+    words = ["--harness", "conversations", *LONG, "--num_conversations", 4, *CANCELLATION]
+    words += ["--mode", mode, "--model_path", "tiny-llama", "--concurrency", 2]
+    ended = one.run(ranks, *words, core="torch", timeout=180).must(DONE)
+    result = ended.result
+    n_cancelled = result["conversations"]["requests_cancelled"]
+    assert n_cancelled > 0 and result["samples"] == 12 - n_cancelled and result["errors"] == 0
+    assert result["tokens"] == 300 * result["samples"]
+    assert (result["conversations"]["ended"], result["conversations"]["requests_skipped"]) == (4, 0)
+    assert len(read_requests(ended.log_dir)) == result["samples"]
+    for instance in result["per_instance"]:
+        metrics = instance["metrics"]
+        assert metrics["kv_cache_usage"]["last"] == metrics["running"]["last"] == 0
+        assert metrics["kv_cache_usage"]["peak"] > 0
+    n_generated = sum(part["metrics"]["generated_tokens"] for part in result["per_instance"])
+    assert n_generated < 12 * 300, "the cancelled responses were not computed"
+    assert f"cancelled {n_cancelled} requests, which are in no other figure" in ended.flowing
+    assert "40 % of the requests are cancelled 0.02 s after they are sent" in ended.flowing
+
+
+def test_a_cancelled_request_closes_the_servers_connection(one: Starter) -> None:
+    options = ("--server=mpillm", "--model_path=tiny-llama", "--endpoint_type=chat", "--concurrency", 2)
+    words = ["--harness", "conversations", *LONG, "--num_conversations", 4, *CANCELLATION, *options]
+    ended = one.run(2, *words, core="trtllm_endpoint", timeout=180).must(DONE)
+    result = ended.result
+    n_cancelled = result["conversations"]["requests_cancelled"]
+    assert n_cancelled > 0 and result["samples"] == 12 - n_cancelled and result["errors"] == 0
+    (server,) = result["per_instance"][0]["servers"]
+    assert (server["answers"], server["lost_tokens"]) == (result["samples"], 300 * n_cancelled)
+    own = json.loads((ended.log_dir / "server_0" / "result.json").read_text())
+    (instance,) = own["per_instance"]
+    assert instance["metrics"]["generated_tokens"] < 12 * 300
+    assert instance["metrics"]["kv_cache_usage"]["last"] == 0
+
+
 @pytest.mark.parametrize(
     ("salt", "shares"),
     [("test", [True, True]), ("conversation", [False, True]), ("request", [False, False])],
@@ -131,6 +218,27 @@ def test_salts_separate_cached_prompts(one: Starter, tmp_path: Path, salt: str, 
     [
         (["--cache_salt", "conversation"], "--cache_salt conversation needs --harness conversations"),
         (["--harness", "conversations"], "name a file of conversations with --dataset_path"),
+        (
+            ["--harness", "conversations", "--synthetic_conversations", "output=999"],
+            "output of 999 tokens is more than max_output_len 128 (default), where every answer ends; set",
+        ),
+        (
+            ["--harness", "conversations", "--synthetic_conversations", "turns=2", "--dataset_path", "x"],
+            "--synthetic_conversations turns=2,input=128,output=32,delay=0,system=0,groups=1,prefix=0 and"
+            " --dataset_path x exclude each other",
+        ),
+        (
+            ["--synthetic_conversations", "turns=2"],
+            "has no effect without --harness conversations",
+        ),
+        (
+            ["--harness", "conversations", "--request_cancellation_delay", "1"],
+            "--request_cancellation_delay 1.0 has no effect without --request_cancellation_rate",
+        ),
+        (
+            [*CONVERSATIONS, "--request_cancellation_rate", "5", "--on_instance_loss", "continue"],
+            "exclude each other: a lost request cannot be cancelled",
+        ),
         (["--history", "generated"], "--history generated has no effect without --harness conversations"),
         (["--requests_file", "a.json"], "--requests_file a.json: name a file that ends in .csv or .parquet"),
         (["--endpoint_type", "chat"], "--endpoint_type chat has no effect on the dummy core"),

@@ -25,6 +25,7 @@ TEXTS = {
     "server": "vllm",
     "harness": "aiperf",
     "server_role": "context",
+    "synthetic_conversations": "turns=2",
     "stop_words": "x",
     "extra_body": '{"priority":1}',
     "extra_headers": '{"X-Tenant":"a"}',

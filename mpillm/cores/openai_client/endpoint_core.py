@@ -55,6 +55,7 @@ _log = logging.getLogger(__name__)
 # Answers that arrive within this time are sent together. A message for each answer would cost the
 # other ranks and the client's thread a quarter more CPU time per request.
 _GATHER_S = 1e-3
+_OF_CONTENT = (400, 413, 422)  # statuses that mean the request's content
 _MAX_LOGGED = 100  # failed single requests in the log: HTTP clients may send any number
 _BROKEN = Refusal(502, "the server behind this one did not answer; its rank's log has the cause")
 _LONGER = "--health_deadline"
@@ -459,7 +460,9 @@ class EndpointCore(ClientCore):
         self._add(call.id, flags, tokens)
 
     def on_failed(self, call: Call, error: EndpointError) -> None:
-        if self._may_fail_alone and not isinstance(error, ServerUnreachable) and self._is_alone(error):
+        if self._is_refused(call, error) or (
+            self._may_fail_alone and not isinstance(error, ServerUnreachable) and self._is_alone(error)
+        ):
             self._delivered.pop(call.id, None)
             self._n_failed += 1
             if self._n_failed <= _MAX_LOGGED:
@@ -469,6 +472,11 @@ class EndpointCore(ClientCore):
             return
         self._failed = self._failed or error
         self.wake()
+
+    def _is_refused(self, call: Call, error: EndpointError) -> bool:
+        """Return whether the server refuses the content of a request, such as a prompt that is too long."""
+        may_be = call.flags & RequestFlag.MAY_BE_REFUSED and error.refusal is not None
+        return bool(may_be and error.refusal is not None and error.refusal.status in _OF_CONTENT)
 
     def _is_alone(self, error: EndpointError) -> bool:
         """Return whether the error is about one request only. If an owned server exits, all requests fail."""

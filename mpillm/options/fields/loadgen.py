@@ -11,10 +11,12 @@ from mpillm.options.parsers import (
     kind_of_program,
     length_of_a_test,
     not_negative,
+    percent,
     positive,
     rate,
     shell_args,
 )
+from mpillm.options.synthetic_conversations import synthetic_conversations
 from mpillm.programs.load_clients.kinds import CONVERSATIONS, KINDS
 from mpillm.workloads.rounds import ROUNDS
 
@@ -121,8 +123,17 @@ class ConversationFields(
     """Load of --harness conversations. In scenario Server, server_target_qps counts conversations."""
 
     num_conversations = option(
-        "conversations to start; after the data set's last one, its first one follows [default: each once]",
+        "conversations to start; after the data set's last one, its first one follows [default: each once;"
+        " with synthetic_conversations 100]",
         positive,
+    )
+    synthetic_conversations = option(
+        "generate num_conversations conversations in place of a data set: turns, input and output (tokens of"
+        " a turn), delay (seconds between turns), each as N, MEAN:STDEV (normal) or MIN-MAX (uniform); system"
+        " (tokens that all begin with), prefix and groups (tokens that each group shares), as in"
+        " turns=5,input=200:40,output=150,delay=0.5-2,system=1000,groups=4,prefix=500",
+        synthetic_conversations,
+        argparse_opts={"metavar": "KEY=VALUE,…"},
     )
     history = option(
         "the responses in the prompts of later turns: recorded in the data set, or generated in the test"
@@ -130,6 +141,16 @@ class ConversationFields(
         choices=("recorded", "generated"),
     )
     trace_speed = option("divides time stamps and delays of the data set", rate, default=1.0)
+    request_cancellation_rate = option(
+        "percent of the requests to cancel: the client disconnects, or the engine drops the request. The"
+        " conversation continues [default: none]",
+        percent,
+    )
+    request_cancellation_delay = option(
+        "seconds from sending a request to its cancellation; a request that ends earlier is not cancelled",
+        not_negative,
+        default=0.0,
+    )
     ramp_up = option(
         "seconds over which the first conversations start; figures leave them out", not_negative, default=0.0
     )

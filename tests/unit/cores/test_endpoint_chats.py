@@ -136,6 +136,34 @@ def test_a_wrong_chat_answer_is_an_error(choice: dict[str, Any], error: str) -> 
         assert error in failure(core)
 
 
+@pytest.mark.parametrize(
+    ("status", "fails"), [("400 Bad Request", False), ("500 Internal Server Error", True)]
+)
+def test_a_refused_prompt_fails_its_request_only(status: str, fails: bool) -> None:
+    """As a prompt that outgrows the server's model, in a test of conversations. Other errors end the run."""
+    good = server_of()
+
+    def answer(request: Request) -> Reply:
+        if request.json["messages"] == CHATS[1][0]:
+            return plain({"error": {"message": "longer than the model's context"}}, status)
+        return good(request)
+
+    with (
+        ScriptedServer(answer) as server,
+        started(server, SERVER, "--endpoint_type=chat", sends_text=True) as core,
+    ):
+        flag = int(RequestFlag.MAY_BE_REFUSED)
+        core.enqueue(requests(PROMPTS, max_output=5, flags=flag))
+        if fails:
+            assert "longer than the model's context" in failure(core)
+            return
+        rows = Rows(core).until(2)
+        core.enqueue(requests(PROMPTS[1:], max_output=5))
+        assert "longer than the model's context" in failure(core), "without the flag, it is the run's error"
+    ended = {id_: (flags, len(tokens)) for id_, flags, tokens in rows if flags & FINAL}
+    assert ended[10][1] == 5 and ended[11] == (FINAL | ResponseFlag.ERROR, 0)
+
+
 def test_a_prompt_is_the_beginning_of_the_next_one() -> None:
     first, second = (
         ChatRequests().encode_chats([messages], [TOOL])[0] for messages in ([{"a": 1}], [{"a": 1}, {}])

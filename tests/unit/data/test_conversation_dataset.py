@@ -117,3 +117,43 @@ def test_prompts_with_generated_responses(tmp_path: Path) -> None:
     long = GeneratedHistory(turns.conversations, ByteTokenizer(), LIMITS)
     with_call = bytes(long.prompt(1, [message]).tolist()).decode()
     assert with_call == f"D\n{json.dumps(call)}\nE"  # the recorded call, which the result answers
+
+
+def read_text(folder: Path, text: str) -> Dataset:
+    file = folder / "f.json"
+    file.write_text(text, encoding="utf-8-sig")
+    return load_conversations(file, ByteTokenizer(), LIMITS)
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_file_may_be_an_array(tmp_path: Path, indent: int | None) -> None:
+    """As those of ShareGPT and of vLLM's multi-turn benchmark are."""
+    shared = [{"from": "human", "value": "A"}, {"from": "gpt", "value": "B"}, {"from": "human", "value": "C"}]
+    rows = [{"id": "x", "messages": CHAT}, {"conversations": []}, {"id": "y", "conversations": shared}]
+    dataset = read_text(tmp_path, json.dumps(rows, indent=indent))
+    assert texts(dataset) == ["A", "A\nB\nC"] * 2
+    assert dataset.note == "conversations without a user's message, which are left out: 1"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "f.json is empty"),
+        ('[{"prompt": "A"},\n\n  {"prompt": 5}]', "f.json:3: prompt is a JSON number, not a string"),
+        ('[{"prompt": "A"},\n {"prompt": }]', "f.json:2: not valid JSON: Expecting value, column 13"),
+        ('[{"prompt": "A"},\n {"prompt": "B"}', "f.json:2: not valid JSON: truncated, column 17"),
+        ('[{"prompt": "A"}] x', "f.json:1: not valid JSON: Expecting ',' or ']'"),
+        ('[{"prompt": "A"},]', "f.json:1: not valid JSON: Expecting value, column 18"),
+        ("[" * 100_000, "f.json: nested too deep: line 1"),
+    ],
+)
+def test_what_is_wrong_in_an_array_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_text(tmp_path, text)
+    assert message in str(error.value)
+
+
+def test_tools_of_a_request_are_in_its_prompt(tmp_path: Path) -> None:
+    tools = [{"type": "function"}]
+    dataset = load(tmp_path, {"body": {"messages": CHAT[:1], "tools": tools}})
+    assert texts(dataset) == [f"{json.dumps(tools[0])}\nA"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -68,7 +69,8 @@ def test_a_system_row_and_a_tool_row_with_content() -> None:
 
 def test_several_results_of_tools_are_messages_of_one_turn() -> None:
     results = [{"tool_call_id": name, "content": name} for name in "ab"]
-    rows = AGENT[0], flat(2, "assistant", tool_calls=[CALL]), flat(3, "tool", tool_results=results)
+    calls = [CALL, {**CALL, "id": "b"}]
+    rows = AGENT[0], flat(2, "assistant", tool_calls=calls), flat(3, "tool", tool_results=results)
     assert prompts(read(*rows)[0])[1][-2:] == ["t:a", "t:b"]
 
 
@@ -112,6 +114,8 @@ def test_aiperf_turns_have_delays_and_times_in_milliseconds() -> None:
 def test_guidellm_columns() -> None:
     (one,) = read({"prompt_0": "A", "output_tokens_count_0": "5", "prompt_1": "B", "prompt_2": ""})
     assert prompts(one) == [["u:A"], ["u:A", "u:B"]] and one.turns[0].output_len == 5
+    (one,) = read({"prefix": "S", "prompt_0": "A", "prompt_1": "B"})
+    assert prompts(one)[1] == ["s:S", "u:A", "u:B"]
 
 
 def test_a_row_per_request() -> None:
@@ -136,6 +140,37 @@ def test_a_row_per_request() -> None:
         "A",
     ]
     assert rows[3].turns[0].output_len == 2 and len(rows) == 7
+
+
+def test_several_texts_are_parts_of_one_message() -> None:
+    """AIPerf's forms of texts, a system turn, and MT-Bench's turns without objects."""
+    named = [{"name": "q", "contents": ["A", "B"]}, "C"]
+    turns = [{"role": "system", "text": "S"}, {"texts": named}, {"text": "D", "max_tokens": 3}]
+    one, two, three = read({"session_id": "s", "turns": turns}, {"texts": ["A", "B"]}, {"turns": ["A", "B"]})
+    assert prompts(one)[1] == ["s:S", "u:A\nB\nC", "u:D"] and one.turns[1].output_len == 3
+    assert two.turns[0].prompt == "A\nB" and prompts(three)[1] == ["u:A", "u:B"]
+
+
+def test_openai_batches_have_tools() -> None:
+    tools = [{"type": "function"}]
+    body = {"messages": messages("s:S", "u:A"), "tools": tools, "max_completion_tokens": 4}
+    rows = [
+        {"custom_id": str(i), "method": "POST", "url": "/v1/chat/completions", "body": body} for i in (1, 2)
+    ]
+    one, two = read(*rows)
+    assert (one.tools, one.turns[0].output_len, one.turns[0].prompt) == (tools, 4, body["messages"])
+    assert two.tools == tools
+
+
+def test_conversations_of_sharegpt_without_a_user_are_left_out() -> None:
+    rows = [
+        {"id": 1, "conversations": []},
+        {"id": 2, "conversations": [{"from": "gpt", "value": "A"}]},
+        {"id": 3, "conversations": [{"from": "human", "value": "A"}]},
+    ]
+    left_out: list[str] = []
+    (one,) = read_conversations(((str(n), row) for n, row in enumerate(rows)), 1000, left_out=left_out)
+    assert one.name == "3" and left_out == ["0", "1"]
 
 
 def test_delta_messages_continue_a_session() -> None:
@@ -168,13 +203,24 @@ def test_delta_messages_continue_a_session() -> None:
             "f.jsonl:1: delay_seconds is -1; must be a number",
         ),
         (
-            [flat(1, "user", content="A", delay_seconds="1")],
-            'f.jsonl:1: delay_seconds is "1"; must be a number',
+            [flat(1, "user", content="A", delay_seconds="soon")],
+            'f.jsonl:1: delay_seconds is "soon"; must be a number from 0 to 1e+06',
         ),
         ([flat(1, "user", "b\n", content="A")], 'f.jsonl:1: conversation_id is "b\\n"; must be printable'),
         ([*AGENT[:2], flat(3, "tool", tool_results=[{}])], "f.jsonl:3: tool_results[0] has no tool_call_id"),
         ([{"turns": []}], "f.jsonl:1: turns is empty"),
-        ([{"turns": [{"text": 1}]}], "f.jsonl:1: turns[0] has text 1; must be one string"),
+        ([{"turns": [{"text": 1}]}], "f.jsonl:1: turns[0] has text 1; must be a text, or texts"),
+        ([{"turns": [{"texts": []}]}], "f.jsonl:1: turns[0] has text []; must be a text, or texts"),
+        ([{"turns": [3]}], "f.jsonl:1: turns has 3; must be objects or texts"),
+        (
+            [{"custom_id": "a", "url": "/v1/embeddings", "body": {"input": "A"}}],
+            'f.jsonl:1: url is "/v1/embeddings"; must be that of a chat or a completion',
+        ),
+        ([{"custom_id": "a", "url": "/v1/completions"}], "f.jsonl:1: body is null; must be an object"),
+        (
+            [{"custom_id": "a", "body": {"prompt": ["A", "B"]}}],
+            "f.jsonl:1: prompt has 2 prompts; must be one, in a row of its own",
+        ),
         (
             [{"turns": [{"text": "A", "timestamp": 9}, {"text": "B", "timestamp": 8}]}],
             "f.jsonl:1: timestamp 8 is before the previous turn's, 9",
@@ -183,12 +229,35 @@ def test_delta_messages_continue_a_session() -> None:
             [{"input_length": 1, "session_id": 1, "timestamp": t} for t in (9, 8)],
             "f.jsonl:2: timestamp 8 is before the previous turn's, 9",
         ),
+        (
+            [{"turns": [{"text": "A", "timestamp": t} for t in (9, 8, 10)]}],
+            "f.jsonl:1: timestamp 8 is before the previous turn's, 9",
+        ),
+        (
+            [{"input_length": 1, "session_id": 1, "timestamp": t} for t in (9, None, 8)],
+            "f.jsonl:3: timestamp 8 is before the previous turn's, 9",
+        ),
+        (
+            [*AGENT[:2], flat(3, "tool", tool_results=[{"tool_call_id": "b", "content": "x"}])],
+            'f.jsonl:3: tool_call_id is "b"; the calls before it are ["a"]',
+        ),
+        (
+            [AGENT[0], flat(2, "assistant", tool_calls="run")],
+            'f.jsonl:2: tool_calls is "run"; must be an array of calls',
+        ),
+        (
+            [{"turns": [{"text": "A"}, {"text": "B", "delay": -1}]}],
+            "f.jsonl:1: delay is -1; must be a number from 0 to 1e+09",
+        ),
+        ([{"prompt": "A", "delay": float("nan")}], "f.jsonl:1: delay is NaN; must be a number"),
+        ([{"prompt": "A", "timestamp": float("inf")}], "f.jsonl:1: timestamp is Infinity; must be a number"),
+        ([{"prompt": "A", "delay": 10**400}], "f.jsonl:1: delay is 1000000"),
+        ([{"prompt": "A", "delay": True}], "f.jsonl:1: delay is true; must be a number"),
         ([{"prompt_0": "A", "prompt_2": "B"}], "f.jsonl:1: prompt_2 follows a missing prompt_1"),
         (
             [{"conversations": [{"from": "alien", "value": "A"}]}],
             'f.jsonl:1: from is "alien"; must be one of',
         ),
-        ([{"conversations": []}], "f.jsonl:1: the conversation has no message of a user"),
         (
             [{"id": 1, "messages": messages("u:A", "a:B", "a:C")}],
             'f.jsonl:1: two assistant messages in a row: "C"',
@@ -205,3 +274,24 @@ def test_a_row_that_cannot_be_read_is_named(rows: list[Any], message: str) -> No
     with pytest.raises(ConfigError) as error:
         read(*rows)
     assert str(error.value).startswith(message)
+
+
+def test_a_session_that_never_ends_is_an_error() -> None:
+    """Each row takes the same time, however long its session is."""
+    rows = ({"session_id": "s", "input_length": 1, "timestamp": t} for t in itertools.count())
+    with pytest.raises(ConfigError) as error:
+        read_conversations(((f"f.jsonl:{n}", row) for n, row in enumerate(rows, 1)), 1000)
+    assert str(error.value) == "f.jsonl:100001: conversation s has more than 100,000 requests"
+
+
+def test_csv_has_only_text() -> None:
+    """Numbers are texts there, and a missing field is an empty one."""
+    empty = dict.fromkeys(("tool_calls", "tools", "delay_seconds", "system"), "")
+    (one,) = read(
+        {**empty, **flat(1, "user", content="A"), "turn": "1"},
+        {**empty, **flat(2, "assistant", content="B"), "turn": "2"},
+        {**empty, **flat(3, "user", content="C", delay_seconds="0.5"), "turn": "3"},
+    )
+    assert prompts(one)[1] == ["u:A", "a:B", "u:C"] and one.turns[1].delay_s == 0.5
+    (trace,) = read({"input_length": "9", "timestamp": "1500", "session_id": "", "delay": ""})
+    assert (trace.turns[0].at_s, trace.turns[0].prompt) == (1.5, Trace(9, ()))

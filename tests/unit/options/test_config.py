@@ -30,6 +30,7 @@ from mpillm.options.parsers import (
     not_negative,
     one_or_more,
     one_or_two,
+    percent,
     port,
     port_or_any,
     positive,
@@ -41,6 +42,7 @@ from mpillm.options.parsers import (
     token_ids,
     urls,
 )
+from mpillm.options.synthetic_conversations import synthetic_conversations
 from mpillm.stages.stage_options import parse_each
 from tests.helpers.configured import DUMMY
 
@@ -75,6 +77,21 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
             "",
         ],
     ),
+    synthetic_conversations: (
+        {
+            "turns=2,delay=0.5-2": {
+                "turns": "2",
+                "input": "128",
+                "output": "32",
+                "delay": "0.5-2",
+                "system": "0",
+                "groups": "1",
+                "prefix": "0",
+            }
+        },
+        ["", "turns", "turns=0", "turns:2", "turn=2"],
+    ),
+    percent: ({"10": 10.0, "0.5": 0.5, "100": 100.0}, ["0", "-1", "101", "nan", "10%", ""]),
     natural: ({"0": 0, "7": 7}, ["-1", "0.5", "", "none", "1_0", "\u0663", "2147483648"]),
     seconds: (
         {"1": 1.0, "0.5": 0.5, "1e3": 1000.0, "90s": 90.0, "10min": 600.0, "1.5h": 5400.0, "500 ms": 0.5},

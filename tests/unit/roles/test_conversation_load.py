@@ -126,6 +126,30 @@ def test_an_error_ends_its_conversation_only(clock: Clock) -> None:
     assert (load.n_failed, load.n_skipped, load.n_ended) == (1, 1, 2)
 
 
+def test_requests_to_cancel_are_chosen_by_the_seed_and_their_conversations_continue(clock: Clock) -> None:
+    """The choice depends on the conversation and the turn, not on the order of responses."""
+
+    def chosen(order: int, share: float = 0.3, seed: int = 5) -> list[int]:
+        shape = LoadShape(200, concurrency=3, seed=seed, cancel_share=share, cancel_after_s=0.5)
+        load = ConversationLoad(turns([4] * 200), shape)
+        load.start()
+        found = []
+        while not load.finished:
+            load.poll()
+            queries = [load.issued.popleft() for _ in range(len(load.issued))]
+            for query in queries[::order]:
+                assert query.cancel_after is not None
+                found += query.indices[query.cancel_after == 0.5].tolist()
+                for id_ in query.ids.tolist()[::order]:
+                    load.complete([id_], NONE, [0], [0], False)
+        assert (load.n_ended, load.n_skipped, load.n_failed) == (200, 0, 0)
+        return sorted(found)
+
+    first = chosen(1)
+    assert len(first) == pytest.approx(0.3 * 800, rel=0.2)
+    assert chosen(-1) == first != chosen(1, seed=6) and chosen(1, share=1.0) == [*range(800)]
+
+
 def test_no_request_is_issued_after_the_end(clock: Clock) -> None:
     load = ConversationLoad(turns([4] * 3), LoadShape(3, concurrency=1, max_s=4.5))
     driven = Driven(load, clock, 1.0).run()
