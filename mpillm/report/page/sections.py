@@ -11,7 +11,7 @@ from mpillm.report.page import svg
 from mpillm.report.page.document import escape, link, section, table
 from mpillm.report.page.run_analysis import Facts, InstanceFacts, limits_ms
 from mpillm.report.percentiles import too_few
-from mpillm.report.result import conversation_facts, counted_from_text
+from mpillm.report.result import conversation_facts, counted_from_text, goodput_rows
 from mpillm.report.run_directory import MEASURED, PAGE, RANKS, TRACE, failures_in
 from mpillm.report.run_files import RunFiles
 from mpillm.report.validity_checks import failed_checks, unchecked
@@ -308,7 +308,7 @@ def figures(facts: Facts) -> str:
     rows = [[row[i] for i in known] for row in instances] if len(known) > 1 else []
     phases = [(name, f"{seconds:.2f} s") for name, seconds in (result.get("phases_s") or {}).items()]
     return (
-        section("Conversations", ("", ""), conversation_facts(of) if of else [])
+        section("Conversations", ("", ""), [*conversation_facts(of), *goodput_rows(result)] if of else [])
         + section("Latencies", ("", "p50", "p90", "p99", "mean"), latencies)
         + section("Instances", [names[i] for i in known], rows)
         + section("Phases", ("", "took"), phases)
