@@ -1,4 +1,4 @@
-"""Figures of conversations: first and later turns, interactivity, and conversations that met latency limits."""
+"""Figures of conversations: first and later turns, interactivity, and conversations within limits."""
 
 from __future__ import annotations
 
@@ -67,8 +67,9 @@ def _interactivity(rows: NDArray[np.void]) -> dict[str, float | None]:
     """Return output tokens per second of waiting, in two definitions; None if unknown.
 
     `e2e_avg_interactivity`: output tokens by seconds of latency, over all requests (MLPerf Endpoints, agentic
-    tests). `e2e_normalized_interactivity_p90`: each request's latency by its output tokens, the 90th percentile
-    of these, inverted (InferenceX, MODELS.md, "E2E normalized interactivity"). It needs ten requests.
+    tests). `e2e_normalized_interactivity_p90`: each request's latency by its output tokens, the 90th
+    percentile of these, inverted. It needs ten requests. Source: "E2E normalized interactivity" in
+    https://github.com/SemiAnalysisAI/InferenceX/blob/main/MODELS.md.
     """
     latency = rows["latency"].astype(np.float64)
     seconds, known = float(latency.sum()), (rows["tokens"] > 0) & (latency > 0)
@@ -85,8 +86,8 @@ def conversation_goodput(
 ) -> dict[str, Any]:
     """Return for `result.json` how many conversations met `limits` (milliseconds) with every request.
 
-    A conversation counts if all its requests were answered, or one failed. A conversation that `--max_duration`
-    or the model's longest prompt cut off is left out.
+    A conversation counts if all its requests were answered, or one failed. Conversations that
+    `--max_duration` or the model's longest prompt cut off are left out.
 
     Args:
         rows: Records of the test.

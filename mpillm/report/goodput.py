@@ -36,9 +36,10 @@ def goodput(rows: NDArray[np.void], limits: Mapping[str, float], seconds: float)
 
     `late_allowed`: late answers that LoadGen's early stopping would allow for each limit.
     """
+    good = int(is_good(rows, limits).sum())
     return {
         "limits_ms": dict(limits),
-        "good_requests_per_second": round(int(is_good(rows, limits).sum()) / seconds, 4) if seconds > 0 else 0.0,
+        "good_requests_per_second": round(good / seconds, 4) if seconds > 0 else 0.0,
         "late": late(rows, limits),
         "late_allowed": max(0, max_late(len(rows), SERVER_PERCENTILE)),
     }

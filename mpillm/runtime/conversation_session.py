@@ -98,11 +98,7 @@ class ConversationSession(LoadSession):
             "outgrown": load.n_outgrown,
             "requests_skipped": load.n_skipped,
             "history": "generated" if self._turns.are_generated else "recorded",
-            **(
-                {}
-                if rows is None
-                else conversation_figures(rows, load.window_s, self._streamed())
-            ),
+            **({} if rows is None else conversation_figures(rows, load.window_s, self._streamed())),
         }
         if rows is not None and "prompt_tokens" not in result and (rows["prompt"] >= 0).all():
             lengths = rows["prompt"]
