@@ -22,7 +22,7 @@ from mpillm.experiments.option_grid import (
     pareto,
 )
 from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_args, parse_series
-from mpillm.experiments.sweep_page import COLUMNS, doubtful_points, per, sweep_page
+from mpillm.experiments.sweep_page import columns, doubtful_points, per, sweep_page
 from mpillm.experiments.table import cell, values_text
 from mpillm.files import write_text
 from mpillm.options.columns import indented, table
@@ -115,9 +115,10 @@ def _left(folder: Path, others: Sequence[Point], lasted: Sequence[float]) -> str
 def _table(todo: Sequence[Point], points: Sequence[dict[str, Any]], front: Sequence[int]) -> str:
     of = per(points)
     names = list(todo[0].values)
-    rows = [[*names, *(text.format(of=of) for text in COLUMNS.values()), "Pareto"]]
+    shown = columns(points)
+    rows = [[*names, *(text.format(of=of) for text in shown.values()), "Pareto"]]
     for i, (point, one) in enumerate(zip(todo, points, strict=True)):
-        cells = [cell(one.get(key)) for key in COLUMNS]
+        cells = [cell(one.get(key)) for key in shown]
         rows.append([*point.values.values(), *cells, "*" if i in front else ""])
     lines = [table(rows, len(names) + 1, len(names))]
     if front:

@@ -13,13 +13,12 @@ from mpillm.report.page.run_analysis import Facts, InstanceFacts, limits_ms
 from mpillm.report.percentiles import too_few
 from mpillm.report.result import conversation_facts, counted_from_text, goodput_rows
 from mpillm.report.run_directory import MEASURED, PAGE, RANKS, TRACE, failures_in
-from mpillm.report.run_files import RunFiles
+from mpillm.report.run_files import SERVERS, RunFiles
 from mpillm.report.validity_checks import failed_checks, unchecked
 
 _MAX_CARDS = 128
 _MAX_LOGS = 256
 _MAX_SERVERS = 4
-_SERVERS = ("trtllm_server_urls", "triton_server_urls")
 _FAILED = '<em class="flag">failed</em>'
 _VERDICTS = {
     "VALID": "LoadGen accepts this test.",
@@ -92,7 +91,7 @@ def _server(run: RunFiles) -> str:
     """Return this run's URL if it served, or the servers that it used; "" if neither."""
     if url := run.result.get("url"):
         return str(url)
-    urls = [url for name in _SERVERS for url in run.value(name) or ()]
+    urls = [url for name in SERVERS for url in run.value(name) or ()]
     more = f" and {len(urls) - _MAX_SERVERS} more" if len(urls) > _MAX_SERVERS else ""
     return f"of {', '.join(map(str, urls[:_MAX_SERVERS]))}{more}" if urls else ""
 

@@ -10,6 +10,7 @@ from mpillm.cli import main
 from mpillm.experiments.commands import find_max_qps
 
 DUMMY = ("-n", "2", "--core_type", "dummy")
+TALKS = (*DUMMY, "--harness", "conversations", "--dataset_path", "talks.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,14 @@ DUMMY = ("-n", "2", "--core_type", "dummy")
             "A is scenario Offline, B is",
         ),
         (("ab", "", "--max_batch_size 0", *DUMMY), "--max_batch_size"),
+        (
+            ("ab", "", "", *DUMMY, "--metric", "e2e_avg_interactivity"),
+            "--metric e2e_avg_interactivity needs --harness conversations",
+        ),
+        (
+            ("ab", "", "", *TALKS, "--metric", "good_conversations_per_second"),
+            "--metric good_conversations_per_second needs limits: --goodput ttft:500 tpot:50",
+        ),
         (("ab", "", "", *DUMMY, "--pairs", "2"), "--pairs 2: three or more"),
         (("advise", *DUMMY[2:], "--total_gpus", "0"), "--total_gpus"),
         (("advise", *DUMMY[2:], "--tensor_parallelism", "2"), "advise proposes it; leave it out"),
