@@ -61,6 +61,7 @@ class ConversationSession(LoadSession):
         self._load: ConversationLoad | None = None
         self._shape = shape
         super().__init__(samples, record, console, control)
+        record.result["requests_expected"] = self.expected()[0]
 
     def how(self) -> str:
         """Describe the number of conversations and when they start."""

@@ -21,6 +21,23 @@ TALKS = (*DUMMY, "--harness", "conversations", "--dataset_path", "talks.jsonl")
             ("find-max-qps", *DUMMY, "--scenarios", "Offline", "--goodput", "ttft:5"),
             "--goodput ttft:5 has no effect in scenario Offline",
         ),
+        (
+            ("find-max-qps", *TALKS),
+            "--harness conversations: LoadGen does not judge it; give latency limits in milliseconds:"
+            " --goodput ttft:500 tpot:50",
+        ),
+        (
+            ("find-max-qps", *TALKS, "--goodput", "ttft:5", "--num_conversations", "9"),
+            "--num_conversations 9: find-max-qps sets it, from each rate and from --min_duration; leave",
+        ),
+        (
+            ("find-max-qps", *TALKS, "--goodput", "ttft:5", "--scenarios", "Offline"),
+            "only Server and Interactive have a rate to search for",
+        ),
+        (
+            ("find-max-qps", *DUMMY, "--harness", "aiperf", "--goodput", "ttft:5"),
+            "--harness aiperf: find-max-qps goes by LoadGen's verdicts",
+        ),
         (("find-max-qps", *DUMMY, "--goodput"), "--goodput: expected at least one argument"),
         (
             ("find-max-qps", *DUMMY, "--goodput", "ttft:5", "--max_batch", "4"),
