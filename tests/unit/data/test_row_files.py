@@ -132,8 +132,18 @@ REFUSED: list[tuple[str, str, bytes, str]] = [
         lines(*TURNS),
         "jsonl:1: a turn of .*; use `run --harness conv",
     ),
-    ("AIPerf's conversations", "a.jsonl", lines({"turns": []}), "jsonl:1: a conversation, not .* --harness"),
-    ("GuideLLM's conversations", "a.jsonl", lines({"prompt_0": "a"}), "a conversation, not .* --harness"),
+    (
+        "conversations of AIPerf and GuideLLM",
+        "a.jsonl",
+        lines({"turns": []}),
+        "jsonl:1: a conversation, not .* --harness",
+    ),
+    (
+        "conversations of AIPerf and GuideLLM",
+        "a.jsonl",
+        lines({"prompt_0": "a"}),
+        "a conversation, not .* --harness",
+    ),
     *(
         ("Parquet or Arrow, without pyarrow", name, data, f"is {what}, which needs pyarrow; .*\n  python3 -c")
         for name, data, what in (
