@@ -39,10 +39,11 @@ def sweep_page(
     points: Sequence[Mapping[str, Any]],
     front: Sequence[int],
     fixed: Mapping[str, str] | None = None,
+    warning: str = "",
 ) -> str:
     """Return the HTML. `points`: as in `sweep --output`; `front`: indices of the points on the curve.
 
-    `fixed`: the options of all points.
+    `fixed`: the options of all points. `warning`: on all points together.
     """
     of = per(points)
     charts = [chart] if (chart := pareto_chart(points, front, of)) else []
@@ -54,7 +55,7 @@ def sweep_page(
     head = (
         f"<header><h1>{escape(folder.absolute().name)}</h1><p>{len(points)} points, {len(front)} on the"
         f" Pareto curve{on_curve}{f', <strong>{failed} failed</strong>' if failed else ''}</p>"
-        f"{doubts_list(doubtful_points(points))}</header>"
+        f"{doubts_list([*doubtful_points(points), *filter(None, [warning])])}</header>"
     )
     curve = chart_section("The Pareto curve", charts, _NOTE, wide=True)
     if not charts:

@@ -17,6 +17,7 @@ from mpillm.experiments.rate_search import RateTrial, SearchRecord, find_max_rat
 from mpillm.experiments.rate_tests import RateTests
 from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_args, parse_series
 from mpillm.experiments.table import figure
+from mpillm.experiments.warm_cache import RepeatedPrompts
 from mpillm.files import write_text
 from mpillm.options.columns import indented
 from mpillm.options.command_line import Parser
@@ -114,6 +115,7 @@ def _search(options: Options, tests: RateTests, record: SearchRecord, start: flo
     lengths = f"short tests of {tests.short_s:g} s, then full ones of {tests.full_s:g} s"
     print(indented("", f"{lengths}, in {display_path(tests.folder)}"))
 
+    repeated = RepeatedPrompts()
     printed: set[str] = set()  # kinds of doubts: each is printed only once
     # seconds of this command's tests; True: full ones
     lasted: dict[bool, list[float]] = {False: [], True: []}
@@ -129,6 +131,10 @@ def _search(options: Options, tests: RateTests, record: SearchRecord, start: flo
             print(_line(one, _left(left, lasted, tests)), flush=True)
         else:
             print(_line(one, "  (from before)"), flush=True)
+        # A test that was stopped has no figures, but the server knows its prompts.
+        result = RunFiles.read(Path(one.folder)).result if one.figures else None
+        if text := repeated.warning(tests.config, result):
+            print(indented(" " * 13, f"warning: {text}"), flush=True)
         for doubt in one.doubts:
             if kind_of(doubt) not in printed:
                 printed.add(kind_of(doubt))
