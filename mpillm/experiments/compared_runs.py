@@ -125,7 +125,8 @@ class ComparedRun:
         """Return the records of first or later turns of conversations; of "all", or "", all records."""
         if turns in ("", "all"):
             return self.rows
-        return self.rows[(turns_of(self.rows) == 0) == (turns == "first")]
+        rows: Rows = self.rows[(turns_of(self.rows) == 0) == (turns == "first")]
+        return rows
 
     def estimate(self, figure: Figure) -> Estimate | None:
         """Return a figure; None if it is meaningless for this run."""

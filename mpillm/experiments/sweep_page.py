@@ -90,13 +90,13 @@ def columns(points: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _table(folder: Path, points: Sequence[Mapping[str, Any]], front: Sequence[int], of: str) -> str:
-    names, shown = list(points[0]["options"]), columns(points)
+    names, figures = list(points[0]["options"]), columns(points)
     rows = []
     for i, one in enumerate(points):
         number = link_to_run(Path(one["run"]), folder, str(i + 1))
-        cells = [cell(one.get(key)) for key in shown]
+        cells = [cell(one.get(key)) for key in figures]
         rows.append([number, *one["options"].values(), *cells, "★" if i in front else ""])
-    titles = ["#", *names, *(text.format(of=of) for text in shown.values()), "Pareto"]
+    titles = ["#", *names, *(text.format(of=of) for text in figures.values()), "Pareto"]
     why = "".join(
         f"<li><strong>{i + 1}</strong> {escape(values_text(one))}<pre>{escape(one['why'])}</pre></li>"
         for i, one in enumerate(points)

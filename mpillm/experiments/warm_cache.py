@@ -57,7 +57,7 @@ class RepeatedPrompts:
 
     def __init__(self) -> None:
         self._sent: set[Hashable] = set()
-        self._is_given = False
+        self._has_warned = False
 
     def warning(self, config: RunConfig, result: Mapping[str, Any] | None) -> str:
         """Return the warning after a test, once in a series; "" if there is none.
@@ -67,10 +67,10 @@ class RepeatedPrompts:
         prompts = _prompts_of(config)
         is_repeated = prompts in self._sent
         self._sent.add(prompts)
-        if prompts is None or not is_repeated or self._is_given or result is None:
+        if prompts is None or not is_repeated or self._has_warned or result is None:
             return ""
         text = warning(cached_share(result), random_prompts=_are_random(config))
-        self._is_given = bool(text)
+        self._has_warned = bool(text)
         return text
 
 

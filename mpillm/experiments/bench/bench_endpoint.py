@@ -202,9 +202,9 @@ def _cached_share(records: Sequence[Record], counts: Mapping[str, float]) -> flo
     pairs = [one.counted for one in records if not one.error]
     if pairs and None not in pairs:
         prompts, cached = map(sum, zip(*filter(None, pairs), strict=True))
-    else:
-        prompts, cached = counts.get("prompt_tokens", 0), counts.get("cached_tokens")
-    return None if cached is None or not prompts else round(cached / prompts, 4)
+        return round(cached / prompts, 4) if prompts else None
+    counted = counts.get("prompt_tokens"), counts.get("cached_tokens")
+    return None if not counted[0] or counted[1] is None else round(counted[1] / counted[0], 4)
 
 
 def _dataset(config: Options, tokenizer: Tokenizer, values: dict[str, Any]) -> Dataset:

@@ -121,10 +121,10 @@ def _left(folder: Path, others: Sequence[Point], lasted: Sequence[float]) -> str
 def _table(todo: Sequence[Point], points: Sequence[dict[str, Any]], front: Sequence[int]) -> str:
     of = per(points)
     names = list(todo[0].values)
-    shown = columns(points)
-    rows = [[*names, *(text.format(of=of) for text in shown.values()), "Pareto"]]
+    titles = columns(points)
+    rows = [[*names, *(text.format(of=of) for text in titles.values()), "Pareto"]]
     for i, (point, one) in enumerate(zip(todo, points, strict=True)):
-        cells = [cell(one.get(key)) for key in shown]
+        cells = [cell(one.get(key)) for key in titles]
         rows.append([*point.values.values(), *cells, "*" if i in front else ""])
     lines = [table(rows, len(names) + 1, len(names))]
     if front:

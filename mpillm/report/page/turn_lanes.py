@@ -29,12 +29,12 @@ def turn_lanes(facts: Facts) -> str:
     rows = rows[rows["session"] > 0]
     if not len(rows):
         return ""
-    shown, note = _first_conversations(rows)
-    start, end = float(shown["issued"].min()), float((shown["issued"] + shown["latency"]).max())
-    lanes = "".join(_lanes(shown, int(rows["session"].min()), start, max(end - start, 1e-9)))
+    subset, note = _first_conversations(rows)
+    start, end = float(subset["issued"].min()), float((subset["issued"] + subset["latency"]).max())
+    lanes = "".join(_lanes(subset, int(rows["session"].min()), start, max(end - start, 1e-9)))
     kinds = ["until the first token", "from the first token to the end"]
     key = "".join(f'<li><i class="k{kind}"></i>{text}</li>' for kind, text in enumerate(kinds))
-    key += '<li><i class="c5"></i>failed</li>' if shown["error"].any() else ""
+    key += '<li><i class="c5"></i>failed</li>' if subset["error"].any() else ""
     return (
         '<section><h2>Turns of conversations</h2><p class="note">A row is a conversation, a bar is a request.'
         f" Point at a bar to read its figures. {note}</p>"
@@ -45,21 +45,21 @@ def turn_lanes(facts: Facts) -> str:
 
 
 def _first_conversations(rows: NDArray[np.void]) -> tuple[NDArray[np.void], str]:
-    """Return the records of the conversations that are shown, and a note on the others.
+    """Return the records of the conversations of the page, and a note on the others.
 
     These are the first ones, because a row of the whole test would show nothing of a short conversation.
     """
     sessions, counts = np.unique(rows["session"], return_counts=True)  # they count in order of start
     n = min(_MAX_ROWS, max(1, int(np.searchsorted(counts.cumsum(), _MAX_BARS, "right"))))
-    shown = rows[np.isin(rows["session"], sessions[:n])]
+    subset = rows[np.isin(rows["session"], sessions[:n])]
     notes = []
     if n < len(sessions):
         notes.append(f"These are the first {n:,} of {len(sessions):,} conversations.")
-    if len(shown) > _MAX_BARS:
-        notes.append(f"These are the first {_MAX_BARS:,} of {len(shown):,} requests.")
+    if len(subset) > _MAX_BARS:
+        notes.append(f"These are the first {_MAX_BARS:,} of {len(subset):,} requests.")
     if notes:
         notes.append("requests.bin has all requests, and --requests_file writes a table of them.")
-    return shown[:_MAX_BARS], " ".join(notes)
+    return subset[:_MAX_BARS], " ".join(notes)
 
 
 def _lanes(rows: NDArray[np.void], first_session: int, start: float, span: float) -> Iterator[str]:
