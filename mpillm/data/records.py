@@ -93,6 +93,8 @@ def _known_prompt(row: Mapping[str, Any], vocab_size: int) -> Any:
         raise ValueError(_SHARE)
     if not present and {"conversation_id", "turn", "role"} <= set(row):
         raise ValueError(_TURNS)
+    if not present and ("turns" in row or "prompt_0" in row):
+        raise ValueError(_CONVERSATION)
     if "prompt" in row and "input_tokens" in row:
         raise ValueError('both "prompt" and "input_tokens"')
     if not present:
@@ -102,13 +104,15 @@ def _known_prompt(row: Mapping[str, Any], vocab_size: int) -> Any:
     return _prompt(row[present[0]], present[0], vocab_size)
 
 
+_USE = "use `run --harness conversations` (for a running server: with --url)"
+_CONVERSATION = f"a conversation, not a prompt; {_USE}"
 _SHARE = (
-    "a ShareGPT conversation, not a prompt; write the first turns by\n"
+    f"a ShareGPT conversation, not a prompt; {_USE}, or write the first turns by\n"
     '  python3 -c \'import json, sys; [print(json.dumps({"prompt": c["conversations"][0]["value"]}))'
     ' for c in map(json.loads, sys.stdin) if c["conversations"]]\' < FILE > prompts.jsonl'
 )
 _TURNS = (
-    "a turn of a conversation, not a prompt; write a chat up to each user's turn by\n"
+    f"a turn of a conversation, not a prompt; {_USE}, or write a chat up to each user's turn by\n"
     '  python3 -c \'import json, sys; h = {}; [print(json.dumps({"messages": h[t["conversation_id"]]}))'
     ' for t in map(json.loads, sys.stdin) if t.get("content") and not h.setdefault(t["conversation_id"],'
     ' []).append({"role": t["role"], "content": t["content"]}) and t["role"] == "user"]\''

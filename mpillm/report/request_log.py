@@ -23,18 +23,19 @@ RECORD = np.dtype(
         ("error", "<u4"),  # 1: the answer is an error
         ("prompt", "<i4"),  # tokens of the prompt, as the instance counted them; -1: unknown
         ("cached", "<i4"),  # those of them that were in a KV cache; -1: unknown
+        ("session", "<u4"),  # the same for all requests of one conversation; 0: of no conversation
     ]
 )
-"""One request, in the order in which answers came. 36 bytes."""
+"""One request, in the order in which answers came. 40 bytes."""
 MAGIC = b"requests"
-"""The beginning of the file. Older files have neither this nor the prompt's counts."""
+"""The beginning of the file. Older files have neither this nor the last three fields."""
 
-_OLD_RECORD = np.dtype([(name, RECORD[name]) for name in (RECORD.names or ())[:-2]])
+_OLD_RECORD = np.dtype([(name, RECORD[name]) for name in (RECORD.names or ())[:-3]])
 _BUFFER_BYTES = 1 << 16
 _LONGEST_S = 1e8  # of a test: 3 years
 # Records are written in batches: creating records takes NumPy 20 µs, however few.
 _CALLS = 256  # of `add`, in one batch
-_ROWS = 4096  # 170 kB, in one batch
+_ROWS = 4096  # 180 kB, in one batch
 
 
 class RequestLog:
@@ -47,7 +48,7 @@ class RequestLog:
         self._added: list[tuple[NDArray[Any], ...]] = []  # the columns of answers that are not written yet
         self._n_added = 0  # rows in `_added`
         # Rows that came after `_added`.
-        self._ones: list[tuple[float, float, float, int, int, bool, tuple[int, int]]] = []
+        self._ones: list[tuple[float, float, float, int, int, bool, tuple[int, int], int]] = []
 
     def add(
         self,
@@ -58,14 +59,16 @@ class RequestLog:
         tokens: NDArray[np.int64],
         error: NDArray[np.bool_],
         counts: NDArray[np.void],
+        sessions: NDArray[np.uint32],
     ) -> None:
         """Add answers that came together at `ended`: arrays with an entry each, times in seconds of the test.
 
-        `first`: NaN where there was no first token. `counts`: `PROMPT_COUNTS`, of the prompts. The arrays are
-        kept. Raises OSError, with the file's name, if the disk is full.
+        `first`: NaN where there was no first token. `counts`: `PROMPT_COUNTS`, of the prompts. `sessions`: 0
+        if they are not of conversations. The arrays are kept. Raises OSError, with the file's name, if the
+        disk is full.
         """
         self._take_ones()
-        self._added.append((issued, first, ended - issued, index, tokens, error, counts))
+        self._added.append((issued, first, ended - issued, index, tokens, error, counts, sessions))
         self._n_added += len(index)
         if len(self._added) >= _CALLS or self._n_added >= _ROWS:
             self._write()
@@ -79,23 +82,25 @@ class RequestLog:
         tokens: int,
         error: bool,
         counts: tuple[int, int] = (-1, -1),
+        session: int = 0,
     ) -> None:
         """Do as `add`, for one answer."""
-        self._ones.append((issued, first, ended - issued, index, tokens, error, counts))
+        self._ones.append((issued, first, ended - issued, index, tokens, error, counts, session))
         if len(self._ones) >= _CALLS:
             self._write()
 
     def _take_ones(self) -> None:
         if self._ones:
-            *columns, counts = zip(*self._ones, strict=True)
-            self._added.append((*map(np.array, columns), np.array(list(counts), PROMPT_COUNTS)))
+            *columns, counts, sessions = zip(*self._ones, strict=True)
+            pairs = np.array(list(counts), PROMPT_COUNTS)
+            self._added.append((*map(np.array, columns), pairs, np.array(sessions, np.uint32)))
             self._ones.clear()
 
     def _write(self) -> None:
         self._take_ones()
         if not self._added:
             return
-        issued, first, latency, index, tokens, error, counts = map(
+        issued, first, latency, index, tokens, error, counts, sessions = map(
             np.concatenate, zip(*self._added, strict=True)
         )
         self._added.clear()
@@ -104,6 +109,7 @@ class RequestLog:
         rows["issued"], rows["ttft"], rows["latency"] = issued, first - issued, latency
         rows["index"], rows["tokens"], rows["error"] = index, tokens, error
         rows["prompt"], rows["cached"] = counts["prompt"], counts["cached"]
+        rows["session"] = sessions
         with naming(self._path):
             if self._file is None:
                 self._file = self._path.open("wb", buffering=_BUFFER_BYTES)
@@ -168,7 +174,7 @@ def _records(folder: Path) -> NDArray[np.void]:
         n = (len(data) - len(MAGIC)) // RECORD.itemsize
         return np.frombuffer(data, RECORD, n, len(MAGIC))
     old = np.frombuffer(data, _OLD_RECORD, len(data) // _OLD_RECORD.itemsize)
-    rows = np.empty(len(old), RECORD)
+    rows = np.zeros(len(old), RECORD)
     for name in _OLD_RECORD.names or ():
         rows[name] = old[name]
     rows["prompt"] = rows["cached"] = -1

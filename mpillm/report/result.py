@@ -212,12 +212,36 @@ def conversation_facts(of: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("  outgrown", f"{of['outgrown']:,}: the next prompt did not fit the model"))
     if of.get("requests_cancelled"):
         rows.append(("  cancelled", f"{of['requests_cancelled']:,} requests, which are in no other figure"))
+    rows += _interactivity(of)
     shares = [
         f"{100 * share:.0f} % in {title}"
         for name, title in (("first_turns", "first turns"), ("later_turns", "later turns"))
         if (share := of.get(name, {}).get("cached_share")) is not None
     ]
     return [*rows, ("cached prompt tokens", ", ".join(shares))] if shares else rows
+
+
+def _interactivity(of: Mapping[str, Any]) -> list[tuple[str, str]]:
+    sources = (
+        ("e2e_avg_interactivity", "over all requests (MLPerf Endpoints)"),
+        ("e2e_normalized_interactivity_p90", "at p90 (InferenceX)"),
+    )
+    known = [f"{value:,.4g} {source}" for key, source in sources if (value := of.get(key)) is not None]
+    return [("tokens/s per user", ", ".join(known))] if known else []
+
+
+def goodput_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return how many requests and conversations met the limits of --goodput; [] without limits."""
+    of = result.get("goodput")
+    if not of:
+        return []
+    limits = ", ".join(f"{name.upper()} {milliseconds(ms)}" for name, ms in of["limits_ms"].items())
+    rows = [("good requests", f"{of['good_requests_per_second']:,.4g} per second, within {limits}")]
+    if n := of.get("conversations"):
+        good, rate = of["good_conversations"], of["good_conversations_per_second"]
+        text = f"{good:,} of {n:,} ({100 * good / n:.0f} %), {rate:,.4g} per second"
+        rows.append(("good conversations", text))
+    return rows
 
 
 def conversation_rows(
@@ -238,7 +262,7 @@ def conversation_rows(
         if ttft := of.get(name, {}).get("ttft_ms"):
             known = "  ".join(f"{k} {milliseconds(v)}" for k, v in ttft.items() if v is not None)
             rows.insert(place + 1, (f"  in {title}", known))
-    rows[place:place] = more
+    rows[place:place] = [*more, *goodput_rows(result)]
     if facts is not None and (limit := facts.limit()):
         rows.append(("limit", limit))
     return [*rows, ("result", f"{directory}/result.json")]

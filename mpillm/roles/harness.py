@@ -141,10 +141,11 @@ class Log(Protocol):
         tokens: NDArray[np.int64],
         error: NDArray[np.bool_],
         counts: NDArray[np.void],
+        sessions: NDArray[np.uint32],
     ) -> None:
         """Add responses that arrived at `ended`; times are in seconds since the test's start.
 
-        `counts`: of the prompts, `PROMPT_COUNTS`.
+        `counts`: of the prompts, `PROMPT_COUNTS`. `sessions`: of conversations; 0: of none.
         """
 
     def add_one(
@@ -156,6 +157,7 @@ class Log(Protocol):
         tokens: int,
         error: bool,
         counts: tuple[int, int],
+        session: int,
     ) -> None:
         """Add one response."""
 
@@ -432,8 +434,9 @@ class Harness(Role):
             totals.ended = now
             index, began = int(self._indices[slot]), totals.started
             if self._log is not None:
-                counts = self._prompt_counts[slot].item()
-                self._log.add_one(issued - began, first - began, now - began, index, length, is_error, counts)
+                times = issued - began, first - began, now - began
+                counts, session = self._prompt_counts[slot].item(), int(self._sessions[slot])
+                self._log.add_one(*times, index, length, is_error, counts, session)
             if self._on_answer is not None:
                 self._on_answer(index, tokens, prompt)
             test.complete([id_], tokens, [0], [length], bool(kind & _ERROR))
@@ -525,8 +528,8 @@ class Harness(Role):
         totals.ended = now
         if self._log is not None:
             began, errors = totals.started, (np.ones if is_error else np.zeros)(n, np.bool_)
-            prompt_counts = self._prompt_counts[at].copy()
-            self._log.add(issued - began, first - began, now - began, indices, lengths, errors, prompt_counts)
+            of_slots = self._prompt_counts[at].copy(), self._sessions[at].copy()
+            self._log.add(issued - began, first - began, now - began, indices, lengths, errors, *of_slots)
         from_, counts = starts.tolist(), lengths.tolist()
         if self._on_answer is not None:
             responses = zip(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from mpillm.comms.loop import EventLoop
@@ -19,10 +18,10 @@ from mpillm.errors import ExitCode
 from mpillm.options.run_config import RunConfig
 from mpillm.programs.load_clients.kinds import CONVERSATIONS
 from mpillm.report.console import Console
+from mpillm.report.conversation_figures import conversation_figures, conversation_goodput
 from mpillm.report.goodput import goodput
 from mpillm.report.page.run_analysis import facts_of
-from mpillm.report.percentiles import percentiles_ms
-from mpillm.report.request_log import read_requests, tpot_s
+from mpillm.report.request_log import read_requests
 from mpillm.report.result import conversation_rows, other_loads, others_on_gpus
 from mpillm.report.run_directory import MEASURED, RunRecord, display_path
 from mpillm.report.run_files import RunFiles
@@ -62,6 +61,7 @@ class ConversationSession(LoadSession):
         self._load: ConversationLoad | None = None
         self._shape = shape
         super().__init__(samples, record, console, control)
+        record.result["requests_expected"] = self.expected()[0]
 
     def how(self) -> str:
         """Describe the number of conversations and when they start."""
@@ -107,17 +107,16 @@ class ConversationSession(LoadSession):
             "requests_cancelled": self._totals.cancelled,
             "history": "generated" if self._turns.are_generated else "recorded",
             **self._synthetic(),
-            **(
-                {}
-                if rows is None
-                else conversation_figures(rows, self._turns, load.window_s, self._streamed())
-            ),
+            **({} if rows is None else conversation_figures(rows, load.window_s, self._streamed())),
         }
         if rows is not None and "prompt_tokens" not in result and (rows["prompt"] >= 0).all():
             lengths = rows["prompt"]
             result["prompt_tokens"] = {"mean": round(float(lengths.mean()), 2), "max": int(lengths.max())}
         if rows is not None and (limits := self._config.goodput):
-            result["goodput"] = goodput(rows, limits, self._totals.lasted_s)
+            n_turns = np.repeat(np.diff(self._turns.first), np.diff(self._turns.first))[rows["index"]]
+            lasted_s = self._totals.lasted_s
+            result["goodput"] = goodput(rows, limits, lasted_s)
+            result["goodput"] |= conversation_goodput(rows, n_turns, limits, lasted_s)
         nodes = [rank.node for rank in self._plan.ranks]
         result["other_load"] = other_loads(nodes, reports)
         result["other_gpu_processes"] = others_on_gpus(nodes, reports)
@@ -171,41 +170,3 @@ def load_shape(config: RunConfig, turns: Turns) -> LoadShape:
             about=["scenarios", "server_target_qps"],
         )
     return LoadShape(n, **common)
-
-
-def prompt_figures(rows: NDArray[np.void]) -> dict[str, Any]:
-    """Return the prompts' tokens and the cached share of them, where instances report them; else None."""
-    counted, cached = rows[rows["prompt"] >= 0], rows[rows["cached"] >= 0]
-    n = int(cached["prompt"].sum())
-    return {
-        "prompt_tokens": int(counted["prompt"].sum()) if len(counted) == len(rows) else None,
-        "cached_share": round(int(cached["cached"].sum()) / n, 4) if n and len(cached) == len(rows) else None,
-    }
-
-
-def conversation_figures(
-    rows: NDArray[np.void], turns: Turns, window_s: tuple[float, float], streamed: bool
-) -> dict[str, Any]:
-    """Return the figures of the requests that were issued in the window, for `result.json`.
-
-    `rows`: records of requests. `streamed`: first tokens were reported when they came.
-    `e2e_avg_interactivity`: as MLPerf Endpoints has it, output tokens by seconds of end-to-end time, over all
-    requests.
-    """
-    inside = rows[(rows["issued"] >= window_s[0]) & (rows["issued"] <= window_s[1]) & (rows["error"] == 0)]
-    turn = inside["index"] - turns.first[np.searchsorted(turns.first, inside["index"], "right") - 1]
-    figures: dict[str, Any] = {
-        "window_s": [round(window_s[0], 4), round(window_s[1], 4) if math.isfinite(window_s[1]) else None],
-        "requests": len(inside),
-    }
-    for name, part in (("first_turns", inside[turn == 0]), ("later_turns", inside[turn > 0])):
-        figures[name] = {
-            "requests": len(part),
-            "ttft_ms": percentiles_ms(part["ttft"].tolist()) if streamed else None,
-            "tpot_ms": percentiles_ms(tpot_s(part).tolist()) if streamed else None,
-            "latency_ms": percentiles_ms(part["latency"].tolist()),
-            **prompt_figures(part),
-        }
-    seconds = float(inside["latency"].astype(np.float64).sum())
-    figures["e2e_avg_interactivity"] = round(int(inside["tokens"].sum()) / seconds, 4) if seconds else None
-    return figures

@@ -74,6 +74,17 @@ def test_recorded_conversations(both: Starter, talks: Path, mode: str) -> None:
     assert "3 conversations, 2 at a time; responses in later prompts are those recorded" in ended.flowing
 
 
+def test_a_sweep_of_conversations(one: Starter, talks: Path, tmp_path: Path) -> None:
+    load = ("--harness", "conversations", "--dataset_path", talks, "--max_output_len", 6)
+    words = ("-n", 2, "--core_type", "dummy", *load, "--concurrency", 1, 3, "--goodput", "ttft:60000")
+    file = tmp_path / "sweep.json"
+    ended = one.mpillm("sweep", *words, "--log_dir", tmp_path / "sweep", "--output", file).must(0)
+    for point in json.loads(file.read_text())["points"]:
+        assert (point["status"], point["good_conversations_share"]) == ("MEASURED", 1.0)
+        assert point["e2e_avg_interactivity"] > 0
+    assert "good conversations, share" in ended.out
+
+
 def test_generated_responses(one: Starter, talks: Path) -> None:
     ended = one.run(2, *CONVERSATIONS, "--dataset_path", talks, "--history", "generated").must(DONE)
     check_order(ended)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpillm.core_names import EMBEDDED, TRTLLM_ENDPOINT
-from mpillm.options.field import ANY, Options, option
+from mpillm.options.field import ANY, Effect, Options, Use, option
 from mpillm.options.fields.effects import REPORTED, RUN, TEST, used_by
 from mpillm.options.latency_limits import ARGPARSE_OPTIONS, integer_limits_ms
 from mpillm.options.parsers import (
@@ -19,6 +19,12 @@ from mpillm.options.parsers import (
 from mpillm.options.synthetic_conversations import synthetic_conversations
 from mpillm.programs.load_clients.kinds import CONVERSATIONS, KINDS
 from mpillm.workloads.rounds import ROUNDS
+
+
+def or_conversations(*scenarios: str) -> Effect:
+    """Return the effect of an option that LoadGen uses in these scenarios, and conversations in all."""
+    conversations = Use((RUN,), needs=("harness", CONVERSATIONS))
+    return Effect((Use((RUN,), scenarios=scenarios), conversations))
 
 
 class LoadgenFields(Options, group="test", effect=TEST):
@@ -53,7 +59,7 @@ class LoadgenFields(Options, group="test", effect=TEST):
         "longest time from the start of the test to its last query; written as min_duration"
         " [default: none, or user_conf's]",
         length_of_a_test,
-        effect=used_by(commands=[RUN], scenarios=["Server", "SingleStream"]),
+        effect=or_conversations("Server", "SingleStream"),
     )
     server_target_qps = option(
         "queries per second; Server needs it", rate, effect=used_by(commands=[RUN], scenarios=["Server"])
@@ -64,11 +70,11 @@ class LoadgenFields(Options, group="test", effect=TEST):
         effect=used_by(commands=[RUN], scenarios=["Offline"]),
     )
     goodput = option(
-        "Server: latency limits in place of the workload's, milliseconds at the 99th percentile: ttft:500"
-        " tpot:50 e2el:9000, or AIPerf's names time_to_first_token, inter_token_latency, request_latency;"
-        " a latency that is not listed has no limit",
+        "Server and conversations: latency limits in place of the workload's, milliseconds at the 99th"
+        " percentile: ttft:500 tpot:50 e2el:9000, or AIPerf's names time_to_first_token,"
+        " inter_token_latency, request_latency; a latency that is not listed has no limit",
         integer_limits_ms,
-        effect=used_by(commands=[RUN], scenarios=["Server"]),
+        effect=or_conversations("Server"),
         argparse_opts=ARGPARSE_OPTIONS,
     )
     require_valid = option(

@@ -11,15 +11,14 @@ from mpillm.report.page import svg
 from mpillm.report.page.document import escape, link, section, table
 from mpillm.report.page.run_analysis import Facts, InstanceFacts, limits_ms
 from mpillm.report.percentiles import too_few
-from mpillm.report.result import conversation_facts, counted_from_text
+from mpillm.report.result import conversation_facts, counted_from_text, goodput_rows
 from mpillm.report.run_directory import MEASURED, PAGE, RANKS, TRACE, failures_in
-from mpillm.report.run_files import RunFiles
+from mpillm.report.run_files import SERVERS, RunFiles
 from mpillm.report.validity_checks import failed_checks, unchecked
 
 _MAX_CARDS = 128
 _MAX_LOGS = 256
 _MAX_SERVERS = 4
-_SERVERS = ("trtllm_server_urls", "triton_server_urls")
 _FAILED = '<em class="flag">failed</em>'
 _VERDICTS = {
     "VALID": "LoadGen accepts this test.",
@@ -92,7 +91,7 @@ def _server(run: RunFiles) -> str:
     """Return this run's URL if it served, or the servers that it used; "" if neither."""
     if url := run.result.get("url"):
         return str(url)
-    urls = [url for name in _SERVERS for url in run.value(name) or ()]
+    urls = [url for name in SERVERS for url in run.value(name) or ()]
     more = f" and {len(urls) - _MAX_SERVERS} more" if len(urls) > _MAX_SERVERS else ""
     return f"of {', '.join(map(str, urls[:_MAX_SERVERS]))}{more}" if urls else ""
 
@@ -308,7 +307,7 @@ def figures(facts: Facts) -> str:
     rows = [[row[i] for i in known] for row in instances] if len(known) > 1 else []
     phases = [(name, f"{seconds:.2f} s") for name, seconds in (result.get("phases_s") or {}).items()]
     return (
-        section("Conversations", ("", ""), conversation_facts(of) if of else [])
+        section("Conversations", ("", ""), [*conversation_facts(of), *goodput_rows(result)] if of else [])
         + section("Latencies", ("", "p50", "p90", "p99", "mean"), latencies)
         + section("Instances", [names[i] for i in known], rows)
         + section("Phases", ("", "took"), phases)

@@ -120,8 +120,30 @@ REFUSED: list[tuple[str, str, bytes, str]] = [
     ("SQLite database", "a.db", b"SQLite format 3\x00", "sqlite3 -csv -header"),
     ("JSON array", "a.jsonl", b'[{"prompt": "ab"}]', "is a JSON array.*\n  python3 -c"),
     ("ShareGPT file, as an array or JSONL", "a.jsonl", json.dumps([SHARED]).encode(), "is a ShareGPT file"),
-    ("ShareGPT file, as an array or JSONL", "a.jsonl", lines(SHARED), "jsonl:1: a ShareGPT conversation"),
-    ("MLCommons' turns of agents", "a.jsonl", lines(*TURNS), "jsonl:1: a turn of a conversation"),
+    (
+        "ShareGPT file, as an array or JSONL",
+        "a.jsonl",
+        lines(SHARED),
+        "a ShareGPT .*; use `run --harness conv",
+    ),
+    (
+        "MLCommons' turns of agents",
+        "a.jsonl",
+        lines(*TURNS),
+        "jsonl:1: a turn of .*; use `run --harness conv",
+    ),
+    (
+        "conversations of AIPerf and GuideLLM",
+        "a.jsonl",
+        lines({"turns": []}),
+        "jsonl:1: a conversation, not .* --harness",
+    ),
+    (
+        "conversations of AIPerf and GuideLLM",
+        "a.jsonl",
+        lines({"prompt_0": "a"}),
+        "a conversation, not .* --harness",
+    ),
     *(
         ("Parquet or Arrow, without pyarrow", name, data, f"is {what}, which needs pyarrow; .*\n  python3 -c")
         for name, data, what in (

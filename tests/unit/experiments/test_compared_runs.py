@@ -61,6 +61,33 @@ def test_answers_that_came_whole_have_no_first_token(
     assert cells["latency mean"] is not None and cells["tokens/s"] is not None
 
 
+def conversation_run(path: Path, later_ttft_s: float) -> Path:
+    """Make a run of 500 conversations of two turns, 8 at a time. First turns take 0.1 s."""
+    run(path, 0.1, scenario="Offline")
+    rows = read_rows(path)
+    rows["session"] = 1 + np.arange(len(rows)) // 2
+    rows["ttft"][1::2] *= later_ttft_s / 0.1
+    write_rows(path, rows)
+    result = {"samples": len(rows), "status": "MEASURED", "scenario": "Offline", "conversations": {}}
+    write(path / "result.json", result)
+    return path
+
+
+def test_conversations_are_compared_by_turns(tmp_path: Path) -> None:
+    """They have no LoadGen's verdict, and latencies even if all are open from the start."""
+    a, b = conversation_run(tmp_path / "a", 0.05), conversation_run(tmp_path / "b", 0.1)
+    assert main(["compare", str(a), str(b), "--output", str(tmp_path / "out.json")]) == 0
+    said = json.loads((tmp_path / "out.json").read_text())
+    cells = {one["figure"]: one["runs"][1] for one in said["figures"]}
+    assert cells["TTFT mean, later turns"]["change"] == pytest.approx(1.0, abs=0.05)
+    assert cells["TTFT mean, later turns"]["differs"] and not cells["TTFT mean, first turns"]["differs"]
+    assert cells["TTFT mean"]["differs"] and cells["interactivity, tokens/s"]["change"] == 0
+    other = run(tmp_path / "c", 0.1, scenario="Offline")
+    assert main(["compare", str(other), str(other), "--output", str(tmp_path / "out.json")]) == 0
+    figures = [one["figure"] for one in json.loads((tmp_path / "out.json").read_text())["figures"]]
+    assert not [one for one in figures if "turns" in one or "interactivity" in one]
+
+
 def test_the_page_shows_options_figures_and_distributions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

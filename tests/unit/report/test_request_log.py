@@ -23,7 +23,8 @@ def add(log: RequestLog, issued: list[float], first: list[float], ended: float) 
     error = np.arange(n) % 2 == 1
     counts = np.zeros(n, PROMPT_COUNTS)
     counts["prompt"], counts["cached"] = 9, np.arange(n) - 1
-    log.add(np.array(issued), np.array(first), ended, np.arange(n), np.full(n, 7), error, counts)
+    columns = np.arange(n), np.full(n, 7), error, counts, np.full(n, 3, np.uint32)
+    log.add(np.array(issued), np.array(first), ended, *columns)
 
 
 def test_requests_come_back_in_order_of_issue(tmp_path: Path) -> None:
@@ -45,11 +46,12 @@ def test_single_answers_come_between_others(tmp_path: Path) -> None:
     log = RequestLog(tmp_path)
     log.add_one(1.0, 1.5, 3.0, 4, 2, False)
     add(log, [1.0, 1.0], [1.25, 1.25], 4.0)
-    log.add_one(1.0, NAN, 6.0, 5, 0, True)
+    log.add_one(1.0, NAN, 6.0, 5, 0, True, (9, 8), 4)
     log.close()
     rows = read_rows(tmp_path)
     assert rows["latency"].tolist() == [2.0, 3.0, 3.0, 5.0]
     assert rows["index"].tolist() == [4, 0, 1, 5] and rows["tokens"].tolist() == [2, 7, 7, 0]
+    assert rows["session"].tolist() == [0, 3, 3, 4] and rows["cached"].tolist() == [-1, -1, 0, 8]
     assert rows["error"].tolist() == [0, 0, 1, 1] and np.isnan(rows["ttft"]).tolist() == [False] * 3 + [True]
 
 
@@ -59,7 +61,7 @@ def test_it_keeps_little_however_many_answers_come_together(tmp_path: Path) -> N
     tracemalloc.start()
     for i in range(300):
         columns = np.full(n, i + 0.5), np.full(n, i + 0.6), i + 0.7, np.arange(n), np.arange(n)
-        log.add(*columns, np.zeros(n, np.bool_), np.zeros(n, PROMPT_COUNTS))
+        log.add(*columns, np.zeros(n, np.bool_), np.zeros(n, PROMPT_COUNTS), np.zeros(n, np.uint32))
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     log.close()
