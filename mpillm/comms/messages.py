@@ -364,7 +364,8 @@ class Grant(NamedTuple):
 
 
 NO_SLOT = NO_TOKEN = -1
-Pairs = Triples = Sequence[Sequence[int]]  # plain lists: named tuples take three times as long to make
+Pairs = Sequence[Sequence[int]]  # plain lists: named tuples take three times as long to make
+Triples = Sequence[Sequence[int]]
 
 
 T = TypeVar("T")

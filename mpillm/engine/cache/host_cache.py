@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ class HostCache:
 
 def _pin(memory: Tensor) -> None:
     """Pin memory. PyTorch's allocator of pinned memory would round the size up to a power of two."""
-    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    error = _cuda_runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(error):
         raise ConfigError(
             f"--kv_host_cache_gb: {memory.nbytes / 1e9:.3g} GB of host memory cannot be pinned: {error}",
@@ -55,7 +56,11 @@ def _pin(memory: Tensor) -> None:
 
 
 def _unpin(memory: Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+    _cuda_runtime().cudaHostUnregister(memory.data_ptr())
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def _runs(copies: list[BlockCopy]) -> list[list[BlockCopy]]:
