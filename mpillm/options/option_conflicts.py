@@ -63,10 +63,30 @@ def check_options(config: RunConfig) -> None:
         _check_nodes(config)
     if config.dataset == "synthetic" and config.is_user_set("dataset_path"):
         raise ConfigError(f"{config.named('dataset')} and {config.named('dataset_path')} exclude each other")
+    _check_acceptance_length(config)
     if config.cache_salt == "conversation" and not config.has_conversations:
         raise ConfigError(f"{config.named('cache_salt')} needs --harness conversations", about=["cache_salt"])
     check_harness(config)
     check_mode(config)
+
+
+def _check_acceptance_length(config: RunConfig) -> None:
+    """Raise ConfigError where --acceptance_length cannot be set, or would make results meaningless."""
+    if config.acceptance_length is None:
+        return
+    name = config.named("acceptance_length")
+    if config.trtllm_server_urls:
+        raise ConfigError(
+            f"{name}: the servers of {config.named('trtllm_server_urls')} run already; set their own setting"
+            " where they are started, or let the run start them with --server",
+            about=["acceptance_length", "trtllm_server_urls"],
+        )
+    for other in ("test_mode", "compliance_test", "audit_conf"):
+        if getattr(config, other) not in (None, "PerformanceOnly"):
+            raise ConfigError(
+                f"{name} and {config.named(other)} exclude each other: the tokens are not the model's",
+                about=["acceptance_length", other],
+            )
 
 
 def check_harness(config: RunConfig) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from mpillm.report.repeats import prefix_cache_doubt
+from mpillm.report.speculation import acceptance_doubt
 from mpillm.report.tested_servers import (
     TestedServer,
     counted_at,
@@ -52,7 +53,7 @@ def doubts(
         reuse_allowed: --enable_kv_cache_reuse.
         speculation_forbidden: The workload's rules forbid speculative decoding.
     """
-    texts = [*restarts(result)]
+    texts = [*filter(None, [acceptance_doubt(result)]), *restarts(result)]
     if result.get("queue_grew"):
         texts.append(f"the queue grew: {rates(result)}; answers came later and later")
     if late := late_answers(result.get("goodput") or {"late": {}, "late_allowed": 0}):

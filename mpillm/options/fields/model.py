@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpillm.core_names import DEFAULT, DUMMY, EMBEDDED, TRTLLM_DISAGG, TRTLLM_ENDPOINT, TRTLLM_EXECUTOR
 from mpillm.options.field import Effect, Options, Use, option
 from mpillm.options.fields.effects import BOTH, COMPUTING, LIBRARY, MODELS, of_engines, used_by
-from mpillm.options.parsers import boolean, flag_dict, fraction, one_of, positive
+from mpillm.options.parsers import boolean, flag_dict, fraction, one_of, one_or_more, positive
 
 # Policies by the names in NVIDIA's harness, with the names in TensorRT-LLM.
 SCHEDULER_POLICIES = {
@@ -129,6 +129,13 @@ class ModelFields(Options, group="model"):
         " that this engine runs",
         flag_dict,
         effect=of_engines(*EMBEDDED, *TRTLLM_DISAGG),
+    )
+    acceptance_length = option(
+        "accept draft tokens as if the mean number of tokens per verification step were this, the model's own"
+        " token included, whatever the draft tokens are; for --speculative_config, and for vllm, sglang,"
+        " trtllm-serve and mpillm as --server. The result is not an MLPerf result",
+        one_or_more,
+        effect=used_by(DEFAULT),
     )
     num_threads = option(
         "CPU threads of each instance rank [default: the node's cores, shared evenly]",
