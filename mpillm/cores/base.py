@@ -52,6 +52,7 @@ class CoreConfig:
     serves: bool = False  # requests come from HTTP clients: each may fail alone, and latency matters
     client: ClientConfig = ClientConfig()  # for a core whose model is in a server
     settings: Any = None  # what `LLMCore.settings` returned
+    resets_prefix_cache: bool = False  # `start_test` empties the prefix cache
 
     @property
     def role(self) -> str:
@@ -205,7 +206,10 @@ class LLMCore(ABC):
         return short_requests(2, min_output=4)
 
     def start_test(self) -> None:  # noqa: B027 - optional: not every core counts
-        """Reset counters of requests: the warm-up is over, and nothing is in flight."""
+        """Reset counters of requests: the warm-up is over, and nothing is in flight.
+
+        With `CoreConfig.resets_prefix_cache`, also empty the prefix cache.
+        """
 
     def statistics(self) -> dict[str, Any]:
         """Return further counts of the test for `result.json`, such as preemptions."""

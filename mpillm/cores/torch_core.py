@@ -267,7 +267,12 @@ class TorchCore(LLMCore):
         n = max(1, min(scheduler.max_batch_size, _MAX_WARM_UP, n_fit))
         return short_requests(n, n_prompt, n_output, n_output)
 
+    def reset_prefix_cache(self) -> None:
+        self.engine.reset_prefix_cache()
+
     def start_test(self) -> None:
+        if self._leads and self.config.resets_prefix_cache:
+            self.reset_prefix_cache()
         self._compiled_before_test = compilations.count()
         if self._leads:
             self._before_test = self._counts()

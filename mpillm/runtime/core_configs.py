@@ -116,6 +116,7 @@ def _core_config(
         rank=rank,
         n_instances=sum(other.role == instance.role for other in plan.instances),
         client=_client_config(config, plan, instance.index, own.server),
+        resets_prefix_cache=config.reset_prefix_cache,
     )
 
 

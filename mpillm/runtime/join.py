@@ -16,7 +16,7 @@ from disagg import DisaggConfig, WorldPlan
 from disagg.errors import ConfigError
 from mpillm.comms.messages import JoinReport
 from mpillm.cores.base import CoreConfig, LLMCore
-from mpillm.cores.capabilities import TransfersKv
+from mpillm.cores.capabilities import ResetsPrefixCache, TransfersKv
 from mpillm.cores.registry import BackendRegistry
 from mpillm.data.dataset import Dataset
 from mpillm.data.tokenizer import FileTokenizer, Tokenizer
@@ -196,6 +196,9 @@ def _check_abilities(
         if not core_class.speculates and not config.server and config.is_user_set(name):
             why = f"--{name}: the {config.core_type} core has no speculative decoding"
             raise ConfigError(why, about=[name])
+    if config.reset_prefix_cache and not issubclass(core_class, ResetsPrefixCache):
+        why = f"--reset_prefix_cache: the {config.core_type} core cannot empty a prefix cache"
+        raise ConfigError(why, about=["reset_prefix_cache"])
     name = "enable_max_num_tokens_tuning"
     if not core_class.tunes_steps and any(core.engine.enable_max_num_tokens_tuning for core in cores):
         raise ConfigError(f"--{name} has no effect on the {config.core_type} core", about=[name])

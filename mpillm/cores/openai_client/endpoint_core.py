@@ -24,6 +24,7 @@ from mpillm.cores.clients import (
     until_when,
     with_owner_failures,
 )
+from mpillm.cores.openai_client.cache_reset import MAX_RESET_S, reset_prefix_cache
 from mpillm.cores.openai_client.client import Call, Client
 from mpillm.cores.openai_client.client_core import ClientCore
 from mpillm.cores.openai_client.client_thread import ClientThread
@@ -273,9 +274,17 @@ class EndpointCore(ClientCore):
         assert self._thread is not None
         self._client.outlives_server = self.config.client.restarts
         self._may_fail_alone = self.config.serves
+        if self.config.resets_prefix_cache and self._reads:
+            self.reset_prefix_cache()
         if self._reader is not None:
             self._reader.start(self._run)
         self._began(self._thread.cpu_s())
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix caches of this client's servers. Raises RunError if a server cannot."""
+        contexts = self._contexts if self.config.instance == 0 else ()
+        for server in (*self._endpoints, *contexts):
+            self._run(reset_prefix_cache(server), MAX_RESET_S + 60)
 
     def _began(self, cpu_s: float) -> None:
         self._statistics, self._prompt_tokens = Statistics(), 0

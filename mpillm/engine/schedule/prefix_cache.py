@@ -55,6 +55,13 @@ class PrefixCache(BlockAllocator):
             else:
                 super().give_back([block])
 
+    def forget_all(self) -> None:
+        """Let no sequence find the blocks that are known now."""
+        self._block_of.clear()
+        self._hash_of.clear()
+        unheld, self._left = list(self._left), {}
+        super().give_back(unheld)
+
     def known(self, sequence: Sequence) -> list[int]:
         """Return known blocks after a sequence's cached tokens, but never all: the last must be computed."""
         if sequence.n_cached % self._tokens_per_block:

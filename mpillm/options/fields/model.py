@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from mpillm.core_names import DEFAULT, DUMMY, EMBEDDED, TRTLLM_DISAGG, TRTLLM_ENDPOINT, TRTLLM_EXECUTOR
 from mpillm.options.field import Effect, Options, Use, option
-from mpillm.options.fields.effects import BOTH, COMPUTING, LIBRARY, MODELS, of_engines, used_by
+from mpillm.options.fields.effects import (
+    BOTH,
+    COMPUTING,
+    LIBRARY,
+    MODELS,
+    RUN,
+    SERVE,
+    of_engines,
+    used_by,
+)
 from mpillm.options.parsers import boolean, flag_dict, fraction, one_of, one_or_more, positive
 
 # Policies by the names in NVIDIA's harness, with the names in TensorRT-LLM.
@@ -121,6 +130,14 @@ class ModelFields(Options, group="model"):
         boolean,
         default=False,
         effect=of_engines(*MODELS),
+    )
+    reset_prefix_cache = option(
+        "run: empty the prefix caches of all instances or servers after the warm-up, before the test."
+        " serve: answer POST /reset_prefix_cache, which does so",
+        boolean,
+        default=False,
+        effect=Effect((Use((RUN,), (DEFAULT, *TRTLLM_ENDPOINT)), Use((SERVE,), (DEFAULT,)))),
+        group="topology",  # a server gets a request, not an option
     )
     speculative_config = option(
         "speculative decoding, with the same answers: key:value,key:value (docs/explain/speculation.md):"

@@ -45,6 +45,7 @@ class ServerSpec:
     reached_at: str = "127.0.0.1"  # the host, as its clients name it
     restarts: int = 0  # allowed in the test
     role: str = ""  # context or generation, in disaggregated serving
+    resets_prefix_cache: bool = False  # it needs a route that empties its prefix cache
     llm_args: Mapping[str, Any] = field(default_factory=dict)  # TensorRT-LLM's, of its section of the YAML
     node: ServerNode = field(default_factory=ServerNode)
     # Known at its start. A command line that is only printed has names instead.
@@ -162,6 +163,8 @@ class ServerKind(ProgramKind[ServerSpec]):
     # The user's arguments and more environment for --acceptance_length; raises ValueError. None: the kind has
     # no such setting.
     fix_acceptance: Callable[[ServerSpec, float], Command] | None = None
+    # More arguments and environment for a route that empties the prefix cache; None: it needs none.
+    reset_route: Command | None = None
     acceptance_setting: str = ""  # part of the server's own name of that setting
 
     common_failures = COMMON_FAILURES
@@ -191,6 +194,9 @@ class ServerKind(ProgramKind[ServerSpec]):
         env = {**self.environment, **own.env}
         if spec.node.n > 1 and self.multi_node is None:
             raise ValueError(f"server_nodes {spec.node.n}: a {self.name} server is started on one node")
+        if spec.resets_prefix_cache and self.reset_route is not None:
+            args += self.reset_route.argv
+            env |= self.reset_route.env
         more = (self.disagg if spec.role else None, self.multi_node if spec.node.n > 1 else None)
         for extend in filter(None, more):
             args += extend(spec).argv

@@ -122,6 +122,7 @@ VLLM = ServerKind(
     disagg=_disagg,
     disagg_ports=(_SIDE_CHANNEL,),
     multi_node=_multi_node,
+    reset_route=Command((), {"VLLM_SERVER_DEV_MODE": "1"}),
     fix_acceptance=_fix_acceptance,
     acceptance_setting="synthetic_acceptance",
     install="pip install vllm, or activate the environment that has it",

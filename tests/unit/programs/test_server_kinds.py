@@ -265,3 +265,15 @@ def test_a_server_s_own_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ValueError, match="use --acceptance_length instead"):
         words("sglang", {})
     words("vllm", {})
+
+
+# --- --reset_prefix_cache ---
+
+
+def test_servers_get_a_route_that_empties_the_prefix_cache() -> None:
+    name = "VLLM_SERVER_DEV_MODE"
+    for resets in (True, False):
+        spec = ServerSpec(kind_of("vllm"), "m", {}, resets_prefix_cache=resets)
+        assert (spec.command().env.get(name) == "1") is resets
+        assert ("--reset_prefix_cache" in words("mpillm", {}, resets_prefix_cache=resets)) is resets
+    assert words("sglang", {}, resets_prefix_cache=True) == words("sglang", {}), "it always has one"
