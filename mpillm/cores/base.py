@@ -38,6 +38,7 @@ class ClientConfig:
     n_clients: int = 1  # of this server
     restarts: bool = False  # the run starts the server again if it fails in the test
     context_servers: tuple[int, ...] = ()  # indices of the run's context servers, for a generation server
+    profiler_stop_s: float | None = None  # profile the servers in the test; longest wait for the traces
     protocol: str = ""  # between context and generation servers: see `cores.openai_client.disagg_protocol`
 
 

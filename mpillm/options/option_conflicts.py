@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
+from mpillm.core_names import TRTLLM_ENDPOINT
 from mpillm.options.field import Field
 from mpillm.options.fields import BY_NAME, AllFields
 from mpillm.options.unused_options import SERVER_SIZES
@@ -28,6 +29,17 @@ def check_conflicts(config: RunConfig) -> None:
             f"{config.named('dry_run')}: `python -m mpillm plan` shows what a run would do, without MPI"
         )
     check_options(config)
+
+
+def check_served(config: RunConfig) -> None:
+    """Raise ConfigError for options with which `serve` would send requests to servers behind it."""
+    for name in ("reset_prefix_cache", "profile"):
+        if config.core_type in TRTLLM_ENDPOINT and config[BY_NAME[name]]:
+            raise ConfigError(
+                f"{config.named(name)}: serve does not pass it to servers behind it; send the request to each"
+                " server",
+                about=[name],
+            )
 
 
 def check_options(config: RunConfig) -> None:

@@ -132,6 +132,7 @@ def _client_config(config: RunConfig, plan: WorldPlan, instance: int, server: in
         n_clients=clients_per_server,
         restarts=config.on_instance_loss == "restart",
         context_servers=tuple(range(plan.n_context_servers)),
+        profiler_stop_s=config.drain_deadline / 2 if config.profile else None,
         protocol=kind.disagg_protocol if kind and plan.n_context_servers else "",
     )
 

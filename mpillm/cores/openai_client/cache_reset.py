@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 
 from mpillm.cores.openai_client.answer import failure_text
 from mpillm.cores.openai_client.endpoint import EndpointError, RemoteServer
@@ -12,8 +13,8 @@ from mpillm.cores.openai_client.http_connection import HttpError
 
 PATHS = ("/reset_prefix_cache", "/flush_cache")
 """Routes of vLLM and mpillm, and of SGLang."""
-MAX_RESET_S = 30.0
-"""The longest time for one server."""
+MAX_RESET_S = 20.0
+"""The longest time for all servers of a client, a part of --ready_deadline."""
 
 _PAUSE_S = 0.25  # servers refuse while they release the blocks of ended requests
 _NO_SUCH_PATH = (404, 405)
@@ -21,6 +22,11 @@ _REMEDY = (
     "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment and mpillm serve with --reset_prefix_cache;"
     " other servers may have no such route: leave out --reset_prefix_cache"
 )
+
+
+async def reset_prefix_caches(servers: Sequence[RemoteServer]) -> None:
+    """Empty the prefix caches of idle servers, simultaneously. Raises EndpointError for the first failure."""
+    await asyncio.gather(*map(reset_prefix_cache, servers))
 
 
 async def reset_prefix_cache(server: RemoteServer, limit_s: float = MAX_RESET_S) -> None:

@@ -139,6 +139,14 @@ class ModelFields(Options, group="model"):
         effect=Effect((Use((RUN,), (DEFAULT, *TRTLLM_ENDPOINT)), Use((SERVE,), (DEFAULT,)))),
         group="topology",  # a server gets a request, not an option
     )
+    profile = option(
+        "profile the servers in the test, by POST /start_profile and /stop_profile (vLLM, SGLang). The traces"
+        " of servers that the run starts are in its run directory. The figures are slower than without it",
+        boolean,
+        default=False,
+        effect=used_by(*TRTLLM_ENDPOINT, commands=[RUN]),
+        group="topology",
+    )
     speculative_config = option(
         "speculative decoding, with the same answers: key:value,key:value (docs/explain/speculation.md):"
         " decoding_type (NGram, Draft_Target, Eagle, MTP), max_draft_len, max_matching_ngram_size,"

@@ -46,6 +46,7 @@ class ServerSpec:
     restarts: int = 0  # allowed in the test
     role: str = ""  # context or generation, in disaggregated serving
     resets_prefix_cache: bool = False  # it needs a route that empties its prefix cache
+    profiles: bool = False  # it needs routes that start and stop its profiler
     llm_args: Mapping[str, Any] = field(default_factory=dict)  # TensorRT-LLM's, of its section of the YAML
     node: ServerNode = field(default_factory=ServerNode)
     # Known at its start. A command line that is only printed has names instead.
@@ -74,6 +75,11 @@ class ServerSpec:
     def base(self) -> Path:
         """The path of its files, without a suffix."""
         return self.folder / base_name(self.index, self.node.number)
+
+    @property
+    def profile_folder(self) -> Path:
+        """The folder for its profiler's traces."""
+        return self.base.with_name(f"{self.base.name}_profile").absolute()
 
     @property
     def visible_devices(self) -> Sequence[str] | None:
@@ -165,6 +171,8 @@ class ServerKind(ProgramKind[ServerSpec]):
     fix_acceptance: Callable[[ServerSpec, float], Command] | None = None
     # More arguments and environment for a route that empties the prefix cache; None: it needs none.
     reset_route: Command | None = None
+    # More arguments and environment for a profiler that routes start and stop; None: it has no such routes.
+    profiler: Callable[[ServerSpec], Command] | None = None
     acceptance_setting: str = ""  # part of the server's own name of that setting
 
     common_failures = COMMON_FAILURES
@@ -197,6 +205,9 @@ class ServerKind(ProgramKind[ServerSpec]):
         if spec.resets_prefix_cache and self.reset_route is not None:
             args += self.reset_route.argv
             env |= self.reset_route.env
+        if spec.profiles and self.profiler is not None:
+            args += self.profiler(spec).argv
+            env |= self.profiler(spec).env
         more = (self.disagg if spec.role else None, self.multi_node if spec.node.n > 1 else None)
         for extend in filter(None, more):
             args += extend(spec).argv

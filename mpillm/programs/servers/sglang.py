@@ -81,6 +81,7 @@ SGLANG = ServerKind(
     ),
     names_model=True,
     multi_node=_multi_node,
+    profiler=lambda spec: Command((), {"SGLANG_TORCH_PROFILER_DIR": str(spec.profile_folder)}),
     fix_acceptance=_fix_acceptance,
     acceptance_setting=_ACCEPTANCE,
     install="pip install sglang, or activate the environment that has it",

@@ -79,6 +79,14 @@ def _with_keys(args: Sequence[str], more: dict[str, Any], length: float) -> tupl
     return (*args, *(text for key, value in more.items() for text in (prefix + key, str(value))))
 
 
+def _profiler(spec: ServerSpec) -> Command:
+    """Name the folder of its traces, unless the user has set its profiler."""
+    if any(arg.replace("_", "-").startswith("--profiler-config") for arg in spec.args):
+        return Command(())
+    config = {"profiler": "torch", "torch_profiler_dir": str(spec.profile_folder)}
+    return Command(("--profiler-config", json.dumps(config)))
+
+
 VLLM = ServerKind(
     name="vllm",
     arguments=_arguments,
@@ -123,6 +131,7 @@ VLLM = ServerKind(
     disagg_ports=(_SIDE_CHANNEL,),
     multi_node=_multi_node,
     reset_route=Command((), {"VLLM_SERVER_DEV_MODE": "1"}),
+    profiler=_profiler,
     fix_acceptance=_fix_acceptance,
     acceptance_setting="synthetic_acceptance",
     install="pip install vllm, or activate the environment that has it",

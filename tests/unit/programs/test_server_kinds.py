@@ -277,3 +277,18 @@ def test_servers_get_a_route_that_empties_the_prefix_cache() -> None:
         assert (spec.command().env.get(name) == "1") is resets
         assert ("--reset_prefix_cache" in words("mpillm", {}, resets_prefix_cache=resets)) is resets
     assert words("sglang", {}, resets_prefix_cache=True) == words("sglang", {}), "it always has one"
+
+
+# --- --profile ---
+
+
+def test_profilers_write_to_the_run_directory() -> None:
+    folder = str(Path("run/server_0_profile").absolute())
+    made = words("vllm", {}, profiles=True)
+    config = json.loads(made[made.index("--profiler-config") + 1])
+    assert config == {"profiler": "torch", "torch_profiler_dir": folder}
+    args = ("--profiler-config.profiler", "cuda")
+    assert "--profiler-config" not in words("vllm", {}, profiles=True, args=args), "the user's"
+    assert "--profiler-config" not in words("vllm", {})
+    spec = ServerSpec(kind_of("sglang"), "m", {}, folder=Path("run"), profiles=True)
+    assert spec.command().env["SGLANG_TORCH_PROFILER_DIR"] == folder
