@@ -462,6 +462,7 @@ GRANT: Message[Grant] = Message(Tag.GRANT, _numbers, lambda buffer: Grant(*buffe
 WINDOW = _number(Tag.WINDOW)  # requests
 CANCEL = _ids(Tag.CANCEL)
 DROP = _ids(Tag.DROP)
+RESET_CACHE: Message[None] = object_message(Tag.RESET_CACHE)
 # (id, lost context instance) of each request of that instance; see roles/retries.py.
 SETTLE: Message[Pairs] = Message(Tag.SETTLE, _numbers, _read_pairs)
 # Handoff, over the route: see roles/handoff.py.

@@ -68,12 +68,14 @@ class Service:
         tokens_per_block: int = 32,
         lost: Sequence[Mapping[str, Any]] = (),
         disagg: DisaggRoutes | None = None,
+        reset_prefix_cache: Callable[[], None] | None = None,
     ) -> None:
         """`max_queue_size`: limit of requests without a first token; beyond it, clients get 429.
 
         `kv_cache_usage`: returns the usage of the fullest instance; None: unknown. `counts_cached`: the
         instances report the prompt tokens that were in their KV caches. `tokens_per_block`: of the KV cache,
         for `/perf_metrics`. `lost`: lost instances, as in `result.json`; it may grow.
+        `reset_prefix_cache`: for the route of this name; None: there is no such route.
         """
         self.metrics = ServeMetrics(counts_cached)
         self.guard = guard or Guard()
@@ -89,6 +91,7 @@ class Service:
             self._row_flags |= RequestFlag.PROMPT_COUNTS
         self._lost = lost
         self._disagg = disagg
+        self._reset_prefix_cache = reset_prefix_cache
         self._started = int(time.time())
         self._n_open: Counter[str] = Counter()  # open answers, by client address
         self._parser = ThreadPoolExecutor(1, "mpillm-parse")
@@ -108,6 +111,8 @@ class Service:
                 *self.perf_metrics.routes(),
             ]
         )
+        if self._reset_prefix_cache is not None:
+            app.router.add_post("/reset_prefix_cache", self._reset_cache)
         if self._disagg is not None:
             app.router.add_get("/server_info", self._disagg.server_info)
         return app
@@ -155,6 +160,13 @@ class Service:
         if self._lost:  # the other instances still serve
             lost = [{key: one[key] for key in ("instance", "role", "cause", "at_s")} for one in self._lost]
             return web.json_response({"status": "degraded", "lost": lost})
+        return web.Response()
+
+    async def _reset_cache(self, request: web.Request) -> web.Response:
+        """Empty the prefix caches: requests after the answer find no earlier prompts. As vLLM's route."""
+        self.guard.check_open()
+        assert self._reset_prefix_cache is not None
+        self._reset_prefix_cache()
         return web.Response()
 
     async def _version(self, request: web.Request) -> web.Response:

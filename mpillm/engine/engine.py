@@ -129,6 +129,13 @@ class Engine:
         if sequence.hands_off and sequence.max_output > 1:
             self.handoffs.add(sequence)
 
+    def reset_prefix_cache(self) -> None:
+        """Let no later sequence find blocks that are cached now. Running sequences keep their blocks."""
+        window = self.window_blocks.known if self.window_blocks is not None else None
+        for blocks in (self.blocks, window):
+            if isinstance(blocks, PrefixCache):
+                blocks.forget_all()
+
     def has_work(self) -> bool:
         """Return whether `step` has something to do now."""
         can_plan = self._may_start() and self.scheduler.can_plan()

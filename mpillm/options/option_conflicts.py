@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
+from mpillm.core_names import TRTLLM_ENDPOINT
 from mpillm.options.field import Field
 from mpillm.options.fields import BY_NAME, AllFields
 from mpillm.options.synthetic_conversations import sizes_of
@@ -34,6 +35,17 @@ def check_conflicts(config: RunConfig) -> None:
             about=["max_local_prefill_length"],
         )
     check_options(config)
+
+
+def check_served(config: RunConfig) -> None:
+    """Raise ConfigError for options with which `serve` would send requests to servers behind it."""
+    for name in ("reset_prefix_cache", "profile"):
+        if config.core_type in TRTLLM_ENDPOINT and config[BY_NAME[name]]:
+            raise ConfigError(
+                f"{config.named(name)}: serve does not pass it to servers behind it; send the request to each"
+                " server",
+                about=[name],
+            )
 
 
 def check_options(config: RunConfig) -> None:
@@ -74,6 +86,7 @@ def check_options(config: RunConfig) -> None:
             f"{config.named('max_local_prefill_length')} needs --mode disaggregated",
             about=["max_local_prefill_length", "mode"],
         )
+    _check_acceptance_length(config)
     if config.cache_salt == "conversation" and not config.has_conversations:
         raise ConfigError(f"{config.named('cache_salt')} needs --harness conversations", about=["cache_salt"])
     if config.is_user_set("request_cancellation_delay") and config.request_cancellation_rate is None:
@@ -106,6 +119,25 @@ def _check_synthetic_conversations(config: RunConfig) -> None:
             f" {config.named('max_output_len')}, where every answer ends; set --max_output_len {longest:g}",
             about=["max_output_len"],
         )
+
+
+def _check_acceptance_length(config: RunConfig) -> None:
+    """Raise ConfigError where --acceptance_length cannot be set, or would make results meaningless."""
+    if config.acceptance_length is None:
+        return
+    name = config.named("acceptance_length")
+    if config.trtllm_server_urls:
+        raise ConfigError(
+            f"{name}: the servers of {config.named('trtllm_server_urls')} run already; set their own setting"
+            " where they are started, or let the run start them with --server",
+            about=["acceptance_length", "trtllm_server_urls"],
+        )
+    for other in ("test_mode", "compliance_test", "audit_conf"):
+        if getattr(config, other) not in (None, "PerformanceOnly"):
+            raise ConfigError(
+                f"{name} and {config.named(other)} exclude each other: the tokens are not the model's",
+                about=["acceptance_length", other],
+            )
 
 
 def check_harness(config: RunConfig) -> None:

@@ -15,7 +15,7 @@ from mpillm.options.field import Field
 from mpillm.options.fields import FIELDS, AllFields, command_fields
 from mpillm.options.fields.effects import RUN, SERVE
 from mpillm.options.layers import layers_of
-from mpillm.options.option_conflicts import check_compliance, check_conflicts
+from mpillm.options.option_conflicts import check_compliance, check_conflicts, check_served
 from mpillm.options.run_config import RunConfig
 from mpillm.options.unused_options import check_unused
 
@@ -117,6 +117,7 @@ def parse_serve(argv: Sequence[str]) -> RunConfig:
     )
     config = parse(argv, parser, SERVE_FIELDS, _SERVE_DEFAULTS).with_yaml()
     check_conflicts(config)
+    check_served(config)
     check_unused(config, SERVE)
     if config.server_role in ("context", "generation"):
         config.disagg_role = config.server_role

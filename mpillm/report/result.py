@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpillm.comms.messages import DrainReport
+from mpillm.cores.draft_counts import draft_counts
 from mpillm.cores.histogram import Histogram
 from mpillm.options.run_config import RunConfig
 from mpillm.report.numbers import milliseconds
 from mpillm.report.page.run_analysis import Facts, busy_share, busy_with, bypasses_ranks
 from mpillm.report.percentiles import too_few
+from mpillm.report.speculation import acceptance_doubt, speculation_rows
 from mpillm.report.tested_servers import models_in_use, tested_servers
 from mpillm.report.timeline import Timeline
 from mpillm.report.validity_checks import failed_checks, queue, rates, unchecked, without_limits
@@ -46,6 +48,7 @@ def test_result(
                 timeline.add(instance["instance"], lasted, metrics)
             instance["metrics"] = timeline.summary(instance["instance"])
             streamed &= instance.pop("streamed", True)
+            instance |= draft_counts([instance]).figures()
             per_instance.append(instance)
     if not streamed:  # the time of the first token is unknown
         totals.ttft, totals.tpot = Histogram(), Histogram()
@@ -170,6 +173,7 @@ def summary_rows(
 def served_rows(result: Mapping[str, Any], directory: str) -> list[tuple[str, Any]]:
     """Do as `summary_rows`, for a run that served."""
     return [
+        *(("DOUBTFUL", doubt) for doubt in [acceptance_doubt(result)] if doubt),
         *_lost_rows(result, "requests"),
         *_measured_rows(result, "requests"),
         ("given up by clients", result["aborted"]),
@@ -281,6 +285,7 @@ def _measured_rows(result: Mapping[str, Any], unit: str, facts: Facts | None = N
             rows.append((name, f"{'  '.join(known)}{note}"))
         elif not result.get("streamed", True):
             rows.append((name, "-  (the answers were not streamed)"))
+    rows += speculation_rows(result)
     if models := models_in_use(tested_servers(result)):
         rows.append(("model at the server", ", ".join(models)))
     if n := result["compiled_in_test"]:
@@ -301,10 +306,11 @@ def _measured_rows(result: Mapping[str, Any], unit: str, facts: Facts | None = N
         rows.append((one.name if one is not None else f"instance {instance['instance']}", work))
         if piece := instance.get("context_piece"):
             rows.append(("", f"at most {piece} tokens of prompts in a step, as measured before the test"))
-        if drafted := instance.get("drafted_tokens"):
-            accepted = instance["accepted_tokens"]
-            share = f"{100 * accepted / drafted:.0f} %"
-            rows.append(("", f"speculation: {accepted} of {drafted} draft tokens were accepted ({share})"))
+        counts = draft_counts([instance])
+        if counts.drafted:
+            share = f"{100 * counts.accepted / counts.drafted:.0f} %"
+            accepted = f"{counts.accepted:.0f} of {counts.drafted:.0f} draft tokens were accepted"
+            rows.append(("", f"speculation: {accepted} ({share})"))
         rows += [("", advice) for advice in _advice(instance)]
     return rows
 

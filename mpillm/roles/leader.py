@@ -30,6 +30,7 @@ from mpillm.comms.messages import (
     DROP,
     GRANT,
     QUERY,
+    RESET_CACHE,
     RESPONSE,
     SETTLE,
     WINDOW,
@@ -129,6 +130,7 @@ class Leader(Role):
         QUERY.handle(route, self._on_query)
         GRANT.handle(route, self._on_grant)
         CANCEL.handle(route, self._on_cancel)
+        RESET_CACHE.handle(route, self._on_reset)
         route.handlers[DONE.tag] = self._on_done  # `DONE.handle` would pass on only the unpacked message
 
     def done(self, phase: Phase) -> bool:
@@ -217,6 +219,11 @@ class Leader(Role):
             self._return_credits(self._generation, final)
             if instance not in self._generation:
                 self._return_credits(self._entry, left)
+
+    def _on_reset(self, source: int, _: None) -> None:
+        """Let instances empty their prefix caches. Requests that follow arrive there after this message."""
+        self._entry.forget_prompts()
+        RESET_CACHE.send_all(self._route, self._rank_of.values(), None)
 
     def _on_cancel(self, source: int, ids: list[int]) -> None:
         """Cancel requests: queued requests end here, the others in their instances.

@@ -51,6 +51,11 @@ class PrefixPool(InstancePool):
         self._served_at = np.zeros(n, np.int64)
         self._n_served = 0
 
+    def forget_prompts(self) -> None:
+        self._holders.clear()
+        for blocks in self._blocks:
+            blocks.clear()
+
     def grant(self, position: int, requests: int, tokens: int) -> None:
         super().grant(position, requests, tokens)
         granted = int(self.free_tokens[position] + self.outstanding_tokens[position])

@@ -29,6 +29,7 @@ from mpillm.report.requests_file import columns_of, write_requests_file
 from mpillm.report.result import add_costs, test_result
 from mpillm.report.run_directory import RunRecord, display_path, unwritable
 from mpillm.report.run_environment import ENVIRONMENT, describe_environment
+from mpillm.report.speculation import speculation_figures
 from mpillm.report.telemetry import RunTelemetry
 from mpillm.report.timeline import Timeline
 from mpillm.report.validity_checks import doubts, server_checks
@@ -212,7 +213,9 @@ class RunSession(ABC):
 
     def figures(self, reports: dict[int, DrainReport]) -> dict[str, Any]:
         """Return the figures for the result. `reports`: the ranks' reports, if the ranks have ended."""
-        return test_result(self.totals, reports, self._timeline, len(self._plan.ranks))
+        figures = test_result(self.totals, reports, self._timeline, len(self._plan.ranks))
+        of_drafts = speculation_figures(figures["per_instance"], self._config.acceptance_length)
+        return figures | ({"speculation": of_drafts} if of_drafts else {})
 
     def failed(self, reports: dict[int, DrainReport]) -> str:
         """Complete the result of a failed run; return an additional line for the console, or "".

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
@@ -114,6 +115,9 @@ class ServeSession(RunSession):
             tokens_per_block=planned.cores[0].engine.scheduler.tokens_per_block,
             lost=self._record.result["lost"],
             disagg=self._disagg.routes if self._disagg else None,
+            reset_prefix_cache=(
+                partial(mailbox.put, None) if self.serves and config.reset_prefix_cache else None
+            ),
         )
         self._metrics = service.metrics
         self._metrics.totals.losses = requests.losses

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -24,6 +25,7 @@ from mpillm.cores.clients import (
     until_when,
     with_owner_failures,
 )
+from mpillm.cores.openai_client.cache_reset import MAX_RESET_S, reset_prefix_caches
 from mpillm.cores.openai_client.client import Call, Client
 from mpillm.cores.openai_client.client_core import ClientCore
 from mpillm.cores.openai_client.client_thread import ClientThread
@@ -32,6 +34,7 @@ from mpillm.cores.openai_client.dialect import CHAT, COMPLETIONS, Sampling
 from mpillm.cores.openai_client.disagg_protocol import protocol_of
 from mpillm.cores.openai_client.endpoint import EndpointError, RemoteServer, ServerUnreachable
 from mpillm.cores.openai_client.endpoint_options import EndpointOptions, HarnessValues
+from mpillm.cores.openai_client.profiling import ServerProfilers
 from mpillm.cores.openai_client.readiness import (
     UNKNOWN_STARTS,
     ServerStarts,
@@ -59,6 +62,8 @@ _OF_CONTENT = (400, 413, 422)  # statuses that mean the request's content
 _MAX_LOGGED = 100  # failed single requests in the log: HTTP clients may send any number
 _BROKEN = Refusal(502, "the server behind this one did not answer; its rank's log has the cause")
 _LONGER = "--health_deadline"
+_PROFILER_START_S = 15.0
+_PROFILER_END_S = 2.0  # after a failure: other ranks wait for this one
 _AGAIN_S = 0.5  # between attempts to warm up a restarted server
 
 
@@ -86,6 +91,7 @@ class EndpointCore(ClientCore):
         self._delivered: dict[int, DeliveredTokens] = {}  # by id, of open calls
         self._may_fail_alone = False  # whether a request may; warm-up requests may not
         self._n_failed = 0  # single requests
+        self._profilers: ServerProfilers | None = None  # with --profile, of the first client of each server
         self._began(0.0)
 
     @classmethod
@@ -275,9 +281,28 @@ class EndpointCore(ClientCore):
         assert self._thread is not None
         self._client.outlives_server = self.config.client.restarts
         self._may_fail_alone = self.config.serves
+        if self.config.resets_prefix_cache and self._reads:
+            self.reset_prefix_cache()
         if self._reader is not None:
             self._reader.start(self._run)
+        if self.config.client.profiler_stop_s is not None and self._reads:
+            self._profilers = ServerProfilers(self._read_servers())
+            self._run(self._profilers.start(_PROFILER_START_S), _PROFILER_START_S + 60)
         self._began(self._thread.cpu_s())
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix caches of this client's servers. Raises RunError if a server cannot."""
+        self._run(reset_prefix_caches(self._read_servers()), MAX_RESET_S + 60)
+
+    def _read_servers(self) -> list[RemoteServer]:
+        """Return the servers of which this client is the first, if it `_reads`."""
+        return [*self._endpoints, *(self._contexts if self.config.instance == 0 else ())]
+
+    def flush(self) -> None:
+        super().flush()
+        limit_s = self.config.client.profiler_stop_s
+        if self._profilers is not None and limit_s is not None:
+            self._run(self._profilers.stop(limit_s), limit_s + 60)
 
     def _began(self, cpu_s: float) -> None:
         self._statistics, self._prompt_tokens = Statistics(), 0
@@ -309,6 +334,7 @@ class EndpointCore(ClientCore):
             **counts_of([*self._endpoints, *self._contexts]),
             **self._statistics.values(),
             **(self._reader.counted(self._run) if self._reader else {}),
+            **(self._profilers.values() if self._profilers else {}),
             "servers": server_records(
                 self._endpoints,
                 self._contexts,
@@ -329,6 +355,9 @@ class EndpointCore(ClientCore):
     def notify_stop(self) -> None:
         if self._thread is not None:
             thread, self._thread = self._thread, None
+            if self._profilers is not None and self._profilers.running:  # the run has failed
+                with contextlib.suppress(TimeoutError):
+                    thread.run(self._profilers.stop(_PROFILER_END_S), 2 * _PROFILER_END_S)
             thread.post(self._close)
             thread.stop()
 

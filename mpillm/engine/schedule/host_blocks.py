@@ -52,6 +52,11 @@ class HostBlocks:
             self._block_of[hash_] = host_block
         self.loaded_blocks += len(blocks)
 
+    def forget_all(self) -> None:
+        """Let no sequence find the content that is in host memory now."""
+        self._free += self._block_of.values()
+        self._block_of.clear()
+
     def take_copies(self) -> list[BlockCopy]:
         """Return the copies that the next step must make, in this order, before it computes."""
         copies, self._copies = self._copies, []

@@ -60,6 +60,15 @@ class PrefixCache(BlockAllocator):
             else:
                 super().give_back([block])
 
+    def forget_all(self) -> None:
+        """Let no sequence find the blocks that are known now."""
+        self._block_of.clear()
+        self._hash_of.clear()
+        unheld, self._left = list(self._left), {}
+        super().give_back(unheld)
+        if self.host is not None:
+            self.host.forget_all()
+
     def known(self, sequence: Sequence) -> list[int]:
         """Return known blocks after a sequence's cached tokens, but never all: the last must be computed.
 

@@ -51,6 +51,7 @@ class EngineConfig:
     kv_host_cache_gb: float | None = None  # of each rank's host memory, behind the KV cache
     enable_max_num_tokens_tuning: bool = AllFields.enable_max_num_tokens_tuning.default
     speculative_config: Mapping[str, Any] | None = None  # see `engine.speculation`; None: no draft tokens
+    acceptance_length: float | None = None  # see `engine.speculation.fixed_acceptance`; None: as computed
     beam_width: int = AllFields.beam_width.default
     end_ids: tuple[int, ...] | None = None  # None: the model's generation_config.json / config.json
     stop_words: tuple[str | tuple[int, ...], ...] = ()  # as text, or as tokens

@@ -14,6 +14,7 @@ from mpillm.report.percentiles import too_few
 from mpillm.report.result import conversation_facts, counted_from_text, goodput_rows
 from mpillm.report.run_directory import MEASURED, PAGE, RANKS, TRACE, failures_in
 from mpillm.report.run_files import SERVERS, RunFiles
+from mpillm.report.speculation import speculation_rows
 from mpillm.report.validity_checks import failed_checks, unchecked
 
 _MAX_CARDS = 128
@@ -308,6 +309,7 @@ def figures(facts: Facts) -> str:
     phases = [(name, f"{seconds:.2f} s") for name, seconds in (result.get("phases_s") or {}).items()]
     return (
         section("Conversations", ("", ""), [*conversation_facts(of), *goodput_rows(result)] if of else [])
+        + section("Speculative decoding", ("", ""), speculation_rows(result))
         + section("Latencies", ("", "p50", "p90", "p99", "mean"), latencies)
         + section("Instances", [names[i] for i in known], rows)
         + section("Phases", ("", "took"), phases)

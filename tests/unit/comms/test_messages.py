@@ -84,6 +84,7 @@ SENT: dict[Tag, list[Any]] = {
     Tag.FAILED: [Failure("broken", 3, "Traceback …", 5, interrupted=True)],
     Tag.STOP: [Stop(4, True), Stop(143, False)],
     Tag.BYE: [None],
+    Tag.RESET_CACHE: [None],
     Tag.LOST: [InstanceLoss(1, (4, 5))],
     Tag.QUERY: [batch([3, 0, 4])],
     Tag.WORK: [batch([1])],

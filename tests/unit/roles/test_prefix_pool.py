@@ -172,3 +172,13 @@ def test_prompts_with_different_salts_share_nothing() -> None:
     alike = batch(prompt(1, 4 * BLOCK), prompt(1, 4 * BLOCK), prompt(1, 4 * BLOCK))
     alike.rows["salt"] = [5, 6, 5]
     assert made.assign(np.ones(3, np.int64), alike).tolist() == [0, 1, 0]
+
+
+def test_forgotten_prompts_attract_nothing() -> None:
+    made = pool(3)
+    (first,) = send(made, list(range(40)))
+    answered(made, first)
+    assert send(made, [*range(40), 7]) == [first], "its beginning is cached there"
+    answered(made, first)
+    made.forget_prompts()
+    assert send(made, [*range(40), 8]) != [first], "the instance that was used longest ago"

@@ -19,6 +19,20 @@ def test_content_without_room_is_loaded_again() -> None:
     assert engine.blocks.host.loaded_blocks > 0
 
 
+def test_a_reset_cache_finds_nothing() -> None:
+    engine = make_engine(n_blocks=10, reuse=True, host_blocks=10)
+    prompts = [list(range(30)), list(range(40, 70))]
+    for i, prompt in enumerate(prompts):
+        engine.add(sequence(i, prompt, 2))
+        run(engine)
+    engine.reset_prefix_cache()
+    for i, prompt in enumerate([*prompts, *prompts]):
+        engine.add(s := sequence(2 + i, prompt, 2))
+        run(engine)
+        assert s.output == answer(prompt, 2)
+        assert (s.n_reused > 0) == (i >= 2)
+
+
 def test_less_is_found_without_host_memory() -> None:
     engine = make_engine(n_blocks=10, reuse=True)
     first, other = list(range(30)), list(range(40, 70))
