@@ -175,6 +175,8 @@ class TrtllmHlApiConfig(TrtllmHarnessConfig):
 @bind(AllFields.endpoint_type)
 @bind(AllFields.extra_body)
 @bind(AllFields.extra_headers)
+@bind(AllFields.session_header)
+@bind(AllFields.lora_modules)
 @bind(AllFields.load_deadline)
 @bind(AllFields.health_deadline)
 @bind(AllFields.compliance_test)
@@ -186,6 +188,8 @@ class TrtllmEndpointConfig(TrtllmHlApiConfig):
     endpoint_type: str = AllFields.endpoint_type.default
     extra_body: dict[str, Any] = field(default_factory=dict)
     extra_headers: dict[str, str] = field(default_factory=dict)
+    session_header: str = AllFields.session_header.default
+    lora_modules: tuple[str, ...] | None = None
     load_deadline: float = AllFields.load_deadline.default  # seconds, and below
     health_deadline: float = AllFields.health_deadline.default
     compliance_test: str | None = None

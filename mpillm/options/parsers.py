@@ -158,6 +158,7 @@ _OWN_HEADERS = {
     *("host", "content-type", "content-length", "content-encoding", "transfer-encoding", "connection"),
     *("expect", "upgrade", "accept-encoding", "x-session-id"),
 }
+_MAX_MODEL_NAME = 1000  # characters
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}")
 
 
@@ -188,6 +189,25 @@ def headers(text: str) -> dict[str, str]:
         if not isinstance(value, str) or not value.isprintable() or not value.isascii() or len(value) > 8192:
             raise Reason(f"the value of {name} must be printable ASCII text of at most 8,192 characters")
     return fields
+
+
+@expects("the name of a header, such as X-Session-ID")
+def session_header(text: str) -> str:
+    """Return the name of a header whose value mpillm sets."""
+    if not _HEADER_NAME.fullmatch(text) or text.lower() in _OWN_HEADERS - {"x-session-id"}:
+        raise Reason(f"{text!r} is not a header that can be added")
+    return text
+
+
+@expects("names of models separated by commas", _listed)
+def model_names(text: str) -> tuple[str, ...]:
+    """Return models' names, each once."""
+    return _each_once(text.split(","), _model_name)
+
+
+def _model_name(name: str) -> None:
+    if not name or not name.isprintable() or len(name) > _MAX_MODEL_NAME:
+        raise Reason(f"{name[:_MAX_MODEL_NAME]!r} is not a model's name")
 
 
 _UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}  # in seconds

@@ -29,6 +29,8 @@ TEXTS = {
     "stop_words": "x",
     "extra_body": '{"priority":1}',
     "extra_headers": '{"X-Tenant":"a"}',
+    "lora_modules": "a,b",
+    "session_header": "X-Conversation",
     "end_ids": "7",
     "user_conf": "x",
     "gpu_batch_size": "7",

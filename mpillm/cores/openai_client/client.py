@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import itertools
 import json
 import time
 from collections import OrderedDict, deque
@@ -62,8 +63,8 @@ class Call:
 
     __slots__ = (
         "_client", "_reply", "_reply_left", "_reused", "answer", "connection", "ended_at", "endpoint",
-        "failing_since", "flags", "handoff_params", "id", "last_received", "location", "on_more", "prompt",
-        "retries", "retry_after", "sampling", "sent_at", "session", "status", "streams",
+        "failing_since", "flags", "handoff_params", "id", "last_received", "location", "model", "on_more",
+        "prompt", "retries", "retry_after", "sampling", "sent_at", "session", "status", "streams",
     )  # fmt: skip
 
     def __init__(
@@ -75,9 +76,10 @@ class Call:
         on_more: Callable[[Call], None] | None = None,
         session: int = 0,
         flags: int = 0,
+        model: str = "",
     ) -> None:
         self.id = id_
-        self.session, self.flags = session, flags
+        self.session, self.flags, self.model = session, flags, model
         self.prompt = prompt
         self.sampling = sampling
         self.on_more = on_more
@@ -188,6 +190,7 @@ class Client:
         contexts: Sequence[RemoteServer] = (),
         protocol: DisaggProtocol | None = None,
         is_chat: bool = False,
+        models: Sequence[str] = (),
     ) -> None:
         """
         Args:
@@ -198,11 +201,15 @@ class Client:
             contexts: Context servers for `endpoints`.
             protocol: Protocol between context and generation servers.
             is_chat: The servers' dialects are those of chats.
+            models: Models that requests name in turn, and the requests of a conversation together; empty: the
+                only model of the server.
         """
         self.endpoints = endpoints
         self.contexts = deque(contexts)
         self.protocol = protocol
         self.is_chat = is_chat
+        self._models = models
+        self._turns = itertools.count()
         self.listener = listener
         self.stream = stream
         self.calls: dict[int, Call] = {}  # open, by id
@@ -238,7 +245,8 @@ class Client:
         """
         if self._watching is None:
             self._watch()
-        call = self.calls[id_] = Call(self, id_, prompt, sampling, on_more, session, flags)
+        model = self._models[(session or next(self._turns)) % len(self._models)] if self._models else ""
+        call = self.calls[id_] = Call(self, id_, prompt, sampling, on_more, session, flags, model)
         if not self._parked:
             self._start(call)
 
@@ -363,7 +371,7 @@ class Client:
             if len(self._holders) > _MAX_SESSIONS:
                 self._holders.popitem(last=False)
         try:
-            request = self._body(endpoint.dialect, endpoint.model, call)
+            request = self._body(endpoint.dialect, call.model or endpoint.model, call)
         except ValueError as error:
             self._fail(call, AnswerError(str(error), Refusal(400, str(error))), is_last=True)
             return

@@ -55,11 +55,16 @@ class RemoteServer:
     """A server. Everything but the address belongs to the event loop's thread."""
 
     def __init__(
-        self, url: str, strict_model: bool = False, headers: Mapping[str, str] | None = None
+        self,
+        url: str,
+        strict_model: bool = False,
+        headers: Mapping[str, str] | None = None,
+        session_header: str = "X-Session-ID",
     ) -> None:
         """`url`: host:port, or http(s)://host[:port][/path]. Raises ValueError for any other form.
 
-        `strict_model`: see `ServerTally`. `headers`: more of them, for each request.
+        `strict_model`: see `ServerTally`. `headers`: more of them, for each request. `session_header`: see
+        `start`.
         """
         # Error messages append a path that begins with /v1.
         self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
@@ -83,6 +88,7 @@ class RemoteServer:
             + "".join(f"{name}: {value}\r\n" for name, value in more.items())
             + "Content-Type: application/json\r\nContent-Length: "
         )
+        self._session_header = session_header.encode("latin-1")
         self._posts = {path: self._start_line("POST", path) for path in (COMPLETIONS, CHAT)}
         self.model = ""
         self.dialect: Dialect = DIALECTS[0]
@@ -104,12 +110,12 @@ class RemoteServer:
     def start(self, call: OutstandingRequest, body: bytes, session: int = 0) -> None:
         """Send the request of `call`, over a free connection or a new one.
 
-        `session`: of the header X-Session-ID, by which routers keep a conversation at one server; 0: none.
+        `session`: of the session header, by which routers keep a conversation at one server; 0: none.
         """
         if not self.calls:
             self.last_received = time.perf_counter()
         self.calls.add(call)
-        header = b"X-Session-ID: %08x\r\n" % session if session else b""
+        header = b"%b: %08x\r\n" % (self._session_header, session) if session else b""
         request = b"%b%d\r\n%b\r\n%b" % (self._posts[self.dialect.path], len(body), header, body)
         while self._idle:
             connection = self._idle.pop()
@@ -141,7 +147,7 @@ class RemoteServer:
 
     def count(self, request: Request, n_tokens: int | None) -> None:
         """Add an answer to the tally: see `ServerTally.add`."""
-        self.tally.add(request, self.dialect, self.model, n_tokens)
+        self.tally.add(request, self.dialect, request.model or self.model, n_tokens)
 
     def release(self, call: OutstandingRequest, connection: HttpConnection | None, is_complete: bool) -> None:
         """End `call`, and reuse its connection if the response was complete; otherwise close it."""

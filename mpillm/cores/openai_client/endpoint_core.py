@@ -79,6 +79,7 @@ class EndpointCore(ClientCore):
         super().__init__(config, comms, self._harness.endpoint_urls, self._harness.max_concurrency)
         self._options = EndpointOptions.from_options(config.options)
         self._is_chat = self._harness.endpoint_type == "chat" and not config.serves
+        self._models = () if config.serves else self._harness.lora_modules or ()
         self._context_urls: list[str] = []
         self.waits_for_server = False
         self._tokenizer: Tokenizer | None = None
@@ -96,8 +97,13 @@ class EndpointCore(ClientCore):
 
     @classmethod
     def check(cls, config: CoreConfig) -> NumericLimits | None:
-        EndpointOptions.from_options(config.options)
+        options = EndpointOptions.from_options(config.options)
         harness: HarnessValues = config.settings
+        if options.model is not None and harness.lora_modules:
+            raise ConfigError(
+                "--core_options model:NAME and --lora_modules exclude each other: add the name to the latter",
+                about=["core_options", "lora_modules"],
+            )
         for url in harness.endpoint_urls:
             with about("trtllm_server_urls"):
                 try:
@@ -164,11 +170,12 @@ class EndpointCore(ClientCore):
             self._contexts,
             protocol_of(self.config.client.protocol, self.config.instance) if self._contexts else None,
             self._is_chat,
+            self._models,
         )
 
     def _endpoint(self, url: str) -> RemoteServer:
-        strict_model = self.config.client.names_model
-        return RemoteServer(url, strict_model=strict_model, headers=self._harness.extra_headers)
+        harness, strict_model = self._harness, self.config.client.names_model
+        return RemoteServer(url, strict_model, harness.extra_headers, harness.session_header)
 
     def server_lost(self) -> None:
         assert self._thread is not None
@@ -198,8 +205,7 @@ class EndpointCore(ClientCore):
         end = time.monotonic() + limit
         while True:
             try:
-                endpoint.model = await self._find_model(endpoint, limit)
-                await self._choose_dialect(endpoint, limit)
+                await self._prepare(endpoint, limit)
                 break
             except EndpointError as error:  # if the server is lost again, `server_lost` follows
                 if time.monotonic() > end:
@@ -216,13 +222,13 @@ class EndpointCore(ClientCore):
     def run_health_check(self) -> None:
         """Find the model and generate a token on each server."""
         endpoints = [*self._contexts, *self._endpoints]
-        limit = DEADLINE_SHARE * self._harness.health_deadline / (2 * len(endpoints))
+        checks = 2 * len(endpoints) * max(1, len(self._models))
+        limit = DEADLINE_SHARE * self._harness.health_deadline / checks
         limit = longest_first_token_s(self.config, limit)
         for endpoint in endpoints:
             path = CHAT if self._is_chat else COMPLETIONS
             self.awaits = f"{WAITING}{endpoint.url}: a first token (POST {path})"
-            endpoint.model = self._run(self._find_model(endpoint, limit), limit + 60)
-            self._run(self._choose_dialect(endpoint, limit), limit + 60)
+            self._run(self._prepare(endpoint, limit), checks * limit + 60)
             if self._harness.compliance_test and not endpoint.dialect.token_ids:
                 raise RunError(
                     Failure(
@@ -236,11 +242,14 @@ class EndpointCore(ClientCore):
             _log.info("%s serves %s: %s; %s", endpoint.url, endpoint.model, endpoint.dialect.name, framework)
         self.awaits = ""
 
-    def _find_model(self, endpoint: RemoteServer, limit_s: float) -> Coroutine[Any, Any, str]:
+    async def _prepare(self, endpoint: RemoteServer, limit_s: float) -> None:
+        """Find each model, and have it generate a token; `limit_s`: for each of these steps."""
         config = self.config
-        return find_model(
-            endpoint, self._options.model, config.engine.model_path, limit_s, strict=config.client.names_model
-        )
+        for name in self._models or (self._options.model,):
+            endpoint.model = await find_model(
+                endpoint, name, config.engine.model_path, limit_s, strict=config.client.names_model
+            )
+            await self._choose_dialect(endpoint, limit_s)
 
     def _index_of(self, error: EndpointError) -> int | None:
         """Return the index of the run's context server that an error names; None: it names another server."""

@@ -40,6 +40,12 @@ class HarnessValues(Protocol):
     def extra_headers(self) -> dict[str, str]: ...  # of each request
 
     @property
+    def session_header(self) -> str: ...
+
+    @property
+    def lora_modules(self) -> tuple[str, ...] | None: ...  # models of requests, in turn
+
+    @property
     def compliance_test(self) -> str | None: ...
 
 

@@ -3,10 +3,37 @@
 from __future__ import annotations
 
 from mpillm.core_names import EMBEDDED, RUNS_ENGINES, TRTLLM_DISAGG, TRTLLM_ENDPOINT
-from mpillm.options.field import Options, option
-from mpillm.options.fields.effects import BUILT, MODELS, REPORTED, RUN, STAGES, TOOLS, of_engines, used_by
+from mpillm.options.field import Effect, Options, Use, option
+from mpillm.options.fields.effects import (
+    BUILT,
+    MODELS,
+    REPORTED,
+    RUN,
+    SERVE,
+    STAGES,
+    TOOLS,
+    of_engines,
+    used_by,
+)
 from mpillm.options.fields.general import workload_names
-from mpillm.options.parsers import batch_sizes, body_fields, boolean, flag_dict, headers, http_urls
+from mpillm.options.parsers import (
+    batch_sizes,
+    body_fields,
+    boolean,
+    flag_dict,
+    headers,
+    http_urls,
+    model_names,
+    session_header,
+)
+from mpillm.programs.load_clients.kinds import CONVERSATIONS
+
+_OF_CONVERSATIONS = Effect(
+    (
+        Use((RUN,), (*TRTLLM_ENDPOINT, *TRTLLM_DISAGG), needs=("harness", CONVERSATIONS)),
+        Use((SERVE,), (*TRTLLM_ENDPOINT, *TRTLLM_DISAGG)),
+    )
+)
 
 
 class CheckpointFields(Options, group="checkpoint"):
@@ -81,6 +108,18 @@ class HarnessFields(Options, group="harness"):
         'headers that are added to each request, as JSON: {"X-Tenant": "a"}',
         headers,
         default={},
+        effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG, commands=[RUN]),
+    )
+    session_header = option(
+        "the header with a conversation's name, by which a router keeps the conversation at one server",
+        session_header,
+        default="X-Session-ID",
+        effect=_OF_CONVERSATIONS,
+    )
+    lora_modules = option(
+        "names of LoRA adapters, or of other models, at the server: requests, or conversations, take turns"
+        " with them [default: one model, see --core_options model:NAME]",
+        model_names,
         effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG, commands=[RUN]),
     )
     show_steady_state_progress = option(
