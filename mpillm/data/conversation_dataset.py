@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from mpillm.data.records import KNOWN, Columns
 from mpillm.data.row_files import read_rows
 from mpillm.data.synthetic_conversations import SyntheticConversations, generate
 from mpillm.data.tokenizer import Tokenizer
+from mpillm.data.trace_rows import renamed_rows
 
 
 def load_conversations(
@@ -26,23 +28,37 @@ def load_conversations(
     limits: PromptLimits,
     columns: Columns = KNOWN,
     are_generated: bool | None = None,
+    trace_columns: Mapping[str, str] | None = None,
 ) -> Dataset:
     """Read conversations, and compute the prompt of each request.
 
-    `are_generated`: see `Turns`; None: if the file has not all responses. Raises ConfigError with the file
-    and the line of a wrong row, and of a request that exceeds a limit.
+    `are_generated`: see `Turns`; None: if the file has not all responses. `trace_columns`: see
+    `renamed_rows`. Raises ConfigError with the file and the line of a wrong row, and of a request that
+    exceeds a limit.
     """
     vocab_size = tokenizer.vocab_size if limits.vocab_size is None else limits.vocab_size
+    rows: Iterable[tuple[str, Any]]
     rows = ((f"{file}:{line}", row) for line, row in read_rows(file, may_be_array=True))
     left_out: list[str] = []
+    failed: list[str] = []
+    if trace_columns:
+        rows = renamed_rows(rows, trace_columns, failed)
     conversations = read_conversations(rows, vocab_size, columns, left_out)
     if not conversations:
         raise ConfigError(f"data set {file} is empty")
     prompts = [turn.prompt or "" for one in conversations for turn in one.turns]
     places = [turn.where for one in conversations for turn in one.turns]
     check_traces(file, prompts, limits, places.__getitem__)
-    note = f"conversations without a user's message, which are left out: {len(left_out)}" if left_out else ""
-    return replace(_dataset(file.name, conversations, tokenizer, limits, are_generated), note=note)
+    notes = [
+        f"{what}, which are left out: {len(places)}"
+        for what, places in (
+            ("conversations without a user's message", left_out),
+            ("rows without output tokens", failed),
+        )
+        if places
+    ]
+    dataset = _dataset(file.name, conversations, tokenizer, limits, are_generated)
+    return replace(dataset, note="; ".join(notes))
 
 
 def synthetic_conversations(

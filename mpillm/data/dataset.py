@@ -55,6 +55,16 @@ class Turns:
     def __len__(self) -> int:
         return len(self.conversations)
 
+    def with_gaps(self, longest_s: float) -> Turns:
+        """Return the turns with limited delays, and limited gaps between a conversation's time stamps."""
+        stamped = np.flatnonzero(~np.isnan(self.at_s))
+        owner = np.searchsorted(self.first, stamped, side="right")
+        excess = np.maximum(np.diff(self.at_s[stamped]) - longest_s, 0.0) * (np.diff(owner) == 0)
+        total = np.concatenate([[0.0], excess.cumsum()])[: len(stamped)]
+        at_s = self.at_s.copy()
+        at_s[stamped] -= total - total[np.searchsorted(owner, owner)]
+        return replace(self, delay_s=np.minimum(self.delay_s, longest_s), at_s=at_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Dataset:

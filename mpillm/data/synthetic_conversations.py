@@ -2,7 +2,7 @@
 
 Conversation `i` depends on the seed, the sizes, the tokenizer and `i` alone, so a longer list begins with the
 shorter one. Its first request begins with the tokens that all conversations share, then those of its group,
-which is ``i % groups``.
+which is ``i % groups``, or drawn if groups differ in size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from mpillm.data.tokenizer import NoTokenizer, Tokenizer
 from mpillm.options.synthetic_conversations import MAX_TURNS, ConversationSizes
 
 DEFAULT_CONVERSATIONS = 100
-_SYSTEM, _GROUP, _CONVERSATION = 1, 2, 3  # random streams of a seed; the last two have one for each number
+# Random streams of a seed; all but the first have one for each number
+_SYSTEM, _GROUP, _CONVERSATION, _CHOICE = 1, 2, 3, 4
 _MAX_REQUESTS = 1_000_000
 _MAX_TOKENS = 1 << 31  # in all conversations
 
@@ -86,6 +87,10 @@ class _Maker:
         self._n_requests = self._n_tokens = 0
         self._system = self._tokens(self._random(_SYSTEM, 0), spec.sizes.system)
         self._prefixes: dict[int, NDArray[np.int32]] = {}  # by group
+        self._shares: NDArray[np.float64] | None = None  # of conversations in the groups so far, but the last
+        if spec.sizes.zipf:
+            shares = np.cumsum(np.arange(1, spec.sizes.groups + 1) ** -spec.sizes.zipf)
+            self._shares = shares[:-1] / shares[-1]
 
     def conversation(self, number: int) -> Conversation:
         sizes, random = self._sizes, self._random(_CONVERSATION, number)
@@ -142,10 +147,15 @@ class _Maker:
 
     def _prefix(self, number: int) -> NDArray[np.int32]:
         """Return the tokens that the conversation shares with its group."""
-        group = number % self._sizes.groups
+        group = self._group(number)
         if group not in self._prefixes:
             self._prefixes[group] = self._tokens(self._random(_GROUP, group), self._sizes.prefix)
         return self._prefixes[group]
+
+    def _group(self, number: int) -> int:
+        if self._shares is None:
+            return number % self._sizes.groups
+        return int(np.searchsorted(self._shares, self._random(_CHOICE, number).random(), side="right"))
 
     def _tokens(self, random: np.random.Generator, n: int) -> NDArray[np.int32]:
         return draw_tokens(random, self._plain, n)

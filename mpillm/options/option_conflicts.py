@@ -107,7 +107,7 @@ def check_options(config: RunConfig) -> None:
 
 def _check_synthetic_conversations(config: RunConfig) -> None:
     """Raise ConfigError for another data set, or for responses longer than the limit."""
-    for name in ("dataset", "dataset_path"):
+    for name in ("dataset", "dataset_path", "trace_columns"):
         if config.is_user_set(name) and config[BY_NAME[name]] != BY_NAME[name].default:
             raise ConfigError(
                 f"{config.named('synthetic_conversations')} and {config.named(name)} exclude each other"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -11,6 +12,7 @@ from mpillm.options.field import Reason
 from mpillm.options.parsers import expects, not_negative
 
 MAX_TURNS, _MAX_TOKENS, _MAX_DELAY_S = 1000, 1 << 24, 1e6
+_LOG_NORMAL = "lognormal:"
 
 
 class Normal(NamedTuple):
@@ -26,6 +28,29 @@ class Normal(NamedTuple):
     def nominal_max(self) -> float:
         """The mean: larger values are not certain to occur."""
         return self.mean
+
+
+class LogNormal(NamedTuple):
+    """Log-normal distribution, with the mean and the standard deviation of the values themselves."""
+
+    mean: float
+    stdev: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:g} ± {self.stdev:g} (log-normal)"
+
+    @property
+    def nominal_max(self) -> float:
+        """The mean: larger values are not certain to occur."""
+        return self.mean
+
+    @property
+    def of_logarithm(self) -> tuple[float, float]:
+        """The mean and the standard deviation of the values' logarithm."""
+        if not self.mean:
+            return -math.inf, 0.0
+        variance = math.log1p((self.stdev / self.mean) ** 2)
+        return math.log(self.mean) - variance / 2, math.sqrt(variance)
 
 
 class Uniform(NamedTuple):
@@ -47,7 +72,7 @@ class Uniform(NamedTuple):
         return self.high
 
 
-Spread: TypeAlias = "Normal | Uniform"
+Spread: TypeAlias = "Normal | LogNormal | Uniform"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +86,12 @@ class ConversationSizes:
     system: int  # tokens at the beginning of all conversations
     groups: int  # of conversations; the conversations of a group share a prefix
     prefix: int  # tokens of this prefix, after those of `system`
+    zipf: float  # exponent: group `i` has 1 / (i + 1)**zipf of the conversations of group 0
 
     def describe(self) -> str:
         """Return the values, as text for users."""
         shared = f", {self.prefix} shared by each of {self.groups} groups" if self.prefix else ""
+        shared += f" (Zipf, exponent {self.zipf:g})" if self.zipf else ""
         return (
             f"{self.turns} turns; input {self.input} and output {self.output} tokens in each turn;"
             f" delay {self.delay} s; {self.system} tokens shared by all{shared}"
@@ -88,6 +115,7 @@ _KEYS = {
     "system": _Key("0", 0, _MAX_TOKENS, has_spread=False),
     "groups": _Key("1", 1, _MAX_TOKENS, has_spread=False),
     "prefix": _Key("0", 0, _MAX_TOKENS, has_spread=False),
+    "zipf": _Key("0", 0, 10, has_spread=False, is_integer=False),
 }
 
 
@@ -110,13 +138,19 @@ def synthetic_conversations(text: str) -> dict[str, str]:
     sizes = sizes_of(complete)
     if sizes.groups > 1 and not sizes.prefix:
         raise Reason("groups has no effect without prefix, the tokens that a group shares")
+    if sizes.zipf and sizes.groups == 1:
+        raise Reason("zipf has no effect without groups, which differ in size")
     return complete
 
 
 def sizes_of(values: Mapping[str, str]) -> ConversationSizes:
     """Return the sizes of all keys. Raises Reason for a wrong value."""
     parsed = {key: _parsed(key, values[key]) for key in _KEYS}
-    plain = {key: int(parsed[key].nominal_max) for key, kind in _KEYS.items() if not kind.has_spread}
+    plain = {
+        key: int(parsed[key].mean) if kind.is_integer else parsed[key].mean
+        for key, kind in _KEYS.items()
+        if not kind.has_spread
+    }
     return ConversationSizes(**{**parsed, **plain})  # type: ignore[arg-type]
 
 
@@ -127,7 +161,7 @@ def _parsed(key: str, text: str) -> Spread:
     except ValueError:
         raise Reason(f"{key}={text}: {_expected(kind)}") from None
     limits = spread if isinstance(spread, Uniform) else spread[:1]
-    is_constant = not (isinstance(spread, Normal) and spread.stdev)
+    is_constant = not (isinstance(spread, (Normal, LogNormal)) and spread.stdev)
     are_integers = all(limit.is_integer() for limit in limits)
     if not all(kind.low <= limit <= kind.high for limit in limits) or (
         kind.is_integer and is_constant and not are_integers
@@ -137,6 +171,9 @@ def _parsed(key: str, text: str) -> Spread:
 
 
 def _spread(text: str) -> Spread:
+    if text.startswith(_LOG_NORMAL):
+        mean, _, stdev = text.removeprefix(_LOG_NORMAL).partition(":")
+        return LogNormal(not_negative(mean), not_negative(stdev))
     mean, colon, stdev = text.partition(":")
     low, dash, high = text.partition("-")
     if colon:
@@ -150,7 +187,7 @@ def _spread(text: str) -> Spread:
 
 
 def _expected(kind: _Key) -> str:
-    forms = "N, MEAN:STDEV or MIN-MAX" if kind.has_spread else "N"
+    forms = "N, MEAN:STDEV, lognormal:MEAN:STDEV or MIN-MAX" if kind.has_spread else "N"
     return (
         f"must be {forms}, {'whole ' if kind.is_integer else ''}numbers from {kind.low:g} to {kind.high:.8g}"
     )

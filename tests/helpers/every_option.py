@@ -26,6 +26,7 @@ TEXTS = {
     "harness": "aiperf",
     "server_role": "context",
     "synthetic_conversations": "turns=2",
+    "trace_columns": "timestamp=T",
     "stop_words": "x",
     "extra_body": '{"priority":1}',
     "extra_headers": '{"X-Tenant":"a"}',

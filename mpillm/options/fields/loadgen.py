@@ -17,6 +17,7 @@ from mpillm.options.parsers import (
     shell_args,
 )
 from mpillm.options.synthetic_conversations import synthetic_conversations
+from mpillm.options.trace_columns import trace_columns
 from mpillm.programs.load_clients.kinds import CONVERSATIONS, KINDS
 from mpillm.workloads.rounds import ROUNDS
 
@@ -147,6 +148,18 @@ class ConversationFields(
         choices=("recorded", "generated"),
     )
     trace_speed = option("divides time stamps and delays of the data set", rate, default=1.0)
+    max_delay = option(
+        "the most seconds of the test for a delay, and for the gap between two time stamps of a conversation;"
+        " 0 leaves delays out [default: as in the data set]",
+        not_negative,
+    )
+    trace_columns = option(
+        "names of a trace's columns with other names than Mooncake's: timestamp=Timestamp,"
+        "input_length=Request tokens,output_length=Response tokens,timestamp_unit=s. Rows without output"
+        " tokens are left out",
+        trace_columns,
+        argparse_opts={"metavar": "KEY=COLUMN,…"},
+    )
     request_cancellation_rate = option(
         "percent of the requests to cancel: the client disconnects, or the engine drops the request. The"
         " conversation continues [default: none]",

@@ -157,3 +157,62 @@ def test_tools_of_a_request_are_in_its_prompt(tmp_path: Path) -> None:
     tools = [{"type": "function"}]
     dataset = load(tmp_path, {"body": {"messages": CHAT[:1], "tools": tools}})
     assert texts(dataset) == [f"{json.dumps(tools[0])}\nA"]
+
+
+BURST_GPT = """\
+Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
+5,ChatGPT,7,3,10,Conversation log
+45.5,GPT-4,9,0,9,Conversation log
+118,GPT-4,8,2,10,API log
+"""
+BURST_GPT_COLUMNS = {
+    "timestamp": "Timestamp",
+    "input_length": "Request tokens",
+    "output_length": "Response tokens",
+    "timestamp_unit": "s",
+}
+
+
+def test_a_trace_with_other_names_of_columns(tmp_path: Path) -> None:
+    """BurstGPT's failed requests have no output tokens."""
+    file = tmp_path / "burst.csv"
+    file.write_text(BURST_GPT, encoding="utf-8")
+    dataset = load_conversations(file, ByteTokenizer(), LIMITS, trace_columns=BURST_GPT_COLUMNS)
+    assert dataset.turns is not None and dataset.output_lengths is not None
+    assert dataset.n_tokens.tolist() == [7, 8] and dataset.output_lengths.tolist() == [3, 2]
+    assert dataset.turns.at_s.tolist() == [5, 118]
+    assert dataset.note == "rows without output tokens, which are left out: 1"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"Timestamps": 1},
+            "f.jsonl:1: no column Timestamp (did you mean 'Timestamps'?); there are Timestamps",
+        ),
+        ({"Timestamp": "noon"}, 'f.jsonl:1: Timestamp is "noon"; must be a number'),
+        ("text", 'f.jsonl:1: "text" has no columns, which --trace_columns names'),
+    ],
+)
+def test_a_row_without_the_named_columns(tmp_path: Path, row: Any, message: str) -> None:
+    file = tmp_path / "f.jsonl"
+    file.write_text(json.dumps(row), encoding="utf-8")
+    with pytest.raises(ConfigError) as error:
+        load_conversations(file, ByteTokenizer(), LIMITS, trace_columns={"timestamp": "Timestamp"})
+    assert message in str(error.value)
+
+
+def test_the_longest_delay_and_gap(tmp_path: Path) -> None:
+    rows = [
+        *({"session_id": "s", "prompt": "A", "timestamp": at, "delay": 9000} for at in (1000, 2000, 30_000)),
+        {"session_id": "s", "prompt": "A"},
+        *({"session_id": "t", "prompt": "B", "timestamp": at} for at in (50_000, 50_500, 90_000)),
+    ]
+    turns = load(tmp_path, *rows).turns
+    assert turns is not None
+    less = turns.with_gaps(2.0)
+    assert less.delay_s.tolist() == [2, 2, 2, 0, 0, 0, 0]
+    assert np.nan_to_num(less.at_s, nan=-1).tolist() == [1, 2, 4, -1, 50, 50.5, 52.5]
+    assert turns.with_gaps(100.0).delay_s.tolist() == turns.delay_s.tolist()
+    assert turns.with_gaps(0.0).at_s[-1] == 50

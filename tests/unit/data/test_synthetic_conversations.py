@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,23 @@ def test_distributions() -> None:
     assert (outputs.min(), outputs.max()) == (100, 300) and outputs.mean() == pytest.approx(200, rel=0.02)
     delays = np.array([turn.delay_s for turn in turns])
     assert delays.min() == 0.0 and np.median(delays) == pytest.approx(2, rel=0.1)
+
+
+def test_log_normal_values_have_the_mean_and_the_deviation() -> None:
+    made = generate(spec("turns=5,input=lognormal:200:100,delay=lognormal:2:1", 4000), ByteTokenizer(), 256)
+    turns = [turn for one in made for turn in one.turns[1:]]
+    inputs = np.array([len(turn.tokens) for turn in turns if turn.tokens is not None])
+    assert inputs.mean() == pytest.approx(200, rel=0.02) and inputs.std() == pytest.approx(100, rel=0.05)
+    assert np.median(inputs) == pytest.approx(200 / np.sqrt(1.25), rel=0.02)
+    assert np.mean([turn.delay_s for turn in turns]) == pytest.approx(2, rel=0.03)
+
+
+def test_groups_of_zipf_sizes() -> None:
+    made = prompts(dataset("turns=1,input=1,groups=4,prefix=20,zipf=1", 5000))
+    counts = Counter(tuple(prompt[:20]) for prompt in made)
+    sizes = np.array([n for _, n in counts.most_common()]) / len(made)
+    assert sizes == pytest.approx(np.array([12, 6, 4, 3]) / 25, rel=0.1)
+    assert prompts(dataset("turns=1,input=1,groups=4,prefix=20,zipf=1", 50)) == made[:50]
 
 
 def test_normal_values_are_clipped() -> None:

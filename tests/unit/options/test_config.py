@@ -26,6 +26,7 @@ from mpillm.options.parsers import (
     headers,
     http_urls,
     length_of_a_test,
+    model_names,
     natural,
     not_negative,
     one_or_more,
@@ -37,12 +38,14 @@ from mpillm.options.parsers import (
     rate,
     seconds,
     secret,
+    session_header,
     shell_args,
     stop_words,
     token_ids,
     urls,
 )
 from mpillm.options.synthetic_conversations import synthetic_conversations
+from mpillm.options.trace_columns import trace_columns
 from mpillm.stages.stage_options import parse_each
 from tests.helpers.configured import DUMMY
 
@@ -87,6 +90,7 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
                 "system": "0",
                 "groups": "1",
                 "prefix": "0",
+                "zipf": "0",
             }
         },
         ["", "turns", "turns=0", "turns:2", "turn=2"],
@@ -117,6 +121,12 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
     headers: (
         {'{"X-A": "b c"}': {"X-A": "b c"}},
         ["[]", '{"Host": "a"}', '{"X A": "b"}', '{"X-A": 1}', '{"X-A": "b\\r\\nC: d"}'],
+    ),
+    session_header: ({"X-Session-ID": "X-Session-ID", "X-Chat": "X-Chat"}, ["", "Host", "X A", "X:"]),
+    model_names: ({"a": ("a",), "a, b:c": ("a", "b:c")}, ["", "a,", "a,a", "a\tb"]),
+    trace_columns: (
+        {"timestamp=T,input_length=Request tokens": {"timestamp": "T", "input_length": "Request tokens"}},
+        ["", "timestamp", "timestamp=", "time=T", "timestamp=T,timestamp=T", "timestamp_unit=h"],
     ),
     gigabytes: ({"0.5": 0.5, "64": 64.0}, ["0", "-1", "nan", "1e7", "64GB"]),
     fraction: ({"1": 1.0, "0.1": 0.1}, ["0", "1.01", "-1", "nan", "all"]),

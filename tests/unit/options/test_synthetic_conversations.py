@@ -6,7 +6,7 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm.options.fields import AllFields
-from mpillm.options.synthetic_conversations import Normal, Uniform, sizes_of
+from mpillm.options.synthetic_conversations import LogNormal, Normal, Uniform, sizes_of
 
 FIELD = AllFields.synthetic_conversations
 
@@ -22,6 +22,15 @@ def test_values_and_defaults() -> None:
         Normal(AllFields.output_mean.default),
     )
     assert (defaults.delay, defaults.system, defaults.groups, defaults.prefix) == (Normal(0), 0, 1, 0)
+
+
+def test_a_log_normal_value_and_groups_of_different_sizes() -> None:
+    sizes = sizes_of(
+        FIELD.parse("input=lognormal:200:400,delay=lognormal:0.5:1,groups=3,prefix=4,zipf=1.5", "")
+    )
+    assert (sizes.input, sizes.delay, sizes.zipf) == (LogNormal(200, 400), LogNormal(0.5, 1), 1.5)
+    text = "input 200 ± 400 (log-normal) and output 32 tokens in each turn; delay 0.5 ± 1 (log-normal) s;"
+    assert text in sizes.describe() and sizes.describe().endswith("3 groups (Zipf, exponent 1.5)")
 
 
 def test_a_value_becomes_a_text_and_a_value_again() -> None:
@@ -44,7 +53,10 @@ def test_the_description_names_distributions() -> None:
     [
         ("", "no key ''"),
         ("turn=5", "no key 'turn' (did you mean 'turns'?): turns, input, output"),
-        ("turns", "turns=: must be N, MEAN:STDEV or MIN-MAX, whole numbers from 1 to 1000"),
+        (
+            "turns",
+            "turns=: must be N, MEAN:STDEV, lognormal:MEAN:STDEV or MIN-MAX, whole numbers from 1 to 1000",
+        ),
         ("turns=0", "turns=0: must be"),
         ("turns=2.5", "turns=2.5: must be"),
         ("turns=1001", "turns=1001: must be"),
@@ -53,11 +65,18 @@ def test_the_description_names_distributions() -> None:
         ("input=-5", "input=-5: must be"),
         ("input=5:-1", "input=5:-1: must be"),
         ("input=nan", "input=nan: must be"),
-        ("delay=-1", "delay=-1: must be N, MEAN:STDEV or MIN-MAX, numbers from 0 to 1000000"),
+        (
+            "delay=-1",
+            "delay=-1: must be N, MEAN:STDEV, lognormal:MEAN:STDEV or MIN-MAX, numbers from 0 to 1000000",
+        ),
         ("delay=nan", "delay=nan: must be"),
         ("delay=inf", "delay=inf: must be"),
         ("system=10:2", "system=10:2: must be N, whole numbers from 0 to 16777216"),
         ("groups=4", "groups has no effect without prefix"),
+        ("input=lognormal:200", "input=lognormal:200: must be"),
+        ("input=lognormal:0:9", "input=lognormal:0:9: must be"),
+        ("prefix=4,zipf=1", "zipf has no effect without groups"),
+        ("groups=4,prefix=4,zipf=-1", "zipf=-1: must be N, numbers from 0 to 10"),
     ],
 )
 def test_a_wrong_value_is_named(text: str, why: str) -> None:
