@@ -27,7 +27,7 @@ from mpillm.data.chat_request import TOKENS_AS_CHAT, ChatRequests
 from mpillm.data.chat_template import Tools
 from mpillm.data.conversations import Conversation
 from mpillm.data.data_loader import LLMDataLoader, Samples
-from mpillm.data.random_tokens import MAX_LENGTH, draw_lengths, draw_tokens, plain_tokens
+from mpillm.data.random_tokens import MAX_LENGTH, draw_lengths, draw_tokens, plain_tokens, token_source
 from mpillm.data.records import KNOWN, Columns, Prompt, Sample, Trace, sample_of
 from mpillm.data.row_files import read_rows
 from mpillm.data.tokenizer import NoTokenizer, Tokenizer
@@ -109,7 +109,8 @@ class Dataset:
 class Synthetic:
     """Random prompts: normally distributed lengths, and tokens uniform over `Tokenizer.plain_tokens`.
 
-    The fields are the options of the same names.
+    The fields are the options of the same names. `text_file` is `synthetic_text`: the prompts, one after
+    another, are then its text from a random place on.
     """
 
     input_mean: float
@@ -118,6 +119,7 @@ class Synthetic:
     output_stdev: float = 0.0
     num_samples: int = 1024
     seed: int = 0
+    text_file: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,13 +375,13 @@ def _synthetic(spec: Synthetic, tokenizer: Tokenizer, vocab_size: int, max_seq_l
             "lower --input_mean, --output_mean or their --…_stdev",
             about=["input_mean", "output_mean", "max_seq_len"],
         )
-    plain = plain_tokens(tokenizer, vocab_size)
-    if not plain:
+    source = token_source(tokenizer, vocab_size, spec.text_file)
+    if not len(source):
         raise ConfigError(
             f"--dataset synthetic: none of the model's {vocab_size} tokens is free for random prompts"
         )
-    tokens = draw_tokens(random, plain, int(inputs.sum()))
+    tokens = draw_tokens(random, source, int(inputs.sum()))
     note = ""
-    if isinstance(tokenizer, NoTokenizer):
-        note = f"its prompts are random token ids from {plain.start} to {plain.stop - 1}: no tokenizer here"
+    if isinstance(tokenizer, NoTokenizer) and isinstance(source, range):
+        note = f"its prompts are random token ids from {source.start} to {source.stop - 1}: no tokenizer here"
     return Dataset.packed("synthetic", tokens, inputs, output_lengths=outputs, note=note)

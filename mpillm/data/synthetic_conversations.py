@@ -1,4 +1,6 @@
-"""Synthetic conversations: random tokens, or texts of them, with given numbers of turns, lengths and delays.
+"""Synthetic conversations with given numbers of turns, lengths and delays. Turns are token ids, or texts.
+
+Tokens are random, or those of a text.
 
 Conversation `i` depends on the seed, the sizes, the tokenizer and `i` alone, so a longer list begins with the
 shorter one. Its first request begins with the tokens that all conversations share, then those of its group,
@@ -8,13 +10,14 @@ which is ``i % groups``, or drawn if groups differ in size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, about
 from mpillm.data.conversations import Conversation, Message, Turn
-from mpillm.data.random_tokens import draw_lengths, draw_seconds, draw_tokens, plain_tokens
+from mpillm.data.random_tokens import TokenSource, draw_lengths, draw_seconds, draw_tokens, token_source
 from mpillm.data.tokenizer import NoTokenizer, Tokenizer
 from mpillm.options.synthetic_conversations import MAX_TURNS, ConversationSizes
 
@@ -32,6 +35,7 @@ class SyntheticConversations:
     sizes: ConversationSizes
     num_conversations: int = DEFAULT_CONVERSATIONS
     seed: int = 0
+    text_file: Path | None = None  # of the prompts' text; None: tokens are random
 
 
 @about("synthetic_conversations", "num_conversations")
@@ -48,15 +52,15 @@ def generate(
     `as_text`: turns are messages, which `tokenizer` makes of the tokens; otherwise token ids.
     `with_responses`: turns have responses of their output lengths.
     """
-    plain = plain_tokens(tokenizer, vocab_size)
-    if not plain:
+    source = token_source(tokenizer, vocab_size, spec.text_file)
+    if not len(source):
         raise ConfigError(f"none of the model's {vocab_size} tokens is free for random conversations")
     if as_text and isinstance(tokenizer, NoTokenizer):
         raise ConfigError(
             f"{tokenizer.why}; a chat endpoint needs texts, which the tokenizer makes: copy it from the model"
         )
     _check_expected_size(spec)
-    maker = _Maker(spec, plain, tokenizer if as_text else None, with_responses)
+    maker = _Maker(spec, source, tokenizer if as_text else None, with_responses)
     return [maker.conversation(number) for number in range(spec.num_conversations)]
 
 
@@ -80,9 +84,13 @@ def _check_size(n_requests: float, n_tokens: float) -> None:
 
 class _Maker:
     def __init__(
-        self, spec: SyntheticConversations, plain: range, tokenizer: Tokenizer | None, with_responses: bool
+        self,
+        spec: SyntheticConversations,
+        source: TokenSource,
+        tokenizer: Tokenizer | None,
+        with_responses: bool,
     ) -> None:
-        self._sizes, self._seed, self._plain = spec.sizes, spec.seed, plain
+        self._sizes, self._seed, self._source = spec.sizes, spec.seed, source
         self._tokenizer, self._with_responses = tokenizer, with_responses
         self._n_requests = self._n_tokens = 0
         self._system = self._tokens(self._random(_SYSTEM, 0), spec.sizes.system)
@@ -158,7 +166,7 @@ class _Maker:
         return int(np.searchsorted(self._shares, self._random(_CHOICE, number).random(), side="right"))
 
     def _tokens(self, random: np.random.Generator, n: int) -> NDArray[np.int32]:
-        return draw_tokens(random, self._plain, n)
+        return draw_tokens(random, self._source, n)
 
     def _random(self, stream: int, number: int) -> np.random.Generator:
         return np.random.default_rng([self._seed, stream, number])

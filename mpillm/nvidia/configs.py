@@ -175,6 +175,8 @@ class TrtllmHlApiConfig(TrtllmHarnessConfig):
 @bind(AllFields.endpoint_type)
 @bind(AllFields.extra_body)
 @bind(AllFields.extra_headers)
+@bind(AllFields.endpoint_path)
+@bind(AllFields.insecure)
 @bind(AllFields.session_header)
 @bind(AllFields.lora_modules)
 @bind(AllFields.load_deadline)
@@ -188,6 +190,8 @@ class TrtllmEndpointConfig(TrtllmHlApiConfig):
     endpoint_type: str = AllFields.endpoint_type.default
     extra_body: dict[str, Any] = field(default_factory=dict)
     extra_headers: dict[str, str] = field(default_factory=dict)
+    endpoint_path: str | None = None
+    insecure: bool = AllFields.insecure.default
     session_header: str = AllFields.session_header.default
     lora_modules: tuple[str, ...] | None = None
     load_deadline: float = AllFields.load_deadline.default  # seconds, and below

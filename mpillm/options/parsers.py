@@ -158,6 +158,7 @@ _OWN_HEADERS = {
     *("host", "content-type", "content-length", "content-encoding", "transfer-encoding", "connection"),
     *("expect", "upgrade", "accept-encoding", "x-session-id"),
 }
+_PATH = re.compile(r"/[!-~]{0,1000}")
 _MAX_MODEL_NAME = 1000  # characters
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}")
 
@@ -196,6 +197,14 @@ def session_header(text: str) -> str:
     """Return the name of a header whose value mpillm sets."""
     if not _HEADER_NAME.fullmatch(text) or text.lower() in _OWN_HEADERS - {"x-session-id"}:
         raise Reason(f"{text!r} is not a header that can be added")
+    return text
+
+
+@expects("a path of a URL, such as /openai/chat/completions")
+def url_path(text: str) -> str:
+    """Return the path of a URL, which may have a query."""
+    if not _PATH.fullmatch(text):
+        raise Reason("it must begin with / and be printable ASCII text without blanks")
     return text
 
 

@@ -219,11 +219,13 @@ def limits_of(config: RunConfig, known: Sequence[ModelLimits]) -> PromptLimits:
 
 
 def _source(config: RunConfig, run_directory: Callable[[], Path]) -> _Source:
+    text_file = None if config.synthetic_text is None else Path(config.synthetic_text)
     if config.synthetic_conversations:
         return SyntheticConversations(
             sizes_of(config.synthetic_conversations),
             config.num_conversations or DEFAULT_CONVERSATIONS,
             config.seed,
+            text_file,
         )
     if config.dataset == "synthetic":
         return Synthetic(
@@ -233,6 +235,7 @@ def _source(config: RunConfig, run_directory: Callable[[], Path]) -> _Source:
             config.output_stdev,
             config.num_samples,
             config.seed,
+            text_file,
         )
     if ":" in config.dataset:
         return _loader_class(config.dataset).of(config)

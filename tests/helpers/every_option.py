@@ -32,6 +32,7 @@ TEXTS = {
     "extra_headers": '{"X-Tenant":"a"}',
     "lora_modules": "a,b",
     "session_header": "X-Conversation",
+    "endpoint_path": "/chat",
     "end_ids": "7",
     "user_conf": "x",
     "gpu_batch_size": "7",

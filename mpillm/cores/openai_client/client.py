@@ -425,7 +425,7 @@ class Client:
             return
         del self.calls[call.id]
         endpoint_error = (ServerUnreachable if is_unreachable else EndpointError)(
-            f"{call.endpoint.url}{call.endpoint.dialect.path}: {error}"
+            f"{call.endpoint.url}{call.endpoint.path_of(call.endpoint.dialect.path)}: {error}"
         )
         endpoint_error.refusal = error.refusal if isinstance(error, AnswerError) else None
         self.listener.on_failed(call, endpoint_error)

@@ -51,6 +51,13 @@ class OutstandingRequest(Receiver, Protocol):
         """Record the time of sending, `at` (time.perf_counter()); `reused`: the connection is not new."""
 
 
+def _tls(insecure: bool) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    if insecure:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
 class RemoteServer:
     """A server. Everything but the address belongs to the event loop's thread."""
 
@@ -60,11 +67,15 @@ class RemoteServer:
         strict_model: bool = False,
         headers: Mapping[str, str] | None = None,
         session_header: str = "X-Session-ID",
+        *,
+        request_path: str | None = None,
+        insecure: bool = False,
     ) -> None:
         """`url`: host:port, or http(s)://host[:port][/path]. Raises ValueError for any other form.
 
         `strict_model`: see `ServerTally`. `headers`: more of them, for each request. `session_header`: see
-        `start`.
+        `start`. `request_path`: in place of that of completions and chats. `insecure`: do not check the
+        certificate.
         """
         # Error messages append a path that begins with /v1.
         self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
@@ -75,8 +86,8 @@ class RemoteServer:
             self._host = ""
         if not self._host or "@" in parts.netloc or parts.query:
             raise ValueError(f"{url} is not host:port, or a URL of http or https without user and query")
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._path = parts.path
+        self._tls = _tls(insecure) if parts.scheme == "https" else None
+        self._path, self._request_path = parts.path, request_path
         behind = parts.scheme in getproxies() and not proxy_bypass(self._host)
         self._past_proxy = " (the proxy of the environment is not used)" if behind else ""
         key = os.environ.get(API_KEY)
@@ -103,7 +114,11 @@ class RemoteServer:
         self._connecting: set[asyncio.Task[None]] = set()
 
     def _start_line(self, method: str, path: str) -> bytes:
-        return f"{method} {self._path}{path} HTTP/1.1\r\n{self._head}".encode("latin-1")
+        return f"{method} {self._path}{self.path_of(path)} HTTP/1.1\r\n{self._head}".encode("latin-1")
+
+    def path_of(self, path: str) -> str:
+        """Return the path of requests that OpenAI's API has at `path`."""
+        return self._request_path or path if path in (COMPLETIONS, CHAT) else path
 
     # --- calls ---
 
@@ -170,7 +185,7 @@ class RemoteServer:
         except ssl.SSLCertVerificationError as error:
             raise UntrustedError(
                 f"its certificate is not trusted: {error.verify_message}; the environment variable"
-                " SSL_CERT_FILE may name a file of certificates to trust"
+                " SSL_CERT_FILE may name a file of certificates to trust, or --insecure trusts any"
             ) from None
         except ssl.SSLError as error:  # its errno is not a system error
             raise NothingSentBack(f"TLS: {error.reason or error}") from None
@@ -208,7 +223,8 @@ class RemoteServer:
             connection.send(b"%b%d\r\n\r\n%b" % (start, len(body), body), reply)
             await asyncio.wait_for(reply.ended, max(0.0, end - time.monotonic()))
         except (asyncio.TimeoutError, TimeoutError):
-            raise NoAnswer(f"no answer to {method} {path} within {round(timeout_s, 2):g} s") from None
+            what = f"{method} {self.path_of(path)}"
+            raise NoAnswer(f"no answer to {what} within {round(timeout_s, 2):g} s") from None
         finally:
             self._used.discard(connection)
             connection.close()

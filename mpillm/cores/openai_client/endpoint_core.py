@@ -175,7 +175,14 @@ class EndpointCore(ClientCore):
 
     def _endpoint(self, url: str) -> RemoteServer:
         harness, strict_model = self._harness, self.config.client.names_model
-        return RemoteServer(url, strict_model, harness.extra_headers, harness.session_header)
+        return RemoteServer(
+            url,
+            strict_model,
+            harness.extra_headers,
+            harness.session_header,
+            request_path=harness.endpoint_path,
+            insecure=harness.insecure,
+        )
 
     def server_lost(self) -> None:
         assert self._thread is not None
@@ -226,7 +233,7 @@ class EndpointCore(ClientCore):
         limit = DEADLINE_SHARE * self._harness.health_deadline / checks
         limit = longest_first_token_s(self.config, limit)
         for endpoint in endpoints:
-            path = CHAT if self._is_chat else COMPLETIONS
+            path = endpoint.path_of(CHAT if self._is_chat else COMPLETIONS)
             self.awaits = f"{WAITING}{endpoint.url}: a first token (POST {path})"
             self._run(self._prepare(endpoint, limit), checks * limit + 60)
             if self._harness.compliance_test and not endpoint.dialect.token_ids:

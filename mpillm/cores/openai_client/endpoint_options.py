@@ -40,6 +40,12 @@ class HarnessValues(Protocol):
     def extra_headers(self) -> dict[str, str]: ...  # of each request
 
     @property
+    def endpoint_path(self) -> str | None: ...  # of requests, in place of OpenAI's
+
+    @property
+    def insecure(self) -> bool: ...  # certificates are not checked
+
+    @property
     def session_header(self) -> str: ...
 
     @property

@@ -256,7 +256,7 @@ async def choose_dialect(
     of chats. `stream`: the server must also count the tokens of streams.
     """
     dialects = CHAT_DIALECTS if chat else TEXT_DIALECTS if texts else DIALECTS
-    path = dialects[0].path
+    path = endpoint.path_of(dialects[0].path)
     start, where = time.monotonic(), f"{endpoint.url}{path}"
     end = start + timeout_s
     refusals: list[str] = []
@@ -323,7 +323,7 @@ async def _counts(endpoint: RemoteServer, dialect: Dialect, end: float) -> bool:
         (answer := CompletionResponse(True, 1, dialect.is_chat)).feed(reply, 0.0)
         answer.finish(0.0)
     except HttpError as error:
-        raise EndpointError(f"{endpoint.url}{dialect.path}: {error}") from None
+        raise EndpointError(f"{endpoint.url}{endpoint.path_of(dialect.path)}: {error}") from None
     except (AnswerError, ValueError):  # an end token alone has no text
         return status == 200 and bool(answer.completion_tokens)
     return status == 200 and bool(answer.completion_tokens)

@@ -25,6 +25,7 @@ from mpillm.options.parsers import (
     http_urls,
     model_names,
     session_header,
+    url_path,
 )
 from mpillm.programs.load_clients.kinds import CONVERSATIONS
 
@@ -109,6 +110,17 @@ class HarnessFields(Options, group="harness"):
         headers,
         default={},
         effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG, commands=[RUN]),
+    )
+    endpoint_path = option(
+        "the path of requests after the URL's, in place of /v1/completions or /v1/chat/completions",
+        url_path,
+        effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG),
+    )
+    insecure = option(
+        "do not check the certificates of servers behind TLS",
+        boolean,
+        default=False,
+        effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG, measured=False),
     )
     session_header = option(
         "the header with a conversation's name, by which a router keeps the conversation at one server",

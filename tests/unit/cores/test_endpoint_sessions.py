@@ -10,7 +10,7 @@ import pytest
 from disagg.errors import ConfigError
 from mpillm.errors import RunError
 from tests.helpers.endpoint_cores import Rows, core_of, requests, started
-from tests.helpers.scripted_server import MODEL, Reply, Request, ScriptedServer, plain
+from tests.helpers.scripted_server import MODEL, Reply, Request, ScriptedServer, good, plain
 
 
 def test_a_conversation_has_its_name_in_a_header_and_stays_at_its_server() -> None:
@@ -105,5 +105,25 @@ def test_adapters_and_another_name_of_the_model() -> None:
         ScriptedServer() as server,
         pytest.raises(ConfigError, match="--lora_modules exclude each other"),
         core_of(server.address, "--lora_modules=a", core_options={"model": MODEL}),
+    ):
+        pass
+
+
+def test_another_path_of_requests() -> None:
+    path = "/openai/text?version=1"
+    with (
+        ScriptedServer(others={path: good}) as server,
+        started(server, f"--endpoint_path={path}") as core,
+    ):
+        core.enqueue(requests())
+        Rows(core).until(4)
+    assert not server.asked() and [one.path for one in server.requests].count(path) == 5
+
+
+def test_a_path_that_the_server_lacks_is_in_the_message() -> None:
+    with (
+        ScriptedServer() as server,
+        pytest.raises(RunError, match=f"{server.address}/other: HTTP 404"),
+        started(server, "--endpoint_path=/other"),
     ):
         pass

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm.data.conversation_dataset import synthetic_conversations
-from mpillm.data.dataset import Dataset, PromptLimits
+from mpillm.data.dataset import Dataset, PromptLimits, Synthetic, load_dataset
 from mpillm.data.generated_history import TokenHistory
 from mpillm.data.synthetic_conversations import SyntheticConversations, generate
 from mpillm.data.tokenizer import ByteTokenizer, NoTokenizer
@@ -171,3 +173,27 @@ def test_conversations_that_do_not_fit(text: str, more: dict[str, Any], message:
 def test_a_chat_needs_the_tokenizer() -> None:
     with pytest.raises(ConfigError, match=r"no folder; a chat endpoint needs texts"):
         synthetic_conversations(spec("turns=1"), NoTokenizer("no folder"), LIMITS, as_chats=True)
+
+
+def test_prompts_of_a_text(tmp_path: Path) -> None:
+    text = " ".join(f"word{i}" for i in range(100))
+    file = tmp_path / "book.txt"
+    file.write_text(text, encoding="utf-8")
+    chosen = replace(spec("turns=2,input=40,output=5", 5), text_file=file)
+    made = synthetic_conversations(chosen, ByteTokenizer(), LIMITS)
+    texts = [bytes(prompt).decode() for prompt in prompts(made)]
+    assert all(len(one) == 40 and one in text + text for one in texts) and len(set(texts)) == 5
+    single = load_dataset(Synthetic(30.0, 4.0, num_samples=9, text_file=file), ByteTokenizer())
+    joined = bytes(single.tokens.astype(np.uint8)).decode()
+    assert len(joined) == 270 and joined in text + text
+
+
+@pytest.mark.parametrize(
+    ("content", "why"), [(b"", "no token"), (b"\xff", "not UTF-8 text"), (None, "No such file or directory")]
+)
+def test_a_text_that_cannot_be_used(tmp_path: Path, content: bytes | None, why: str) -> None:
+    file = tmp_path / "book.txt"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"^--synthetic_text {file}: {why}"):
+        synthetic_conversations(replace(spec("turns=1"), text_file=file), ByteTokenizer(), LIMITS)

@@ -42,6 +42,7 @@ from mpillm.options.parsers import (
     shell_args,
     stop_words,
     token_ids,
+    url_path,
     urls,
 )
 from mpillm.options.synthetic_conversations import synthetic_conversations
@@ -121,6 +122,10 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
     headers: (
         {'{"X-A": "b c"}': {"X-A": "b c"}},
         ["[]", '{"Host": "a"}', '{"X A": "b"}', '{"X-A": 1}', '{"X-A": "b\\r\\nC: d"}'],
+    ),
+    url_path: (
+        {"/": "/", "/a/b?c=d": "/a/b?c=d"},
+        ["", "a", "/a b", "/\u00e9", "/" + 1001 * "a"],
     ),
     session_header: ({"X-Session-ID": "X-Session-ID", "X-Chat": "X-Chat"}, ["", "Host", "X A", "X:"]),
     model_names: ({"a": ("a",), "a, b:c": ("a", "b:c")}, ["", "a,", "a,a", "a\tb"]),
