@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,17 @@ from mpillm.data.synthetic_conversations import SyntheticConversations, generate
 from mpillm.data.tokenizer import Tokenizer
 from mpillm.data.trace_rows import renamed_rows
 
+_ORDER = 5  # random stream of a seed: the order of conversations
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationChoice:
+    """Which rows of a file are conversations of the test, and in which order."""
+
+    trace_columns: Mapping[str, str] | None = None  # see `renamed_rows`
+    max_input_len: int | None = None  # tokens; conversations with a longer prompt are left out
+    order_seed: int | None = None  # None: the order of the file
+
 
 def load_conversations(
     file: Path,
@@ -28,36 +39,44 @@ def load_conversations(
     limits: PromptLimits,
     columns: Columns = KNOWN,
     are_generated: bool | None = None,
-    trace_columns: Mapping[str, str] | None = None,
+    choice: ConversationChoice | None = None,
 ) -> Dataset:
     """Read conversations, and compute the prompt of each request.
 
-    `are_generated`: see `Turns`; None: if the file has not all responses. `trace_columns`: see
-    `renamed_rows`. Raises ConfigError with the file and the line of a wrong row, and of a request that
-    exceeds a limit.
+    `are_generated`: see `Turns`; None: if the file has not all responses. Raises ConfigError with the file
+    and the line of a wrong row, and of a request that exceeds a limit.
     """
+    choice = ConversationChoice() if choice is None else choice
     vocab_size = tokenizer.vocab_size if limits.vocab_size is None else limits.vocab_size
     rows: Iterable[tuple[str, Any]]
     rows = ((f"{file}:{line}", row) for line, row in read_rows(file, may_be_array=True))
     left_out: list[str] = []
     failed: list[str] = []
-    if trace_columns:
-        rows = renamed_rows(rows, trace_columns, failed)
+    if choice.trace_columns:
+        rows = renamed_rows(rows, choice.trace_columns, failed)
     conversations = read_conversations(rows, vocab_size, columns, left_out)
     if not conversations:
         raise ConfigError(f"data set {file} is empty")
+    if choice.order_seed is not None:
+        order = np.random.default_rng([choice.order_seed, _ORDER]).permutation(len(conversations))
+        conversations = [conversations[i] for i in order]
     prompts = [turn.prompt or "" for one in conversations for turn in one.turns]
     places = [turn.where for one in conversations for turn in one.turns]
     check_traces(file, prompts, limits, places.__getitem__)
+    dataset = _dataset(file.name, conversations, tokenizer, limits, are_generated, choice.max_input_len)
+    assert dataset.turns is not None
     notes = [
-        f"{what}, which are left out: {len(places)}"
-        for what, places in (
-            ("conversations without a user's message", left_out),
-            ("rows without output tokens", failed),
+        f"{what}, which are left out: {n}"
+        for what, n in (
+            ("conversations without a user's message", len(left_out)),
+            ("rows without output tokens", len(failed)),
+            (
+                f"conversations with a prompt of more than {choice.max_input_len} tokens",
+                len(conversations) - len(dataset.turns),
+            ),
         )
-        if places
+        if n
     ]
-    dataset = _dataset(file.name, conversations, tokenizer, limits, are_generated)
     return replace(dataset, note="; ".join(notes))
 
 
@@ -98,21 +117,35 @@ def _dataset(
     tokenizer: Tokenizer,
     limits: PromptLimits,
     are_generated: bool | None,
+    max_input_len: int | None = None,
 ) -> Dataset:
-    """Return the requests of conversations as a data set. Parameters as of `load_conversations`."""
+    """Return the requests of conversations as a data set, without conversations with a longer prompt.
+
+    Parameters as of `load_conversations`.
+    """
     vocab_size = tokenizer.vocab_size if limits.vocab_size is None else limits.vocab_size
-    turns = [turn for conversation in conversations for turn in conversation.turns]
     if are_generated is None:
         are_generated = not all(conversation.has_responses for conversation in conversations)
-    stored = _StoredPrompts()
+    stored, kept = _StoredPrompts(), list[Conversation]()
     for conversation in conversations:
         if conversation.is_tokens:
             stored.add_growing(*_growing_tokens(conversation, are_generated))
         else:
-            stored.add(_prompts(conversation, tokenizer, vocab_size, are_generated))
+            prompts = _prompts(conversation, tokenizer, vocab_size, are_generated)
+            if max_input_len is not None and max(map(len, prompts)) > max_input_len:
+                continue
+            stored.add(prompts)
+        kept.append(conversation)
+    if not kept:
+        raise ConfigError(
+            f"data set {name}: each conversation has a prompt of more than {max_input_len} tokens"
+            " (--max_input_len)",
+            about=["max_input_len"],
+        )
+    turns = [turn for conversation in kept for turn in conversation.turns]
     lengths = [turn.output_len for turn in turns]
     check_lengths(np.array(stored.n_tokens), limits, lambda sample: turns[sample].where)
-    counts = [0, *(len(conversation.turns) for conversation in conversations)]
+    counts = [0, *(len(conversation.turns) for conversation in kept)]
     return Dataset(
         name,
         np.concatenate(stored.prompts),
@@ -120,7 +153,7 @@ def _dataset(
         np.array(stored.n_tokens, np.int64),
         np.array([limits.max_output_len if n is None else n for n in lengths], np.int64),
         turns=Turns(
-            conversations,
+            kept,
             np.cumsum(counts),
             np.array([turn.delay_s for turn in turns]),
             np.array([np.nan if turn.at_s is None else turn.at_s for turn in turns]),

@@ -99,6 +99,11 @@ def check_options(config: RunConfig) -> None:
             f"{config.named('request_cancellation_rate')} and {config.named('on_instance_loss')} exclude each"
             " other: a lost request cannot be cancelled"
         )
+    if config.max_input_len is not None and config.endpoint_type == "chat":
+        raise ConfigError(
+            f"{config.named('max_input_len')}: only the server of a chat endpoint knows a prompt's tokens",
+            about=["max_input_len", "endpoint_type"],
+        )
     if config.synthetic_conversations:
         _check_synthetic_conversations(config)
     check_harness(config)
@@ -107,7 +112,7 @@ def check_options(config: RunConfig) -> None:
 
 def _check_synthetic_conversations(config: RunConfig) -> None:
     """Raise ConfigError for another data set, or for responses longer than the limit."""
-    for name in ("dataset", "dataset_path", "trace_columns"):
+    for name in ("dataset", "dataset_path", "trace_columns", "shuffle", "max_input_len"):
         if config.is_user_set(name) and config[BY_NAME[name]] != BY_NAME[name].default:
             raise ConfigError(
                 f"{config.named('synthetic_conversations')} and {config.named(name)} exclude each other"

@@ -14,7 +14,11 @@ from mpillm.core_names import load_object
 from mpillm.cores.base import LLMCore, ModelLimits
 from mpillm.cores.registry import BackendRegistry
 from mpillm.data.chat_request import TOKENS_AS_CHAT, ChatRequests
-from mpillm.data.conversation_dataset import load_conversations, synthetic_conversations
+from mpillm.data.conversation_dataset import (
+    ConversationChoice,
+    load_conversations,
+    synthetic_conversations,
+)
 from mpillm.data.data_loader import LLMDataLoader
 from mpillm.data.dataset import Dataset, PromptLimits, Synthetic, load_dataset
 from mpillm.data.generated_history import GeneratedHistory, History, TokenHistory
@@ -103,9 +107,10 @@ def _load(
             " conversations with --synthetic_conversations turns=5,input=128,output=32",
             about=["harness", "dataset_path", "synthetic_conversations"],
         )
-    return load_conversations(
-        chosen, tokenizer, limits, columns, _are_generated(config), config.trace_columns
+    choice = ConversationChoice(
+        config.trace_columns, config.max_input_len, config.seed if config.shuffle else None
     )
+    return load_conversations(chosen, tokenizer, limits, columns, _are_generated(config), choice)
 
 
 def _are_generated(config: RunConfig) -> bool | None:

@@ -148,6 +148,16 @@ class ConversationFields(
         choices=("recorded", "generated"),
     )
     trace_speed = option("divides time stamps and delays of the data set", rate, default=1.0)
+    shuffle = option(
+        "put the data set's conversations in random order, by seed; results count samples in this order",
+        boolean,
+        default=False,
+    )
+    max_input_len = option(
+        "leave out conversations of the data set with a prompt of more tokens, as far as prompts are known"
+        " before the test",
+        positive,
+    )
     max_delay = option(
         "the most seconds of the test for a delay, and for the gap between two time stamps of a conversation;"
         " 0 leaves delays out [default: as in the data set]",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.data.conversation_dataset import load_conversations
+from mpillm.data.conversation_dataset import ConversationChoice, load_conversations
 from mpillm.data.dataset import Dataset, PromptLimits
 from mpillm.data.generated_history import GeneratedHistory
 from mpillm.data.tokenizer import ByteTokenizer
@@ -20,11 +20,15 @@ CHAT = [{"role": role, "content": text} for role, text in zip(("user", "assistan
 
 
 def load(
-    folder: Path, *rows: Any, limits: PromptLimits = LIMITS, are_generated: bool | None = None
+    folder: Path,
+    *rows: Any,
+    limits: PromptLimits = LIMITS,
+    are_generated: bool | None = None,
+    choice: ConversationChoice | None = None,
 ) -> Dataset:
     file = folder / "f.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return load_conversations(file, ByteTokenizer(), limits, are_generated=are_generated)
+    return load_conversations(file, ByteTokenizer(), limits, are_generated=are_generated, choice=choice)
 
 
 def texts(dataset: Dataset) -> list[str]:
@@ -177,7 +181,7 @@ def test_a_trace_with_other_names_of_columns(tmp_path: Path) -> None:
     """BurstGPT's failed requests have no output tokens."""
     file = tmp_path / "burst.csv"
     file.write_text(BURST_GPT, encoding="utf-8")
-    dataset = load_conversations(file, ByteTokenizer(), LIMITS, trace_columns=BURST_GPT_COLUMNS)
+    dataset = load_conversations(file, ByteTokenizer(), LIMITS, choice=ConversationChoice(BURST_GPT_COLUMNS))
     assert dataset.turns is not None and dataset.output_lengths is not None
     assert dataset.n_tokens.tolist() == [7, 8] and dataset.output_lengths.tolist() == [3, 2]
     assert dataset.turns.at_s.tolist() == [5, 118]
@@ -199,7 +203,9 @@ def test_a_row_without_the_named_columns(tmp_path: Path, row: Any, message: str)
     file = tmp_path / "f.jsonl"
     file.write_text(json.dumps(row), encoding="utf-8")
     with pytest.raises(ConfigError) as error:
-        load_conversations(file, ByteTokenizer(), LIMITS, trace_columns={"timestamp": "Timestamp"})
+        load_conversations(
+            file, ByteTokenizer(), LIMITS, choice=ConversationChoice({"timestamp": "Timestamp"})
+        )
     assert message in str(error.value)
 
 
@@ -216,3 +222,21 @@ def test_the_longest_delay_and_gap(tmp_path: Path) -> None:
     assert np.nan_to_num(less.at_s, nan=-1).tolist() == [1, 2, 4, -1, 50, 50.5, 52.5]
     assert turns.with_gaps(100.0).delay_s.tolist() == turns.delay_s.tolist()
     assert turns.with_gaps(0.0).at_s[-1] == 50
+
+
+def test_conversations_in_random_order(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i:02}"} for i in range(20)]
+    shuffled = [
+        texts(load(tmp_path, *rows, choice=ConversationChoice(order_seed=seed))) for seed in (7, 7, 8)
+    ]
+    assert shuffled[0] == shuffled[1] != shuffled[2]
+    assert sorted(shuffled[0]) == texts(load(tmp_path, *rows)) != shuffled[0]
+
+
+def test_conversations_with_long_prompts_are_left_out(tmp_path: Path) -> None:
+    rows = [{"id": "x", "messages": CHAT}, {"prompt": "E"}, {"id": "y", "messages": CHAT[:2]}]
+    dataset = load(tmp_path, *rows, choice=ConversationChoice(max_input_len=4))
+    assert texts(dataset) == ["E", "A"] and dataset.turns is not None and len(dataset.turns) == 2
+    assert dataset.note == "conversations with a prompt of more than 4 tokens, which are left out: 1"
+    with pytest.raises(ConfigError, match="each conversation has a prompt of more than 4 tokens"):
+        load(tmp_path, rows[0], choice=ConversationChoice(max_input_len=4))
