@@ -66,8 +66,8 @@ def load_conversations(
     dataset = _dataset(file.name, conversations, tokenizer, limits, are_generated, choice.max_input_len)
     assert dataset.turns is not None
     notes = [
-        f"{what}, which are left out: {n}"
-        for what, n in (
+        f"{reason}, which are left out: {n}"
+        for reason, n in (
             ("conversations without a user's message", len(left_out)),
             ("rows without output tokens", len(failed)),
             (
@@ -126,7 +126,7 @@ def _dataset(
     vocab_size = tokenizer.vocab_size if limits.vocab_size is None else limits.vocab_size
     if are_generated is None:
         are_generated = not all(conversation.has_responses for conversation in conversations)
-    stored, kept = _StoredPrompts(), list[Conversation]()
+    stored, usable = _StoredPrompts(), list[Conversation]()
     for conversation in conversations:
         if conversation.is_tokens:
             stored.add_growing(*_growing_tokens(conversation, are_generated))
@@ -135,17 +135,17 @@ def _dataset(
             if max_input_len is not None and max(map(len, prompts)) > max_input_len:
                 continue
             stored.add(prompts)
-        kept.append(conversation)
-    if not kept:
+        usable.append(conversation)
+    if not usable:
         raise ConfigError(
             f"data set {name}: each conversation has a prompt of more than {max_input_len} tokens"
             " (--max_input_len)",
             about=["max_input_len"],
         )
-    turns = [turn for conversation in kept for turn in conversation.turns]
+    turns = [turn for conversation in usable for turn in conversation.turns]
     lengths = [turn.output_len for turn in turns]
     check_lengths(np.array(stored.n_tokens), limits, lambda sample: turns[sample].where)
-    counts = [0, *(len(conversation.turns) for conversation in kept)]
+    counts = [0, *(len(conversation.turns) for conversation in usable)]
     return Dataset(
         name,
         np.concatenate(stored.prompts),
@@ -153,7 +153,7 @@ def _dataset(
         np.array(stored.n_tokens, np.int64),
         np.array([limits.max_output_len if n is None else n for n in lengths], np.int64),
         turns=Turns(
-            kept,
+            usable,
             np.cumsum(counts),
             np.array([turn.delay_s for turn in turns]),
             np.array([np.nan if turn.at_s is None else turn.at_s for turn in turns]),

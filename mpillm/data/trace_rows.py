@@ -41,9 +41,9 @@ def _renamed(row: Any, names: Mapping[str, str]) -> dict[str, Any]:
     if missing := [column for column in names.values() if column not in row]:
         known = ", ".join(map(str, row))[:_MAX_NAMES]
         raise ValueError(f"no column {missing[0]}{nearest(missing[0], _texts(row))}; there are {known}")
-    taken = {*names, *names.values()}
+    replaced = {*names, *names.values()}
     return {
-        **{key: value for key, value in row.items() if key not in taken},
+        **{key: value for key, value in row.items() if key not in replaced},
         **{key: row[column] for key, column in names.items()},
     }
 

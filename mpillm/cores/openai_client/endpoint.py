@@ -223,8 +223,8 @@ class RemoteServer:
             connection.send(b"%b%d\r\n\r\n%b" % (start, len(body), body), reply)
             await asyncio.wait_for(reply.ended, max(0.0, end - time.monotonic()))
         except (asyncio.TimeoutError, TimeoutError):
-            what = f"{method} {self.path_of(path)}"
-            raise NoAnswer(f"no answer to {what} within {round(timeout_s, 2):g} s") from None
+            request = f"{method} {self.path_of(path)}"
+            raise NoAnswer(f"no answer to {request} within {round(timeout_s, 2):g} s") from None
         finally:
             self._used.discard(connection)
             connection.close()
