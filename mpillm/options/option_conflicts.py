@@ -99,6 +99,11 @@ def check_options(config: RunConfig) -> None:
             f"{config.named('request_cancellation_rate')} and {config.named('on_instance_loss')} exclude each"
             " other: a lost request cannot be cancelled"
         )
+    if config.is_user_set("burstiness") and config.server_target_qps is None:
+        raise ConfigError(
+            f"{config.named('burstiness')} has no effect without --server_target_qps",
+            about=["burstiness", "server_target_qps"],
+        )
     if config.synthetic_conversations:
         _check_synthetic_conversations(config)
     check_harness(config)

@@ -37,6 +37,7 @@ from mpillm.options.parsers import (
     rate,
     seconds,
     secret,
+    shape_of_gamma,
     shell_args,
     stop_words,
     token_ids,
@@ -118,6 +119,7 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
         {'{"X-A": "b c"}': {"X-A": "b c"}},
         ["[]", '{"Host": "a"}', '{"X A": "b"}', '{"X-A": 1}', '{"X-A": "b\\r\\nC: d"}'],
     ),
+    shape_of_gamma: ({"1": 1.0, "0.25": 0.25, "inf": float("inf")}, ["0", "-1", "nan", "1001", "-inf"]),
     gigabytes: ({"0.5": 0.5, "64": 64.0}, ["0", "-1", "nan", "1e7", "64GB"]),
     fraction: ({"1": 1.0, "0.1": 0.1}, ["0", "1.01", "-1", "nan", "all"]),
     boolean: (
