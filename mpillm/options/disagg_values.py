@@ -32,6 +32,7 @@ class YamlKey:
     # The YAML's names by the option's values, if they differ.
     yaml_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     also: str = ""  # an LLM argument that sets the option if the key is missing
+    unit: float = 1.0  # number in the YAML for 1 of the option; if not 1, the YAML's 0 sets nothing
 
     @property
     def name(self) -> str:
@@ -95,6 +96,7 @@ CORE = (
     ),
     YamlKey(AllFields.tokens_per_block, ("kv_cache_config", "tokens_per_block")),
     YamlKey(AllFields.enable_kv_cache_reuse, ("kv_cache_config", "enable_block_reuse")),
+    YamlKey(AllFields.kv_host_cache_gb, ("kv_cache_config", "host_cache_size"), unit=1e9),
     YamlKey(AllFields.enable_chunked_context, ("enable_chunked_prefill",)),
     YamlKey(AllFields.speculative_config, ("speculative_config",)),
     YamlKey(
@@ -174,6 +176,10 @@ def _section_values(
             continue
         where = f"{path}: {section}.{key.name}"
         own = next((name for name, yaml_name in key.yaml_names.items() if yaml_name == value), value)
+        if key.unit != 1 and isinstance(value, (int, float)):
+            if not value:
+                continue
+            own = value / key.unit
         checked = OptionValue(key.field.check(own, where), Source.YAML, where)
         values[key.field.name] = YamlValue(checked, str(value))
     return values
@@ -207,6 +213,8 @@ def written(server: ServerConfig, values: Mapping[YamlKey, Any]) -> ServerConfig
         outer, *inner = key.key
         into = known if outer in SERVER else extra
         yaml_value = key.yaml_names.get(value, value) if key.yaml_names else value
+        if key.unit != 1:
+            yaml_value = int(value * key.unit)
         if inner:
             outer_value = known.get(outer, getattr(server, outer)) if outer in SERVER else extra.get(outer)
             yaml_value = _put(outer_value or {}, inner, yaml_value)

@@ -104,6 +104,11 @@ def check_options(config: RunConfig) -> None:
             f"{config.named('max_input_len')}: only the server of a chat endpoint knows a prompt's tokens",
             about=["max_input_len", "endpoint_type"],
         )
+    if config.is_user_set("burstiness") and config.server_target_qps is None:
+        raise ConfigError(
+            f"{config.named('burstiness')} has no effect without --server_target_qps",
+            about=["burstiness", "server_target_qps"],
+        )
     if config.synthetic_conversations:
         _check_synthetic_conversations(config)
     check_harness(config)

@@ -266,6 +266,12 @@ def rate(text: str) -> float:
     return _above(_number(text), 0, 1e9)
 
 
+@expects("a number above 0 and up to 1000, or inf")
+def shape_of_gamma(text: str) -> float:
+    """Return the shape of a gamma distribution. Infinite: without variation."""
+    return math.inf if text == "inf" else _above(_number(text), 0, 1000)
+
+
 @expects("a number above 0 and up to 1000000")
 def gigabytes(text: str) -> float:
     """Gigabytes of memory."""

@@ -39,10 +39,12 @@ class LoadShape:
 
     n_conversations: int  # to start; after the data set's last one, its first one follows
     concurrency: int | None = None  # open conversations
-    rate: float | None = None  # of Poisson arrivals, conversations per second
+    rate: float | None = None  # of arrivals, conversations per second
+    burstiness: float = 1.0  # of arrivals at a rate; see `arrival_times`
     seed: int = 0  # of the arrivals, and of the choice of requests to cancel
     speed: float = 1.0  # divides time stamps and delays
-    ramp_up_s: float = 0.0  # over which the first `concurrency` conversations start, evenly
+    # Over which the first `concurrency` conversations start, evenly, or the rate grows to `rate`, linearly.
+    ramp_up_s: float = 0.0
     max_s: float = math.inf  # after which no request is issued
     cancel_share: float = 0.0  # of the requests
     cancel_after_s: float = 0.0  # from sending a request to its cancellation
@@ -130,8 +132,7 @@ class ConversationLoad(Role):
         """Return when each conversation arrives, in seconds from the test's start."""
         n, n_known = self._shape.n_conversations, len(self._turns)
         if self._shape.rate is not None:
-            random = np.random.default_rng(self._shape.seed)
-            return random.exponential(1 / self._shape.rate, n).cumsum()
+            return arrival_times(n, self._shape.rate, self._shape)
         stamps = self._turns.at_s[self._turns.first[:-1]]
         stamps = (stamps - stamps.min()) / self._shape.speed
         span = stamps.max() * n_known / max(1, n_known - 1)  # until the trace begins again
@@ -274,3 +275,25 @@ class ConversationLoad(Role):
             self._start_conversation(now)
         else:
             self.window_s = (self.window_s[0], min(self.window_s[1], now - self._started_at))
+
+
+def arrival_times(n: int, rate: float, shape: LoadShape) -> NDArray[np.float64]:
+    """Return when `n` conversations arrive, in seconds from the test's start.
+
+    The intervals between arrivals have a gamma distribution with the shape `burstiness`, as in vLLM's
+    benchmark: 1 is Poisson, smaller values are bursts, inf is constant intervals. During the ramp-up, the
+    rate grows linearly from 0.
+    """
+    random, burstiness = np.random.default_rng(shape.seed), shape.burstiness
+    if burstiness == 1:
+        intervals = random.exponential(1, n)
+    elif math.isinf(burstiness):
+        intervals = np.ones(n)
+    else:
+        intervals = random.gamma(burstiness, 1 / burstiness, n)
+    count = intervals.cumsum()  # expected arrivals before each one: the integral of the rate
+    in_ramp = rate * shape.ramp_up_s / 2
+    during = np.sqrt(2 * shape.ramp_up_s * count / rate)
+    after = shape.ramp_up_s + (count - in_ramp) / rate
+    times: NDArray[np.float64] = np.where(count < in_ramp, during, after)
+    return times

@@ -223,6 +223,8 @@ class Leader(Role):
     def _on_reset(self, source: int, _: None) -> None:
         """Let instances empty their prefix caches. Requests that follow arrive there after this message."""
         self._entry.forget_prompts()
+        if self._short_turns is not None:
+            self._short_turns.forget_all()
         RESET_CACHE.send_all(self._route, self._rank_of.values(), None)
 
     def _on_cancel(self, source: int, ids: list[int]) -> None:

@@ -50,6 +50,10 @@ class ShortTurns:
         pairs = enumerate(zip(rows, needs.tolist(), strict=True))
         return next((i for i, (row, need) in pairs if self.position(row, need) >= 0), len(rows))
 
+    def forget_all(self) -> None:
+        """Note that the instances' prefix caches are empty."""
+        self._previous.clear()
+
     def remember(self, rows: NDArray[np.void], position: int) -> None:
         """Remember requests that the generation instance at this position gets."""
         for session, n_tokens in zip(rows["session"].tolist(), rows["n_tokens"].tolist(), strict=True):

@@ -70,6 +70,8 @@ class ConversationSession(LoadSession):
             how = f"{min(shape.concurrency, shape.n_conversations):,} at a time"
         else:
             how = f"{shape.rate:g} per second" if shape.rate else "by their time stamps"
+            if shape.rate and shape.burstiness != 1:
+                how += f", burstiness {shape.burstiness:g}"
         history = "generated in the test" if self._turns.are_generated else "recorded in the data set"
         cancelled = (
             f"; {100 * shape.cancel_share:g} % of the requests are cancelled {shape.cancel_after_s:g} s after"
@@ -161,7 +163,7 @@ def load_shape(config: RunConfig, turns: Turns) -> LoadShape:
     if config.scenario == "Offline":
         return LoadShape(n, concurrency=config.concurrency or n, **common)
     if config.server_target_qps is not None:
-        return LoadShape(n, rate=config.server_target_qps, **common)
+        return LoadShape(n, rate=config.server_target_qps, burstiness=config.burstiness, **common)
     without = np.flatnonzero(np.isnan(turns.at_s[turns.first[:-1]]))
     if len(without):
         raise ConfigError(

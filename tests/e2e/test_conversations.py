@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.report.request_log import read_requests
+from tests.helpers.answers import wait_for_answers
+from tests.helpers.instance_loss import GRACE, signal_rank
 from tests.helpers.support import DONE, USAGE, Ended, Starter
 
 DELAY_S = 0.05
@@ -317,6 +319,37 @@ def test_host_memory_keeps_what_the_kv_cache_cannot(
     assert rows["cached"].tolist() == cached_of(rows, outputs, with_responses=True)
     (instance,) = ended.result["per_instance"]
     assert instance["reused_blocks"] >= instance["loaded_blocks"] > 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "victim"),
+    [
+        ((), 2),
+        (("--mode", "disaggregated", "--num_ctx_servers", 1, "--max_local_prefill_length", 64), 3),
+    ],
+    ids=["executor", "generation"],
+)
+def test_tokens_outlive_an_instance(
+    one: Starter, talks: Path, layout: tuple[str | int, ...], victim: int
+) -> None:
+    """With caches, host memory and sessions, each turn has the tokens of an instance without them."""
+    words = [*CONVERSATIONS, "--dataset_path", talks, "--model_path", "tiny-llama", "--seed", 1]
+    words += ["--tokens_per_block", BLOCK, "--num_conversations", 60, "--concurrency", 4]
+    plain = one.run(2, *words, core="torch", timeout=120).must(DONE)
+    cache = ("--enable_kv_cache_reuse", "--kv_cache_tokens", 128, "--kv_host_cache_gb", 0.01)
+    loss = ("--traffic_distribution_policy", "conversation", "--on_instance_loss", "continue", *GRACE)
+    log_dir = one.folder / "lost"
+    command = one.start(4, *words, *layout, *cache, *loss, core="torch", log_dir=log_dir)
+    wait_for_answers(command, 12)
+    signal_rank(command, victim)
+    ended = command.end()
+    assert ended.result["samples"] == 60 * sum(N_TURNS) // len(N_TURNS) and ended.result["errors"] == 0
+    (lost,) = ended.result["lost"]
+    assert lost["rank"] == victim
+    expected = {place: line["output_tokens"] for place, line in outputs_of(plain).items()}
+    lines = [json.loads(line) for line in (ended.log_dir / "outputs.jsonl").read_text().splitlines()]
+    for line in lines:
+        assert line["output_tokens"] == expected[line["conversation"], line["turn"]]
 
 
 @pytest.mark.parametrize("history", ["recorded", "generated"])

@@ -19,6 +19,7 @@ import termios
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,17 +82,28 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+# The tests of a machine take different ports, also until a server has bound its own. The kernel gives such a
+# name up with the process.
+_PORT_NAME = "\0mpillm-test-port-{}"
+_HELD: deque[socket.socket] = deque(maxlen=64)
+
+
 def free_ports(n: int) -> list[int]:
     """Return `n` free ports in a row, below those that the system gives out by itself."""
     while True:
         first = random.randrange(10_000, 32_768 - n)
+        ports = list(range(first, first + n))
+        names = []
         with contextlib.ExitStack() as probes:
             try:
-                for port in range(first, first + n):
+                for port in ports:
+                    names.append(socket.socket(socket.AF_UNIX))
+                    names[-1].bind(_PORT_NAME.format(port))
                     probes.enter_context(socket.socket()).bind(("", port))
             except OSError:
                 continue
-        return list(range(first, first + n))
+        _HELD.extend(names)
+        return ports
 
 
 @dataclass(repr=False)

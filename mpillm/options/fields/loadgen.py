@@ -14,6 +14,7 @@ from mpillm.options.parsers import (
     percent,
     positive,
     rate,
+    shape_of_gamma,
     shell_args,
 )
 from mpillm.options.synthetic_conversations import synthetic_conversations
@@ -147,6 +148,12 @@ class ConversationFields(
         " [default: recorded, if the data set has them all]",
         choices=("recorded", "generated"),
     )
+    burstiness = option(
+        "with server_target_qps: shape of the gamma distribution of intervals between conversations, as in"
+        " vLLM's benchmark. 1: Poisson; less: bursts; inf: constant intervals",
+        shape_of_gamma,
+        default=1.0,
+    )
     trace_speed = option("divides time stamps and delays of the data set", rate, default=1.0)
     shuffle = option(
         "put the data set's conversations in random order, by seed; results count samples in this order",
@@ -181,5 +188,8 @@ class ConversationFields(
         default=0.0,
     )
     ramp_up = option(
-        "seconds over which the first conversations start; figures leave them out", not_negative, default=0.0
+        "seconds over which the first conversations start, or over which the rate of server_target_qps grows"
+        " linearly; figures leave this time out",
+        not_negative,
+        default=0.0,
     )

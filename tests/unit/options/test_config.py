@@ -39,6 +39,7 @@ from mpillm.options.parsers import (
     seconds,
     secret,
     session_header,
+    shape_of_gamma,
     shell_args,
     stop_words,
     token_ids,
@@ -133,6 +134,7 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
         {"timestamp=T,input_length=Request tokens": {"timestamp": "T", "input_length": "Request tokens"}},
         ["", "timestamp", "timestamp=", "time=T", "timestamp=T,timestamp=T", "timestamp_unit=h"],
     ),
+    shape_of_gamma: ({"1": 1.0, "0.25": 0.25, "inf": float("inf")}, ["0", "-1", "nan", "1001", "-inf"]),
     gigabytes: ({"0.5": 0.5, "64": 64.0}, ["0", "-1", "nan", "1e7", "64GB"]),
     fraction: ({"1": 1.0, "0.1": 0.1}, ["0", "1.01", "-1", "nan", "all"]),
     boolean: (

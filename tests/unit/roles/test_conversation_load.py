@@ -14,7 +14,7 @@ from disagg.errors import ConfigError
 from mpillm.data.conversations import Conversation
 from mpillm.data.dataset import Turns
 from mpillm.roles import conversation_load
-from mpillm.roles.conversation_load import ConversationLoad, LoadShape
+from mpillm.roles.conversation_load import ConversationLoad, LoadShape, arrival_times
 
 NONE = np.zeros(0, np.int32)
 
@@ -104,6 +104,22 @@ def test_arrivals_at_a_rate_do_not_wait_for_responses(clock: Clock) -> None:
     gaps = np.diff([at for at, _ in driven.issued])
     assert driven.most_open > 10 and len(driven.issued) == n
     assert gaps.mean() == pytest.approx(1 / rate, rel=0.1) and gaps.std() == pytest.approx(1 / rate, rel=0.1)
+
+
+@pytest.mark.parametrize(("burstiness", "deviation"), [(0.25, 2.0), (1.0, 1.0), (4.0, 0.5), (math.inf, 0.0)])
+def test_burstiness_is_the_shape_of_intervals(burstiness: float, deviation: float) -> None:
+    """Their mean is 1 / rate, and their standard deviation that divided by the root of the shape."""
+    times = arrival_times(20_000, 5.0, LoadShape(20_000, burstiness=burstiness))
+    intervals = np.diff(times, prepend=0)
+    assert intervals.mean() == pytest.approx(0.2, rel=0.05)
+    assert intervals.std() == pytest.approx(0.2 * deviation, rel=0.05, abs=1e-9)
+
+
+def test_the_rate_grows_over_the_ramp_up() -> None:
+    times = arrival_times(100, 10.0, LoadShape(100, burstiness=math.inf, ramp_up_s=4.0))
+    # 10 per second, growing from 0 over 4 s, are 20 arrivals; a quarter of them are in the first half.
+    assert [int((times <= end + 1e-9).sum()) for end in (2.0, 4.0, 5.0, 6.0)] == [5, 20, 30, 40]
+    assert (np.diff(times) > 0).all()
 
 
 def test_a_trace_is_replayed_by_its_time_stamps(clock: Clock) -> None:

@@ -40,6 +40,8 @@ def test_later_turns_with_few_new_tokens() -> None:
     assert position(turns, 0, 60) == -1  # of no conversation
     turns.remember(requests((7, 66)), 0)
     assert position(turns, 7, 70) == 0
+    turns.forget_all()
+    assert position(turns, 7, 70) == -1
 
 
 def test_a_full_instance_computes_none() -> None:

@@ -1,0 +1,24 @@
+"""Tests that run at once on a machine take different ports."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+from tests.helpers.support import ROOT, free_ports
+
+CHILD = "import random; random.seed(5); from tests.helpers.support import free_ports; print(*free_ports(3))"
+
+
+def test_processes_take_different_ports() -> None:
+    """Although nothing has bound them, and the processes begin with the same random numbers."""
+    state = random.getstate()
+    random.seed(5)
+    own = free_ports(3)
+    random.setstate(state)
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+    )
+    others = [int(port) for port in child.stdout.split()]
+    assert len(others) == 3 and not set(own) & set(others)
