@@ -17,8 +17,11 @@ from tests.helpers.support import DONE, Starter
 
 pytestmark = pytest.mark.peers
 
-TEXTS = [{"text": "What is rain?"}, {"text": "And snow?", "delay": 150}]
-LENGTHS = [{"input_length": 600, "hash_ids": [1, 2]}, {"input_length": 40, "hash_ids": [3], "delay": 200}]
+TEXTS: list[dict[str, Any]] = [{"text": "What is rain?"}, {"text": "And snow?", "delay": 150}]
+LENGTHS: list[dict[str, Any]] = [
+    {"input_length": 600, "hash_ids": [1, 2]},
+    {"input_length": 40, "hash_ids": [3], "delay": 200},
+]
 LENGTH = {"output_length": 8}
 MULTI_TURN: list[dict[str, Any]] = [
     {"session_id": name, "turns": [{**turn, **LENGTH} for turn in TEXTS]} for name in "ab"
