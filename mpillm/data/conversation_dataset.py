@@ -14,12 +14,20 @@ from numpy.typing import NDArray
 from disagg.errors import ConfigError
 from mpillm.data.chat_request import ChatRequests
 from mpillm.data.conversations import Conversation, Turn, read_conversations, token_parts
-from mpillm.data.dataset import Dataset, PromptLimits, Turns, check_lengths, check_traces, tokens_of
-from mpillm.data.records import KNOWN, Columns
+from mpillm.data.dataset import (
+    Dataset,
+    PromptLimits,
+    Turns,
+    check_lengths,
+    check_traces,
+    tokens_of,
+)
+from mpillm.data.records import KNOWN, Columns, Trace
 from mpillm.data.row_files import read_rows
 from mpillm.data.synthetic_conversations import SyntheticConversations, generate
 from mpillm.data.tokenizer import Tokenizer
 from mpillm.data.trace_rows import renamed_rows
+from mpillm.data.traces import trace_text, trace_tokens
 
 _ORDER = 5  # random stream of a seed: the order of conversations
 
@@ -40,11 +48,13 @@ def load_conversations(
     columns: Columns = KNOWN,
     are_generated: bool | None = None,
     choice: ConversationChoice | None = None,
+    writer: Tokenizer | None = None,
 ) -> Dataset:
     """Read conversations, and compute the prompt of each request.
 
-    `are_generated`: see `Turns`; None: if the file has not all responses. Raises ConfigError with the file
-    and the line of a wrong row, and of a request that exceeds a limit.
+    `are_generated`: see `Turns`; None: if the file has not all responses. `writer`: for a chat endpoint,
+    makes texts of the tokens of traces. Raises ConfigError with the file and the line of a wrong row, and of
+    a request that exceeds a limit.
     """
     choice = ConversationChoice() if choice is None else choice
     vocab_size = tokenizer.vocab_size if limits.vocab_size is None else limits.vocab_size
@@ -60,9 +70,14 @@ def load_conversations(
     if choice.order_seed is not None:
         order = np.random.default_rng([choice.order_seed, _ORDER]).permutation(len(conversations))
         conversations = [conversations[i] for i in order]
-    prompts = [turn.prompt or "" for one in conversations for turn in one.turns]
-    places = [turn.where for one in conversations for turn in one.turns]
-    check_traces(file, prompts, limits, places.__getitem__)
+    turns = [turn for one in conversations for turn in one.turns]
+    check_traces(file, [turn.trace or "" for turn in turns], limits, lambda sample: turns[sample].where)
+    for number, turn in enumerate(turns):
+        if turn.trace is not None and writer is not None:
+            _write_trace(turn, turn.trace, writer, number)
+        elif turn.trace is not None:
+            turn.tokens = trace_tokens(turn.trace, tokenizer, vocab_size, number)
+    _check_kinds(conversations)
     dataset = _dataset(file.name, conversations, tokenizer, limits, are_generated, choice.max_input_len)
     assert dataset.turns is not None
     notes = [
@@ -78,6 +93,27 @@ def load_conversations(
         if n
     ]
     return replace(dataset, note="; ".join(notes))
+
+
+def _write_trace(turn: Turn, trace: Trace, writer: Tokenizer, number: int) -> None:
+    """Make the message of a trace's request. Raises ConfigError with its place if there is no tokenizer."""
+    try:
+        text = trace_text(trace, writer, number)
+    except ConfigError as error:
+        raise ConfigError(f"{turn.where}: {error}", about=["model_path"]) from error
+    turn.added = [{"role": "user", "content": text}]
+
+
+def _check_kinds(conversations: Sequence[Conversation]) -> None:
+    """Raise ConfigError if later prompts of one conversation have tokens, and those of another one texts."""
+    several = [one for one in conversations if len(one.turns) > 1]
+    tokens = any(one.is_tokens for one in several)
+    texts = next((one for one in several if not one.is_tokens), None)
+    if tokens and texts is not None:
+        raise ConfigError(
+            f"{texts.turns[0].where}: a conversation of texts, but others have only input_length; use"
+            " separate files, or --endpoint_type chat"
+        )
 
 
 def synthetic_conversations(
@@ -128,6 +164,8 @@ def _dataset(
         are_generated = not all(conversation.has_responses for conversation in conversations)
     stored, usable = _StoredPrompts(), list[Conversation]()
     for conversation in conversations:
+        if not are_generated:
+            _check_responses(conversation)
         if conversation.is_tokens:
             stored.add_growing(*_growing_tokens(conversation, are_generated))
         else:
@@ -206,6 +244,14 @@ def _growing_tokens(conversation: Conversation, are_generated: bool) -> tuple[ND
     return np.concatenate(parts), lengths + lengths[:1] * (len(conversation.turns) - len(turns))
 
 
+def _check_responses(conversation: Conversation) -> None:
+    """Raise ConfigError with the place of a request whose response is not recorded, but needed."""
+    if missing := next((turn for turn in conversation.turns[:-1] if not turn.has_response), None):
+        raise ConfigError(
+            f"{missing.where}: the file has no response to this request, which the next one needs"
+        )
+
+
 def _prompts(
     conversation: Conversation, tokenizer: Tokenizer, vocab_size: int, are_generated: bool
 ) -> Sequence[array[int]]:
@@ -214,11 +260,6 @@ def _prompts(
     If responses are generated, later requests are not known yet; the first one is in their place.
     """
     turns = conversation.turns[:1] if are_generated else conversation.turns
-    if not are_generated and not conversation.has_responses:
-        missing = next(turn for turn in turns if turn.response is None and turn.prompt is None)
-        raise ConfigError(
-            f"{missing.where}: the file has no response to this request, which the next one needs"
-        )
     prompts = list(_encoded(conversation, turns, tokenizer, vocab_size))
     for turn, tokens in zip(turns, prompts, strict=True):
         if not tokens or max(tokens) >= vocab_size:

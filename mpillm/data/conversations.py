@@ -8,7 +8,8 @@ A conversation is read from one of these rows:
 - ``conversations``, ShareGPT's form;
 - ``turns``, AIPerf's multi_turn form, with delays and time stamps in milliseconds, or a list of texts;
 - ``prompt_0``, ``prompt_1``, …, GuideLLM's form;
-- a single request, as `records.sample_of` reads it. ``session_id`` joins such rows to a conversation.
+- a single request, as `records.sample_of` reads it. ``session_id`` joins such rows to a conversation. Then
+  ``text_input`` and ``input_length`` add to it, as in AIPerf's `mooncake_trace`; other prompts are complete.
 """
 
 from __future__ import annotations
@@ -23,7 +24,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
-from mpillm.data.records import KNOWN, LENGTHS, Columns, Prompt, body_of, chat_of, length_of, sample_of
+from mpillm.data.records import (
+    KNOWN,
+    LENGTHS,
+    Columns,
+    Prompt,
+    Trace,
+    body_of,
+    chat_of,
+    length_of,
+    sample_of,
+)
 from mpillm.files import excerpt
 
 Message = dict[str, Any]
@@ -56,7 +67,8 @@ class Turn:
     delay_s: float = 0.0  # from the previous response to the request
     at_s: float | None = None  # time stamp of the request; None: it has none
     output_len: int | None = None  # tokens
-    # Only in synthetic conversations of token ids, which have no messages:
+    trace: Trace | None = None  # of the tokens that the request adds, until there are `tokens` or `added`
+    # Only in traces and synthetic conversations of token ids, which have no messages:
     tokens: NDArray[np.int32] | None = None  # that the request adds to the conversation
     response_tokens: NDArray[np.int32] | None = None  # for the requests that follow
 
@@ -267,6 +279,8 @@ class _Reader:
             row = _aiperf_request(row)
         sample = sample_of(row, self._vocab_size, self._columns)
         turn = Turn(where, [], prompt=sample.prompt, output_len=sample.output_len)
+        if isinstance(sample.prompt, Trace):
+            turn.trace, turn.prompt = sample.prompt, None
         name = tools = None
         if isinstance(row, dict):
             tools = _tools(body_of(row))
@@ -275,6 +289,8 @@ class _Reader:
                 if not isinstance(sample.prompt, list):
                     raise ValueError("message_mode is delta, but the row has no messages")
                 turn.added, turn.prompt = sample.prompt, None
+            elif isinstance(sample.prompt, str) and "text_input" in row and name not in (None, ""):
+                turn.added, turn.prompt = [{"role": "user", "content": sample.prompt}], None
         if name in (None, ""):
             self.conversations.append(Conversation(f"#{len(self.conversations)}", [turn], tools=tools))
             return
@@ -282,6 +298,10 @@ class _Reader:
         if conversation is None:
             conversation = self._by_name[str(name)] = Conversation(str(name), tools=tools)
             self.conversations.append(conversation)
+        elif (conversation.turns[0].trace is None) != (turn.trace is None):
+            raise ValueError(
+                f"session {name} has rows with input_length and other rows; its rows must be of one form"
+            )
         _append(conversation, turn)
 
 

@@ -27,15 +27,15 @@ from mpillm.data.chat_request import TOKENS_AS_CHAT, ChatRequests
 from mpillm.data.chat_template import Tools
 from mpillm.data.conversations import Conversation
 from mpillm.data.data_loader import LLMDataLoader, Samples
-from mpillm.data.random_tokens import MAX_LENGTH, draw_lengths, draw_tokens, plain_tokens, token_source
+from mpillm.data.random_tokens import MAX_LENGTH, draw_lengths, draw_tokens, token_source
 from mpillm.data.records import KNOWN, Columns, Prompt, Sample, Trace, sample_of
 from mpillm.data.row_files import read_rows
 from mpillm.data.tokenizer import NoTokenizer, Tokenizer
+from mpillm.data.traces import trace_tokens
 from mpillm.options.synthetic_conversations import Normal
 
 BUILTIN_PROMPTS = Path(__file__).parent / "prompts.jsonl"
 
-_TRACE_BLOCK = 512  # tokens per hash in Mooncake's traces
 _MAX_TRACE_TOKENS = 1 << 31  # in all prompts of a trace
 _ENCODE_BATCH = 4096  # prompts tokenized in one call, which bounds the memory of the results
 
@@ -183,7 +183,7 @@ def _of_rows(
     for i, sample in enumerate(samples):
         if i not in rows:
             try:
-                rows[i] = tokens_of(sample.prompt, tokenizer, vocab_size)
+                rows[i] = tokens_of(sample.prompt, tokenizer, vocab_size, sample=i)
             except ConfigError as error:
                 raise ConfigError(f"{where[i]}: {error}", about=["apply_chat_template"]) from error
     for i, tokens in rows.items():
@@ -200,15 +200,17 @@ def _of_rows(
     return replace(packed, output_lengths=lengths, note=_note(samples, lengths, limits)), lines
 
 
-def tokens_of(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int, tools: Tools = None) -> array[int]:
+def tokens_of(
+    prompt: Prompt, tokenizer: Tokenizer, vocab_size: int, tools: Tools = None, sample: int = 0
+) -> array[int]:
     """Return the tokens of a row's prompt. Raises ConfigError as the tokenizer's methods.
 
-    `tools`: that the model may call, if the prompt is a chat.
+    `tools`: that the model may call, if the prompt is a chat. `sample`: see `trace_tokens`.
     """
     if isinstance(tokenizer, ChatRequests) and not isinstance(prompt, (str, list)):
         raise ConfigError(TOKENS_AS_CHAT)
     if isinstance(prompt, Trace):
-        return _trace_tokens(prompt, tokenizer, vocab_size)
+        return _as_array(trace_tokens(prompt, tokenizer, vocab_size, sample).tolist())
     if isinstance(prompt, list):
         return _as_array(tokenizer.encode_chats([prompt], tools)[0])
     return _as_array(tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
@@ -254,7 +256,7 @@ def check_traces(
 ) -> None:
     """Raise ConfigError for a trace with lengths that exceed the model's or the memory's limits.
 
-    Call it before `tokens_of`. `where(sample)`: its place.
+    Call it before the prompts are made. `where(sample)`: its place.
     """
     indices = [i for i, prompt in enumerate(prompts) if isinstance(prompt, Trace)]
     lengths = np.zeros(len(prompts), np.int64)
@@ -262,16 +264,6 @@ def check_traces(
     if lengths.sum() > _MAX_TRACE_TOKENS:
         raise ConfigError(f"{file}: its prompts have {lengths.sum()} tokens; at most {_MAX_TRACE_TOKENS} fit")
     check_lengths(lengths, limits, where)
-
-
-def _trace_tokens(trace: Trace, tokenizer: Tokenizer, vocab_size: int) -> array[int]:
-    """Return random tokens; blocks with equal hashes are equal."""
-    plain = plain_tokens(tokenizer, vocab_size) or range(vocab_size)
-    n_blocks = -(-trace.length // _TRACE_BLOCK)
-    ids = [*trace.hash_ids[:n_blocks], *range(n_blocks - len(trace.hash_ids))]
-    random = (np.random.default_rng([number, i >= len(trace.hash_ids)]) for i, number in enumerate(ids))
-    blocks = [draw_tokens(one, plain, _TRACE_BLOCK) for one in random]
-    return _as_array(np.concatenate(blocks)[: trace.length].tolist())
 
 
 def unused_lengths(dataset: Dataset) -> str:

@@ -95,8 +95,14 @@ def _of_a_server(config: RunConfig, core_class: type[LLMCore]) -> Tokenizer:
 
 
 def _load(
-    chosen: _Source, config: RunConfig, tokenizer: Tokenizer, limits: PromptLimits, columns: Columns
+    chosen: _Source,
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    limits: PromptLimits,
+    columns: Columns,
+    writer: Tokenizer | None = None,
 ) -> Dataset:
+    """Return a data set. `writer`: see `load_conversations`."""
     if isinstance(chosen, SyntheticConversations):
         return synthetic_conversations(chosen, tokenizer, limits, _are_generated(config))
     if not config.has_conversations:
@@ -110,7 +116,7 @@ def _load(
     choice = ConversationChoice(
         config.trace_columns, config.max_input_len, config.seed if config.shuffle else None
     )
-    return load_conversations(chosen, tokenizer, limits, columns, _are_generated(config), choice)
+    return load_conversations(chosen, tokenizer, limits, columns, _are_generated(config), choice, writer)
 
 
 def _are_generated(config: RunConfig) -> bool | None:
@@ -146,7 +152,8 @@ def _chats(
             texts=texts,
             sends_text=True,
         )
-    return replace(_load(chosen, config, ChatRequests(), _of_chats(limits), columns), sends_text=True)
+    chats = _load(chosen, config, ChatRequests(), _of_chats(limits), columns, writer=tokenizer)
+    return replace(chats, sends_text=True)
 
 
 def _of_chats(limits: PromptLimits) -> PromptLimits:
@@ -164,7 +171,7 @@ def history_of(
     if dataset.turns is None or not dataset.turns.are_generated:
         return None
     conversations, limits = dataset.turns.conversations, limits_of(config, [one for one in models if one])
-    if conversations[0].is_tokens:
+    if any(one.is_tokens for one in conversations if len(one.turns) > 1):
         return TokenHistory(conversations, limits)
     if config.endpoint_type == "chat":
         return GeneratedHistory(conversations, ChatRequests(), _of_chats(limits))

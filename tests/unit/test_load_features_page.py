@@ -14,7 +14,6 @@ from mpillm.options.fields import BY_NAME
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "load_features.md").read_text(encoding="utf-8")
 NONE = "\N{EN DASH}"
-PENDING = {"burstiness"}  # of `run`: declared in a change that is merged together with this page
 COMMANDS: dict[str, type[Options]] = {
     "bench endpoint": bench_endpoint.Options,
     "find-max-qps": find_max_qps.Options,
@@ -46,7 +45,7 @@ def test_mpillm_has_the_feature_by_options_that_exist(row: list[str]) -> None:
     assert options or "✓" in cell or "](" in cell, "a feature names its options, or its page"
     for command, name in options:
         known = {one.name for one in COMMANDS[command].declared()} if command else BY_NAME.keys()
-        assert name in known or (name in PENDING and not command), f"{command} --{name}"
+        assert name in known, f"{command} --{name}"
 
 
 def test_missing_features_are_those_of_two_others() -> None:

@@ -27,7 +27,7 @@ from mpillm.endpoint.leader.server_request import ServerRequest
 from mpillm.endpoint.leader.workers import Pool, Worker
 from mpillm.endpoint.prometheus import FIRST_TOKEN_S, REQUEST_S, TEXT, BucketHistogram, escaped, head
 from mpillm.endpoint.protocol import stream_of
-from mpillm.endpoint.sessions import SESSION_HEADER, session_of
+from mpillm.endpoint.sessions import SESSION_HEADERS, session_of
 from mpillm.endpoint.shapes import DONE, error_event
 from mpillm.version import __version__
 
@@ -86,7 +86,7 @@ class LeaderMetrics:
 
 
 _MAX_ERROR = 1 << 16  # bytes of a server's error to send to the client
-_PASSED_ON = ("Authorization", "X-Request-Id", SESSION_HEADER)
+_PASSED_ON = ("Authorization", "X-Request-Id", *SESSION_HEADERS)
 _RESPONSE_HEADERS = ("Retry-After", "WWW-Authenticate", "X-Request-Id")
 
 

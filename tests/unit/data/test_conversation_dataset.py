@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from disagg.errors import ConfigError
+from mpillm.data.chat_request import ChatRequests
 from mpillm.data.conversation_dataset import ConversationChoice, load_conversations
 from mpillm.data.dataset import Dataset, PromptLimits
-from mpillm.data.generated_history import GeneratedHistory
+from mpillm.data.generated_history import GeneratedHistory, TokenHistory
 from mpillm.data.tokenizer import ByteTokenizer
 
 LIMITS = PromptLimits(max_output_len=9)
@@ -121,6 +122,41 @@ def test_prompts_with_generated_responses(tmp_path: Path) -> None:
     long = GeneratedHistory(turns.conversations, ByteTokenizer(), LIMITS)
     with_call = bytes(long.prompt(1, [message]).tolist()).decode()
     assert with_call == f"D\n{json.dumps(call)}\nE"  # the recorded call, which the result answers
+
+
+def test_a_session_of_a_trace_grows_by_its_rows(tmp_path: Path) -> None:
+    """As in AIPerf: `input_length` is what the request adds. Rows without hashes have tokens of their own."""
+    rows = [{"session_id": name, "input_length": n} for name in "st" for n in (9, 4)]
+    made = load(tmp_path, *rows)
+    assert made.turns is not None and made.turns.are_generated
+    first, _, other, _ = (made.sample(i).tolist() for i in range(4))
+    assert len(first) == len(other) == 9 and first != other
+    history = TokenHistory(made.turns.conversations, LIMITS)
+    second = history.prompt(0, [np.array([1, 2], np.int32)]).tolist()
+    assert second[:11] == [*first, 1, 2] and len(second) == 15
+    with pytest.raises(ConfigError, match=r"f.jsonl:1: the file has no response to this request"):
+        load(tmp_path, *rows, are_generated=False)
+
+
+def test_a_file_has_sessions_of_lengths_or_of_texts(tmp_path: Path) -> None:
+    rows = [{"session_id": "s", "input_length": 4}] * 2
+    with pytest.raises(
+        ConfigError, match=r"f.jsonl:3: turns\[0\]: a conversation of texts, but others have only"
+    ):
+        load(tmp_path, *rows, {"turns": ["A", "B"]})
+    assert len(load(tmp_path, *rows, {"prompt": "A"})) == 3  # no response is needed in its prompt
+
+
+def test_prompts_of_a_trace_are_texts_for_a_chat_endpoint(tmp_path: Path) -> None:
+    """Equal where the hashes are, which the server can find in its cache."""
+    rows = [{"input_length": 700, "hash_ids": ids} for ids in ([1, 2], [1, 3])]
+    file = tmp_path / "f.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    made = load_conversations(file, ChatRequests(), LIMITS, writer=ByteTokenizer())
+    chats = [json.loads("{" + bytes(made.sample(i).tolist()).decode() + "]}") for i in range(2)]
+    (one,), (two,) = (chat["messages"] for chat in chats)
+    assert one["role"] == "user" and one["content"][:200] == two["content"][:200] != ""
+    assert one != two
 
 
 def read_text(folder: Path, text: str) -> Dataset:

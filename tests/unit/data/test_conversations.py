@@ -118,6 +118,14 @@ def test_guidellm_columns() -> None:
     assert prompts(one)[1] == ["s:S", "u:A", "u:B"]
 
 
+def test_texts_of_a_session_in_a_trace_add_to_it() -> None:
+    """As in AIPerf. Rows of its other forms have complete prompts."""
+    (added,) = read(*({"session_id": "s", "text_input": text} for text in "AB"))
+    assert prompts(added) == [["u:A"], ["u:A", "u:B"]] and not added.has_responses
+    (complete,) = read(*({"session_id": "s", "text": text} for text in "AB"))
+    assert [turn.prompt for turn in complete.turns] == ["A", "B"] and complete.has_responses
+
+
 def test_a_row_per_request() -> None:
     """Traces, OpenAI's batches, chats so far, and plain prompts. A session joins its requests."""
     rows = read(
@@ -131,7 +139,8 @@ def test_a_row_per_request() -> None:
         {"prompt": "A"},
     )
     samples = [[turn.prompt for turn in one.turns] for one in rows]
-    assert samples[0] + samples[1] == [Trace(9, (1,)), Trace(8, ()), Trace(6, ())]
+    traces = [[turn.trace for turn in one.turns] for one in rows]
+    assert traces[0] + traces[1] == [Trace(9, (1,)), Trace(8, ()), Trace(6, ())]
     assert [turn.at_s for turn in rows[1].turns] == [2.0, None] and rows[1].turns[1].delay_s == 0.5
     assert [one[0] for one in samples[3:]] == [
         messages("u:A"),
@@ -264,6 +273,10 @@ def test_delta_messages_continue_a_session() -> None:
         ),
         ([{"id": 1, "messages": messages("u:A", "a:B")}] * 2, "f.jsonl:2: 1 is also the name of an earlier"),
         (
+            [{"session_id": "s", "input_length": 4}, {"session_id": "s", "text_input": "A"}],
+            "f.jsonl:2: session s has rows with input_length and other rows; its rows must be of one form",
+        ),
+        (
             [{"session_id": "s", "message_mode": "delta", "prompt": "A"}],
             "f.jsonl:1: message_mode is delta, but",
         ),
@@ -294,4 +307,4 @@ def test_csv_has_only_text() -> None:
     )
     assert prompts(one)[1] == ["u:A", "a:B", "u:C"] and one.turns[1].delay_s == 0.5
     (trace,) = read({"input_length": "9", "timestamp": "1500", "session_id": "", "delay": ""})
-    assert (trace.turns[0].at_s, trace.turns[0].prompt) == (1.5, Trace(9, ()))
+    assert (trace.turns[0].at_s, trace.turns[0].trace) == (1.5, Trace(9, ()))

@@ -208,12 +208,13 @@ def test_a_trace(tmp_path: Path) -> None:
         {"timestamp": 0, "input_length": 700, "output_length": 50, "hash_ids": [0, 1]},
         {"timestamp": 3, "input_length": 1024, "output_length": 60, "hash_ids": [0, 2]},
         {"timestamp": 3, "input_length": 600, "output_length": 1, "hash_ids": []},
+        {"timestamp": 4, "input_length": 600, "output_length": 1},
     ]
     dataset = load(tmp_path, "trace.jsonl", lines(*rows))
-    assert dataset.n_tokens.tolist() == [700, 1024, 600]
-    assert dataset.output_lengths is not None and dataset.output_lengths.tolist() == [50, 60, 1]
-    first, second, third = prompts_of(dataset)
-    assert first[:512] == second[:512] != third[:512]
+    assert dataset.n_tokens.tolist() == [700, 1024, 600, 600]
+    assert dataset.output_lengths is not None and dataset.output_lengths.tolist() == [50, 60, 1, 1]
+    first, second, third, fourth = prompts_of(dataset)
+    assert first[:512] == second[:512] != third[:512] != fourth[:512]
     assert first[512:] != second[512:700]
     assert "its timestamp has no effect; its prompts are random tokens, with the trace's lengths" in (
         dataset.note

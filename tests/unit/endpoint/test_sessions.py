@@ -19,6 +19,8 @@ def test_a_name_is_the_same_number_wherever_it_is() -> None:
     ]
     assert {session_of({}, body) for body in bodies} == {number}
     assert session_of({"X-Session-ID": "a"}, {"session_id": "b"}) == number
+    assert session_of({"X-Session-Affinity": "a"}, {"user": "b"}) == number  # AIPerf's
+    assert session_of({"X-Session-Affinity": "b", "X-Session-ID": "a"}, {}) == number
     assert session_of({}, {}) == session_of({}, {"user": None, "session_id": ""}) == 0
 
 

@@ -259,6 +259,9 @@ def test_prompts_of_a_chat_endpoint_are_messages(tmp_path: Path) -> None:
         load(tmp_path, *chat, "--dataset_path", arrays(tmp_path))
     with pytest.raises(ConfigError, match="a text has no tokens without it"):
         load(tmp_path, *chat, "--dataset", "synthetic")
+    lines.write_text('{"input_length": 9}\n')
     own = ("--server", "mpillm", "--model_path", "tiny-llama", *chat[2:])
+    traced = load(tmp_path, *own, "--harness", "conversations", "--dataset_path", lines)
+    assert traced.sends_text and bytes(traced.sample(0).tolist()).startswith(b'"messages":[{"role":"user",')
     drawn = load(tmp_path, *own, "--dataset", "synthetic")
     assert drawn.sends_text and len(drawn.texts) == len(drawn) == 1024
