@@ -96,10 +96,11 @@ def test_what_a_section_states_holds_for_it(file: Path, name: str) -> None:
     _, (core,) = cores(config, 2)
     if place is not ROUTER:
         assert core.engine.values[name] == expected
-    more: dict[str, Any] = {
+    needed: dict[str, dict[str, Any]] = {
         "context_chunking_policy": {"enable_chunked_prefill": True},
         "kv_host_cache_gb": {"kv_cache_config": {"enable_block_reuse": True, "host_cache_size": value}},
-    }.get(name, {})
+    }
+    more = needed.get(name, {})
     agreeing = given(file, f"--{name}", option, executors=section(**{name: value}) | more)
     assert (getattr(agreeing, name), agreeing.where(name)) == (expected, "command line")
 
