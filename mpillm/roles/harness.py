@@ -45,6 +45,7 @@ _PROMPT_COUNTS = int(ResponseFlag.PROMPT_COUNTS)
 _CANCELLED, _CANCEL_DONE = int(ResponseFlag.CANCELLED), int(ResponseFlag.CANCEL_DONE)
 _MAX_BATCH = 1024  # requests per message
 _NO_COUNTS = -1, -1
+_UNKNOWN, _NO_SESSION = np.array(_NO_COUNTS, PROMPT_COUNTS), np.uint32(0)
 _NO_MEMORY = (
     "out of memory: it builds the list of all queries before the test; lower --min_query_count,"
     " --min_duration or the expected rate (--offline_expected_qps, --server_target_qps)"
@@ -208,7 +209,8 @@ class Harness(Role):
         self._n_senders = np.zeros(0, np.int64)  # number of instances that may still send rows of the sample
         self._sample_ids = np.zeros(0, np.uint64)
         self._sessions, self._has_sessions = np.zeros(0, np.uint32), False
-        self._prompt_counts = np.zeros(0, PROMPT_COUNTS)
+        self._counts_prompts = bool(test.request_flags & RequestFlag.PROMPT_COUNTS)
+        self._prompt_counts = np.zeros(0, PROMPT_COUNTS)  # only used if instances report them
         self._first_salt, self._n_salted = np.uint64(1 + secrets.randbits(62)), 0
         self._indices = np.zeros(0, np.int64)
         self._issued_at = np.zeros(0)
@@ -353,7 +355,9 @@ class Harness(Role):
         self._n_free -= n
         slots = self._free[self._n_free : self._n_free + n].copy()
         at = index_of(slots)
-        self._first_at[at], self._prompt_counts[at] = np.nan, _NO_COUNTS
+        self._first_at[at] = np.nan
+        if self._counts_prompts:
+            self._prompt_counts[at] = _NO_COUNTS
         return slots
 
     def _send_again(self, slots: NDArray[np.uint32], instance: int, now: float) -> None:
@@ -435,7 +439,8 @@ class Harness(Role):
             index, began = int(self._indices[slot]), totals.started
             if self._log is not None:
                 times = issued - began, first - began, now - began
-                counts, session = self._prompt_counts[slot].item(), int(self._sessions[slot])
+                counts = self._prompt_counts[slot].item() if self._counts_prompts else _NO_COUNTS
+                session = int(self._sessions[slot])
                 self._log.add_one(*times, index, length, is_error, counts, session)
             if self._on_answer is not None:
                 self._on_answer(index, tokens, prompt)
@@ -528,8 +533,14 @@ class Harness(Role):
         totals.ended = now
         if self._log is not None:
             began, errors = totals.started, (np.ones if is_error else np.zeros)(n, np.bool_)
-            of_slots = self._prompt_counts[at].copy(), self._sessions[at].copy()
-            self._log.add(issued - began, first - began, now - began, indices, lengths, errors, *of_slots)
+            counts_of, sessions = np.broadcast_to(_UNKNOWN, n), np.broadcast_to(_NO_SESSION, n)
+            if self._counts_prompts:
+                counts_of = self._prompt_counts[at].copy()
+            if self._has_sessions:
+                sessions = self._sessions[at].copy()
+            self._log.add(
+                issued - began, first - began, now - began, indices, lengths, errors, counts_of, sessions
+            )
         from_, counts = starts.tolist(), lengths.tolist()
         if self._on_answer is not None:
             responses = zip(
