@@ -82,10 +82,11 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-# The tests of a machine take different ports, also until a server has bound its own. The kernel gives such a
-# name up with the process.
+# By these names, test processes on one machine never choose the same port, even before a server binds it. The
+# kernel releases a name with its process.
 _PORT_NAME = "\0mpillm-test-port-{}"
-_HELD: deque[socket.socket] = deque(maxlen=64)
+_NAMED: deque[contextlib.ExitStack] = deque()  # the sockets of each call, which have these names
+_MAX_NAMED = 64  # calls; their servers have started long before that many others
 
 
 def free_ports(n: int) -> list[int]:
@@ -93,16 +94,16 @@ def free_ports(n: int) -> list[int]:
     while True:
         first = random.randrange(10_000, 32_768 - n)
         ports = list(range(first, first + n))
-        names = []
-        with contextlib.ExitStack() as probes:
+        with contextlib.ExitStack() as named, contextlib.ExitStack() as probes:
             try:
                 for port in ports:
-                    names.append(socket.socket(socket.AF_UNIX))
-                    names[-1].bind(_PORT_NAME.format(port))
+                    named.enter_context(socket.socket(socket.AF_UNIX)).bind(_PORT_NAME.format(port))
                     probes.enter_context(socket.socket()).bind(("", port))
             except OSError:
                 continue
-        _HELD.extend(names)
+            _NAMED.append(named.pop_all())
+        if len(_NAMED) > _MAX_NAMED:
+            _NAMED.popleft().close()
         return ports
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from tests.helpers.peer_programs import (
     peer_environment,
     server,
 )
-from tests.helpers.support import DONE, Command, Starter, wait_until
+from tests.helpers.support import DONE, Command, Starter, free_ports, wait_until
 
 pytestmark = pytest.mark.peers
 
@@ -45,9 +44,8 @@ def _start(start: Starter, url: str, *words: object) -> Command:
 
 
 def _address() -> tuple[str, int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return "127.0.0.1", int(probe.getsockname()[1])
+    (port,) = free_ports(1)
+    return "127.0.0.1", port
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Tests that run at once on a machine take different ports."""
+"""Test processes on one machine never choose the same port."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.helpers.support import ROOT, free_ports
 CHILD = "import random; random.seed(5); from tests.helpers.support import free_ports; print(*free_ports(3))"
 
 
-def test_processes_take_different_ports() -> None:
-    """Although nothing has bound them, and the processes begin with the same random numbers."""
+def test_two_processes_choose_different_ports() -> None:
+    """Both draw the same random numbers, and no server has bound a port yet."""
     state = random.getstate()
     random.seed(5)
     own = free_ports(3)
