@@ -18,6 +18,7 @@ from launch.children import Children
 from launch.signals import stop_signals
 from mpillm import cli
 from mpillm.core_names import PLUGIN_PACKAGES
+from tests.helpers.support import run_program
 
 ROOT = Path(__file__).parents[3]
 
@@ -261,5 +262,5 @@ print([name for name in ("launch.supervisor", "subprocess") if name in sys.modul
 
 def test_what_a_start_needs_not_is_not_imported() -> None:
     """Ranks and commands start sooner for it."""
-    done = subprocess.run([sys.executable, "-c", PLAN], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n[]\n"
+    done = run_program(PLAN)
+    assert done.stdout == "[]\n[]\n", done.stderr
