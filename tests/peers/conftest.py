@@ -122,7 +122,11 @@ def in_path(program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 @pytest.fixture
-def nixl(in_path: dict[str, str]) -> None:
-    """Skip where NIXL is not installed."""
+def nixl(in_path: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip where NIXL is not installed. Each of several servers on this machine gets one thread.
+
+    On two cores, the threads of three servers wait for each other most of the time, and leases expire.
+    """
     if not [*FOLDER.glob("lib/python*/site-packages/nixl")]:
         pytest.skip(f"{FOLDER} has no nixl")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
