@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -53,6 +55,15 @@ os.environ.pop("MAKEFLAGS", None)
 
 # As `mpillm.triton.grpc_fork` sets it. Some tests import gRPC first.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
+# Modules under test import MPI, which starts it. A process without mpirun needs no shared memory: Open MPI
+# would leave 16 MB of it in /dev/shm, and its session folder in /tmp.
+if not {"OMPI_COMM_WORLD_RANK", "PMI_RANK"} & os.environ.keys():
+    with (
+        tempfile.TemporaryDirectory(prefix="mpillm-") as _folder,
+        mock.patch.dict(os.environ, OMPI_MCA_btl="self", TMPDIR=_folder),
+    ):
+        from mpi4py import MPI  # noqa: F401
 
 # What the engine compiles for CPUs, tests and what they start leave here, not in the user's cache.
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / "build" / "cache")

@@ -1,6 +1,8 @@
-"""Programs that tests start without mpirun."""
+"""MPI without mpirun, in tests and in programs that they start."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from tests.helpers.support import run_program
 
@@ -11,3 +13,8 @@ def test_a_program_that_imports_mpi_leaves_no_shared_memory() -> None:
     assert done.returncode == 0, done.stderr
     assert "mpi" in done.stdout
     assert "/sm_segment." not in done.stdout
+
+
+def test_this_process_leaves_no_shared_memory() -> None:
+    """Also if a folder that is collected before tests/unit has imported MPI."""
+    assert "/sm_segment." not in Path("/proc/self/maps").read_text(encoding="utf-8")
