@@ -16,11 +16,8 @@ DONE = b"data: [DONE]\n\n"
 _string = json.encoder.encode_basestring_ascii  # like json.dumps, in a fifth of the time
 
 
-def usage(choices: Sequence[Choice], n: int, block_tokens: int | None) -> Json:
-    """Return `usage`. Each prompt counts once for its `n` answers, and an answer counts with its end token.
-
-    `block_tokens`: see `PendingResponse.cached_tokens`.
-    """
+def usage(choices: Sequence[Choice], n: int) -> Json:
+    """Return `usage`. A prompt counts once for its `n` answers, and an answer counts with its end token."""
     prompt = sum(len(choice.prompt) for choice in choices[::n])
     completion = sum(choice.n_tokens for choice in choices)
     result: Json = {
@@ -28,7 +25,7 @@ def usage(choices: Sequence[Choice], n: int, block_tokens: int | None) -> Json:
         "total_tokens": prompt + completion,
         "completion_tokens": completion,
     }
-    cached = [choice.answer.cached_tokens(block_tokens) for choice in choices[::n]]
+    cached = [choice.answer.cached for choice in choices[::n]]
     known = [tokens for tokens in cached if tokens is not None]
     if len(known) == len(cached):
         result["prompt_tokens_details"] = {"cached_tokens": sum(known)}
@@ -38,12 +35,8 @@ def usage(choices: Sequence[Choice], n: int, block_tokens: int | None) -> Json:
 class Shapes:
     """Builds the response objects of one request."""
 
-    def __init__(
-        self, completion: CompletionRequest, request_id: str, model: str, block_tokens: int | None = None
-    ) -> None:
-        """`block_tokens`: see `PendingResponse.cached_tokens`."""
+    def __init__(self, completion: CompletionRequest, request_id: str, model: str) -> None:
         self._completion = completion
-        self._block_tokens = block_tokens
         self._head: Json = {
             "id": f"{'chatcmpl' if completion.chat else 'cmpl'}-{request_id}",
             "object": "chat.completion" if completion.chat else "text_completion",
@@ -86,7 +79,7 @@ class Shapes:
 
     def around(self, choices: Sequence[Choice]) -> Json:
         """Return an answer that does not stream, without its choices."""
-        response = self._head | {"usage": usage(choices, self._completion.n, self._block_tokens)}
+        response = self._head | {"usage": usage(choices, self._completion.n)}
         if self._completion.chat and self._completion.return_token_ids:
             response["prompt_token_ids"] = choices[0].prompt.tolist()
         return response
@@ -117,11 +110,11 @@ class Shapes:
 
     def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
         """Return the last chunk of a stream whose client requested usage."""
-        total = json.dumps(usage(choices, self._completion.n, self._block_tokens))
+        total = json.dumps(usage(choices, self._completion.n))
         return self._event(f'{self._chunk_head}, "choices": [], "usage": {total}}}')
 
     def _usage_so_far(self, choice: Choice) -> dict[str, Any]:
-        return {"usage": usage([choice], 1, self._block_tokens)} if self._completion.continuous_usage else {}
+        return {"usage": usage([choice], 1)} if self._completion.continuous_usage else {}
 
     @staticmethod
     def _event(text: str) -> bytes:

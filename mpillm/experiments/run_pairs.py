@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
+from mpillm.experiments import conversation_runs
 from mpillm.experiments.intervals import PairedTest, paired_test
 from mpillm.experiments.run_series import must_have_verdict
 from mpillm.loadgen.logs import latencies_ms
@@ -15,7 +16,10 @@ from mpillm.runtime.whole_runs import run_in
 ALPHA = 0.01
 """Probability of calling a difference real if there is none."""
 
-METRICS = ("samples_per_second", "tokens_per_second", "ttft_mean", "ttft_p99", "tpot_mean", "latency_mean")
+METRICS = (
+    *("samples_per_second", "tokens_per_second", "ttft_mean", "ttft_p99", "tpot_mean", "latency_mean"),
+    *conversation_runs.METRICS,
+)
 
 
 def run_pairs(
@@ -49,8 +53,10 @@ def run_pairs(
 
 
 def _figures(result: Mapping[str, Any], folder: Path) -> dict[str, float]:
-    latency = latencies_ms(folder) or {}
+    latency = latencies_ms(folder) or result.get("latency_ms") or {}  # LoadGen's, or those of another load
+    of_conversations = conversation_runs.conversation_values(result)
     values = {
+        **{name: of_conversations.get(name) for name in conversation_runs.METRICS},
         "samples_per_second": result["samples_per_second"],
         "tokens_per_second": result["tokens_per_second"],
         "latency_mean": latency.get("mean"),

@@ -207,7 +207,8 @@ def _lacking(use: Use, config: RunConfig, command: str) -> tuple[int, _Cause] | 
         set_value = getattr(config, name)
         if (not set_value) if value is ANY else set_value != value:
             value_text = "" if value is ANY else f" {BY_NAME[name].text(value)}"
-            return 3, _Cause(f"without --{name}{value_text}", name)
+            # As close as a scenario: of two uses that lack one of these, the first one is the cause.
+            return 2, _Cause(f"without --{name}{value_text}", name)
     return None
 
 

@@ -31,6 +31,27 @@ class HarnessValues(Protocol):
     def stall_timeout(self) -> float: ...
 
     @property
+    def endpoint_type(self) -> str: ...  # completions or chat
+
+    @property
+    def extra_body(self) -> dict[str, Any]: ...  # fields of each request
+
+    @property
+    def extra_headers(self) -> dict[str, str]: ...  # of each request
+
+    @property
+    def endpoint_path(self) -> str | None: ...  # of requests, in place of OpenAI's
+
+    @property
+    def insecure(self) -> bool: ...  # certificates are not checked
+
+    @property
+    def session_header(self) -> str: ...
+
+    @property
+    def lora_modules(self) -> tuple[str, ...] | None: ...  # models of requests, in turn
+
+    @property
     def compliance_test(self) -> str | None: ...
 
 

@@ -13,6 +13,9 @@ class OutputFields(Options, group="output"):
 
     log_dir = option(f"the run directory [default: {RUNS}/<time>-<model>-<scenario>]")
     save_outputs = option("write every answer to outputs.jsonl", boolean, default=False, effect=REPORTED)
+    requests_file = option(
+        "write a table with a row for each request: a .csv, or a .parquet (needs pyarrow)", effect=REPORTED
+    )
     price_per_gpu_hour = option(
         "price of a GPU per hour; the HTML report then shows the price of a million tokens",
         not_negative,

@@ -310,7 +310,7 @@ def _point(
     sampling = _sampling(curve, workload)
     seeds = SEED_SETS[curve.seed_set]
     order = sample_order(len(prompts), seeds["sample_index_rng_seed"])
-    others = warm_up_prompts(dataset.tokens, dataset.lengths(), c, seeds["model_seed"])
+    others = warm_up_prompts(dataset.tokens, dataset.n_tokens, c, seeds["model_seed"])
     warm_up = FixedConcurrency(others, iter(range(c)), sampling, c, c)
     took = client.run(warm_up)
     warmed = sum(not record.error for record in warm_up.records)
