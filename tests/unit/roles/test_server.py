@@ -97,9 +97,10 @@ def test_what_a_server_does_that_says_nothing(tmp_path: Path) -> None:
     try:
         wait_until(lambda: server.cpu_s >= 0.5, "its CPU time")
         assert re.fullmatch(r"server 0 \(x\): starts, \d+ s of CPU so far", doing("server 0 (x)", "", server))
+        os.utime(server.log)  # it may have taken long
         assert doing("server 0 (x)", "Loads", server) == "server 0 (x): Loads"
         os.utime(server.log, (time.time() - 30,) * 2)
-        assert re.fullmatch(r"server 0 \(x\), silent 3\d s: Loads", doing("server 0 (x)", "Loads", server))
+        assert re.fullmatch(r"server 0 \(x\), silent \d+ s: Loads", doing("server 0 (x)", "Loads", server))
     finally:
         server.stop(0.0)
 
