@@ -274,10 +274,10 @@ def _count(value: Any) -> int | None:
 
 
 def _without_prompt(data: bytes) -> bytes:
-    """Return JSON without the token ids of its prompt, which nobody reads. Parsing 25,000 ids takes 2 ms."""
-    if len(data) < _LONG_BYTES or (found := _PROMPT.search(data)) is None:
+    """Return JSON without the prompt's token ids, which are not used. Parsing 25,000 takes 2 ms."""
+    if len(data) < _LONG_BYTES or (match := _PROMPT.search(data)) is None:
         return data
-    begin, end = found.end(), data.find(b"]", found.end())
+    begin, end = match.end(), data.find(b"]", match.end())
     if end < 0 or data[begin:end].translate(None, b"0123456789, "):
         return data
     return data[:begin] + data[end:]
