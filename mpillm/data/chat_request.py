@@ -10,6 +10,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mpillm.data.chat_template import Messages, Tools
 from mpillm.data.tokenizer import ByteTokenizer
 
@@ -39,4 +42,8 @@ class ChatRequests(ByteTokenizer):
         return [self.encode(prompt) for prompt in prompts]
 
     def encode_chats(self, chats: Sequence[Messages], tools: Tools = None) -> list[list[int]]:
-        return [list(chat_prompt(messages, tools).encode()) for messages in chats]
+        return [self.tokens_of(messages, tools).tolist() for messages in chats]
+
+    def tokens_of(self, messages: Messages, tools: Tools = None) -> NDArray[np.int32]:
+        """Return the tokens of a request with these messages. Raises as `chat_prompt`."""
+        return np.frombuffer(chat_prompt(messages, tools).encode(), np.uint8).astype(np.int32)

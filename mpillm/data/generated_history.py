@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
+from mpillm.data.chat_request import ChatRequests
+from mpillm.data.chat_template import Messages, Tools
 from mpillm.data.conversations import Conversation, Message, token_parts
 from mpillm.data.dataset import PromptLimits, check_lengths, tokens_of
 from mpillm.data.tokenizer import Tokenizer
@@ -74,8 +76,13 @@ class GeneratedHistory(History):
                         )
                     ]
                 )
-                tokens = np.array(self._tokenizer.encode_chats([messages], conversation.tools)[0], np.int32)
+                tokens = self._encoded(messages, conversation.tools)
         except ConfigError as error:
             raise ConfigError(f"{turn.where}: {error}") from error
         check_lengths(np.array([len(tokens)]), self._limits, lambda _: turn.where)
         return tokens
+
+    def _encoded(self, messages: Messages, tools: Tools) -> NDArray[np.int32]:
+        if isinstance(self._tokenizer, ChatRequests):  # no list of all bytes, which would delay other threads
+            return self._tokenizer.tokens_of(messages, tools)
+        return np.array(self._tokenizer.encode_chats([messages], tools)[0], np.int32)

@@ -56,7 +56,7 @@ class _Open:
 
     first: int  # sample of its first request
     n_turns: int
-    started: float  # time.perf_counter()
+    started: float  # seconds of the test
     number: int  # in the data set
     session: int  # never 0; another one each time
     cancel_after: list[float]  # by turn: seconds from sending to cancellation; NaN: it is not cancelled
@@ -90,7 +90,7 @@ class ConversationLoad(Role):
         self.window_s = (shape.ramp_up_s, math.inf)
         """Seconds of the test between ramp-up and drain: while all conversations are open, or arrive."""
         self._turns, self._shape = turns, shape
-        # A heap: time, a number that breaks ties, conversation.
+        # A heap: seconds of the test, a number that breaks ties, conversation.
         self._due: list[tuple[float, int, _Open]] = []
         self._history, self._wake = history, wake
         self.request_flags = int(RequestFlag.PROMPT_COUNTS | RequestFlag.MAY_BE_REFUSED)
@@ -108,16 +108,24 @@ class ConversationLoad(Role):
         self._ids = itertools.count(1)
         self._first_session = 1 + secrets.randbits(31)  # so that a server knows no session of an earlier test
         self._outstanding: dict[int, _Open] = {}
-        self._started_at = 0.0
+        self._started_at = math.inf  # time.perf_counter() of the test's start
+        self._schedule_arrivals()  # not in `start`: the first requests would be late
 
     @property
     def finished(self) -> bool:
         """Whether every request has its response."""
-        return bool(self._started_at) and not (self._due or self._outstanding or self._prompts_to_come)
+        started = self._started_at < math.inf
+        return started and not (self._due or self._outstanding or self._prompts_to_come)
 
     def start(self) -> None:
         """Start the test."""
         self._started_at = time.perf_counter()
+
+    def _now(self) -> float:
+        """Return the seconds of the test."""
+        return time.perf_counter() - self._started_at
+
+    def _schedule_arrivals(self) -> None:
         shape = self._shape
         if shape.concurrency is not None:
             n = min(shape.concurrency, shape.n_conversations)
@@ -126,7 +134,7 @@ class ConversationLoad(Role):
             arrivals = self._arrivals()
             self.window_s = (shape.ramp_up_s, float(arrivals.max()))
         for at in arrivals.tolist():
-            self._start_conversation(self._started_at + at)
+            self._start_conversation(at)
 
     def _arrivals(self) -> NDArray[np.float64]:
         """Return when each conversation arrives, in seconds from the test's start."""
@@ -157,7 +165,7 @@ class ConversationLoad(Role):
         return [self._shape.cancel_after_s if one else math.nan for one in chosen.tolist()]
 
     def _schedule(self, at: float, conversation: _Open) -> None:
-        if at - self._started_at > self._shape.max_s:
+        if at > self._shape.max_s:
             self.n_skipped += conversation.n_turns - conversation.turn
             return
         heapq.heappush(self._due, (at, next(self._order), conversation))
@@ -170,7 +178,7 @@ class ConversationLoad(Role):
         ids, indices, sessions = list[int](), list[int](), list[int]()
         prompts: list[NDArray[np.int32] | None] = []
         cancel_after = list[float]()
-        while self._due and self._due[0][0] <= now:
+        while self._due and self._started_at + self._due[0][0] <= now:
             _, _, conversation = heapq.heappop(self._due)
             id_ = next(self._ids)
             self._outstanding[id_] = conversation
@@ -205,12 +213,14 @@ class ConversationLoad(Role):
                 self.outgrown = self.outgrown or str(error)
                 self.n_outgrown += 1
                 self.n_skipped += conversation.n_turns - conversation.turn
-                self._end(time.perf_counter())
+                self._end(self._now())
             else:
                 self._schedule(at, conversation)
 
     def quiet_s(self) -> float:
-        return max(0.0, self._due[0][0] - time.perf_counter()) if self._due else math.inf
+        if not self._due:
+            return math.inf
+        return max(0.0, self._started_at + self._due[0][0] - time.perf_counter())
 
     def done(self, phase: Phase) -> bool:
         return phase != "test" or self.finished
@@ -227,7 +237,7 @@ class ConversationLoad(Role):
 
         The response to a cancelled request has no tokens.
         """
-        now = time.perf_counter()
+        now = self._now()
         for id_, start, length in zip(ids, starts, lengths, strict=True):
             conversation = self._outstanding.pop(id_)
             conversation.turn += 1
@@ -274,7 +284,7 @@ class ConversationLoad(Role):
         if self.n_started < self._shape.n_conversations:
             self._start_conversation(now)
         else:
-            self.window_s = (self.window_s[0], min(self.window_s[1], now - self._started_at))
+            self.window_s = (self.window_s[0], min(self.window_s[1], now))
 
 
 def arrival_times(n: int, rate: float, shape: LoadShape) -> NDArray[np.float64]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -72,6 +73,8 @@ class EventStream:
 
 
 _DONE = b"[DONE]"
+_PROMPT = re.compile(rb'"prompt_token_ids": ?\[')  # vLLM sends them with `return_token_ids`
+_LONG_BYTES = 4096  # of JSON
 _REASONING = ("reasoning_content", "reasoning")  # vLLM sends both names
 _MAX_PIECES = 64  # pieces of text, for each requested token
 REQUEST_STATUSES = (400, 404, 413, 422, 429)  # caused by one request, unlike 401
@@ -164,7 +167,7 @@ class CompletionResponse:
         if data == _DONE:
             return
         try:
-            message = json.loads(data)
+            message = json.loads(_without_prompt(data))
         except (ValueError, RecursionError):
             raise AnswerError(f"it sent something that is not JSON: {data[:80]!r}") from None
         self._take_message(data, message, at)
@@ -270,6 +273,16 @@ def _count(value: Any) -> int | None:
     raise TypeError("usage has whole numbers")
 
 
+def _without_prompt(data: bytes) -> bytes:
+    """Return JSON without the prompt's token ids, which are not used. Parsing 25,000 takes 2 ms."""
+    if len(data) < _LONG_BYTES or (match := _PROMPT.search(data)) is None:
+        return data
+    begin, end = match.end(), data.find(b"]", match.end())
+    if end < 0 or data[begin:end].translate(None, b"0123456789, "):
+        return data
+    return data[:begin] + data[end:]
+
+
 def _together(events: list[bytes]) -> list[Any] | None:
     """Parse several events together, in half the time of single ones; None if one is invalid.
 
@@ -277,7 +290,7 @@ def _together(events: list[bytes]) -> list[Any] | None:
     """
     n = len(events) - (events[-1] == _DONE)
     try:
-        messages: list[Any] = json.loads(b"[%b]" % b",".join(events[:n]))
+        messages: list[Any] = json.loads(_without_prompt(b"[%b]" % b",".join(events[:n])))
     except (ValueError, RecursionError):
         return None
     return messages if len(messages) == n else None

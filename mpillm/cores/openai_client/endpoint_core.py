@@ -58,6 +58,7 @@ _log = logging.getLogger(__name__)
 # Answers that arrive within this time are sent together. A message for each answer would cost the
 # other ranks and the client's thread a quarter more CPU time per request.
 _GATHER_S = 1e-3
+_Row = tuple[ResponseFlag, Sequence[int]]  # of a request: flags, tokens
 _OF_CONTENT = (400, 413, 422)  # statuses that mean the request's content
 _MAX_LOGGED = 100  # failed single requests in the log: HTTP clients may send any number
 _BROKEN = Refusal(502, "the server behind this one did not answer; its rank's log has the cause")
@@ -437,7 +438,9 @@ class EndpointCore(ClientCore):
                 extra=self._harness.extra_body,
             )
             on_more = self._report_tokens if row["flags"] & RequestFlag.STREAM else None
-            prompt, session = request.tokens.tolist(), int(row["session"])
+            texts, session = self.config.client.sends_text, int(row["session"])
+            # A list of a text's bytes would take milliseconds, and delay all requests after it.
+            prompt = request.tokens.astype(np.uint8).tobytes() if texts else request.tokens.tolist()
             self._client.submit(int(row["id"]), prompt, sampling, on_more, session, int(row["flags"]))
 
     def _text(self, prompt: Sequence[int]) -> str:
@@ -455,7 +458,7 @@ class EndpointCore(ClientCore):
         elif call.on_more is not None:
             self._report_tokens(call)
         elif call.streams and call.answer.finish_reason is None and (tokens := self._tokens.of(call)):
-            self._add(call.id, ResponseFlag.FIRST, tokens[:1])
+            self._add(call.id, (ResponseFlag.FIRST, tokens[:1]))
             self._delivered[call.id] = DeliveredTokens(tokens[:1])
 
     def _report_tokens(self, call: Call) -> None:
@@ -465,11 +468,13 @@ class EndpointCore(ClientCore):
         delivered = self._delivered.get(call.id) or DeliveredTokens()
         if delivered.again or not (new := self._tokens.new(call, delivered)):
             return
+        rows: list[_Row] = []
         if not delivered.tokens:
             self._delivered[call.id] = delivered
-            self._add(call.id, ResponseFlag.FIRST, new[:1])
+            rows.append((ResponseFlag.FIRST, new[:1]))
         if more := new if delivered.tokens else new[1:]:
-            self._add(call.id, ResponseFlag.PARTIAL, more)
+            rows.append((ResponseFlag.PARTIAL, more))
+        self._add(call.id, *rows)
         delivered.tokens += new
 
     def on_done(self, call: Call) -> None:
@@ -484,7 +489,7 @@ class EndpointCore(ClientCore):
             and tokens[: len(delivered.tokens)] != delivered.tokens
         ):
             _log.error("request %d: the restarted server generates another answer", call.id)
-            self._add(call.id, ResponseFlag.FINAL | ResponseFlag.ERROR, [])
+            self._add(call.id, (ResponseFlag.FINAL | ResponseFlag.ERROR, []))
             return
         flags = ResponseFlag.FINAL
         if delivered is None:
@@ -498,11 +503,12 @@ class EndpointCore(ClientCore):
         if call.streams:
             self._statistics.add(call, len(tokens))
         n_prompt, cached = call.answer.prompt_tokens, call.answer.cached_tokens
+        rows: list[_Row] = []
         if call.flags & RequestFlag.PROMPT_COUNTS and n_prompt is not None:
-            self._add(call.id, ResponseFlag.PROMPT_COUNTS, [n_prompt, -1 if cached is None else cached])
+            rows.append((ResponseFlag.PROMPT_COUNTS, [n_prompt, -1 if cached is None else cached]))
         if call.flags & RequestFlag.MESSAGE and self._is_chat:
-            self._add(call.id, ResponseFlag.MESSAGE, list(json.dumps(call.answer.message).encode()))
-        self._add(call.id, flags, tokens)
+            rows.append((ResponseFlag.MESSAGE, list(json.dumps(call.answer.message).encode())))
+        self._add(call.id, *rows, (flags, tokens))
 
     def on_failed(self, call: Call, error: EndpointError) -> None:
         if self._is_refused(call, error) or (
@@ -512,8 +518,8 @@ class EndpointCore(ClientCore):
             self._n_failed += 1
             if self._n_failed <= _MAX_LOGGED:
                 _log.error("request %d: %s", call.id, error)
-            self._add(call.id, ResponseFlag.REFUSED, (error.refusal or _BROKEN).numbers())
-            self._add(call.id, ResponseFlag.FINAL | ResponseFlag.ERROR, [])
+            refused = ResponseFlag.REFUSED, (error.refusal or _BROKEN).numbers()
+            self._add(call.id, refused, (ResponseFlag.FINAL | ResponseFlag.ERROR, []))
             return
         self._failed = self._failed or error
         self.wake()
@@ -529,11 +535,11 @@ class EndpointCore(ClientCore):
 
     def on_cancelled(self, call: Call) -> None:
         self._delivered.pop(call.id, None)
-        self._add(call.id, ResponseFlag.FINAL | ResponseFlag.CANCELLED, [])
+        self._add(call.id, (ResponseFlag.FINAL | ResponseFlag.CANCELLED, []))
 
-    def _add(self, id_: int, flags: ResponseFlag, tokens: list[int]) -> None:
-        # The first of several rows wakes the rank, which takes all.
-        if self._answers.add(id_, flags, tokens) == 1:
+    def _add(self, id_: int, *rows: _Row) -> None:
+        """Add rows of one request together: rows that come later would wait for `_GATHER_S`."""
+        if self._answers.add_rows(id_, rows) == len(rows):  # rows that come later need no wake-up
             self._hand_on()
 
     def _hand_on(self) -> None:

@@ -21,6 +21,7 @@ from tests.helpers.scripted_server import (
     event,
     plain,
 )
+from tests.helpers.support import wait_until
 
 TOOL = {"type": "function", "function": {"name": "ls", "parameters": {}}}
 CHATS = [
@@ -96,6 +97,25 @@ def test_messages_go_to_the_chat_endpoint(options: tuple[str, ...], ids: bool) -
     if options:  # the reasoning comes first
         assert statistics["socket_first_answer_p50_ms"] >= statistics["socket_ttft_p50_ms"] > 0
     assert metrics is not None and metrics.prompt_tokens == 6  # as the server counts
+
+
+def test_the_rank_gets_all_rows_of_a_response_together() -> None:
+    """A row that comes after the others would wait until the next ones may be handed on."""
+    with (
+        ScriptedServer(server_of(ids=True)) as server,
+        started(server, "--endpoint_type=chat", sends_text=True) as core,
+    ):
+        taken: list[list[int]] = []
+
+        def take() -> None:
+            if (batch := core.poll_responses()) is not None:
+                taken.append(batch.rows["flags"].tolist())
+
+        core.wake = take
+        wanted = RequestFlag.MESSAGE | RequestFlag.PROMPT_COUNTS
+        core.enqueue(requests(PROMPTS[:1], max_output=9, flags=int(wanted)))
+        wait_until(lambda: any(flags[-1] & FINAL for flags in taken), "the response")
+    assert taken == [[ResponseFlag.PROMPT_COUNTS, ResponseFlag.MESSAGE, ResponseFlag.FIRST | FINAL]]
 
 
 def test_a_chat_server_with_openais_fields_only() -> None:

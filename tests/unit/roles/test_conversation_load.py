@@ -82,6 +82,14 @@ def test_a_request_follows_the_response_after_its_delay(clock: Clock) -> None:
     assert (load.n_started, load.n_ended, load.n_skipped) == (1, 1, 0)
 
 
+def test_the_start_of_a_test_takes_no_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The conversations exist before. Otherwise, the first ones of many would be late."""
+    load = ConversationLoad(turns([1] * 3, at=[0.0, 1.0, 2.0]), LoadShape(3))
+    assert not load.poll() and load.quiet_s() == math.inf and not load.finished
+    monkeypatch.setattr(load, "_start_conversation", None)
+    assert Driven(load, clock, 0.1).run().issued == [(0.0, 0), (1.0, 1), (2.0, 2)]
+
+
 def test_a_conversation_follows_another_at_its_end_and_the_data_set_begins_again(clock: Clock) -> None:
     load = ConversationLoad(turns([2, 1, 1]), LoadShape(5, concurrency=2))
     driven = Driven(load, clock, 1.0).run()

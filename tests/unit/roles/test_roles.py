@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import deque
 from functools import partial
 from types import SimpleNamespace
@@ -39,6 +41,7 @@ from mpillm.roles.generation import GenerationRole
 from mpillm.roles.harness import Harness, SamplingOptions, Totals
 from mpillm.roles.instance import InstanceRole
 from mpillm.telemetry.recorder import Recorder
+from tests.helpers.support import ROOT
 
 
 def test_the_leader_is_not_told_of_requests_before_the_test() -> None:
@@ -352,6 +355,19 @@ def test_loadgen_is_told_of_a_first_token_once(messages: list[list[tuple[int, in
         route.handlers[Tag.ANSWER](Envelope(1, Tag.ANSWER, ANSWER.write(Batch(rows, tokens))))
     assert told["first"] == told["complete"] == [77]
     assert (totals.samples, totals.issued) == (1, 1)
+
+
+def test_answers_import_nothing() -> None:
+    """An import in the test would delay all requests that are due meanwhile."""
+    program = (
+        "import sys\nimport tests.unit.roles.test_roles as roles\nbefore = set(sys.modules)\n"
+        "roles.test_loadgen_is_told_of_a_first_token_once([[(1, 1), (4, 2)]])\n"
+        "print(sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
+    )
+    assert done.stdout.strip() == "[]"
 
 
 def test_queries_that_loadgen_has_no_memory_for_name_the_options() -> None:
