@@ -51,6 +51,7 @@ class ChatTemplate:
         if importlib.util.find_spec("jinja2") is None:
             raise ConfigError("the model's chat template needs jinja2: pip install 'mpillm[tokenizer]'")
         self._template = {"template": source, "special": dict(special_tokens)}
+        self.writes_tool_calls = "<tool_call>" in source
         self._limits = (max_cpu_s, max_bytes)
         self._lock = threading.Lock()
         self._process: _Process | None = None

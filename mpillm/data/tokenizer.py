@@ -49,6 +49,10 @@ class Tokenizer(Protocol):
     def plain_tokens(self) -> range:
         """Longest range of ids without a special token, for synthetic prompts."""
 
+    @property
+    def writes_tool_calls(self) -> bool:
+        """Whether the chat template tells the model to write calls of tools between `<tool_call>` tags."""
+
     def encode(self, prompt: str) -> list[int]:
         """Return the model's input. With a chat template, `prompt` is the one message of a chat."""
 
@@ -110,6 +114,7 @@ class ByteTokenizer:
 
     vocab_size = 256
     plain_tokens = range(256)
+    writes_tool_calls = False
 
     def encode(self, prompt: str) -> list[int]:
         return list(prompt.encode())
@@ -152,6 +157,7 @@ class NoTokenizer:
 
     vocab_size = 1 << 31  # unknown
     plain_tokens = range(256)  # every model has these tokens
+    writes_tool_calls = False
 
     def __init__(self, why: str) -> None:
         self.why = why
@@ -186,6 +192,7 @@ class FileTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._template = template
+        self.writes_tool_calls = template is not None and template.writes_tool_calls
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         special = {
             i: token.content

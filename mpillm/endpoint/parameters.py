@@ -87,7 +87,7 @@ _MESSAGE: dict[str, tuple[Any, ...]] = {
     "audio": (),
 }
 _WHY = {
-    "tool_choice": "answers are texts: calls that a model writes are not parsed, and none can be forced",
+    "tool_choice": "the model decides: no call can be forced",
     "disaggregated_params": "this server is not a context or generation server (--server_role)",
     "prompt_token_ids": "this server is not a context or generation server (--server_role)",
     "thinking_token_budget": "max_tokens limits the reasoning and the rest of an answer together",

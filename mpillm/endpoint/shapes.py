@@ -11,6 +11,7 @@ from typing import Any
 from mpillm.endpoint.api_error import Json
 from mpillm.endpoint.choices import Choice, Piece
 from mpillm.endpoint.protocol import CompletionRequest
+from mpillm.endpoint.tool_calls import ToolCall
 
 DONE = b"data: [DONE]\n\n"
 _string = json.encoder.encode_basestring_ascii  # like json.dumps, in a fifth of the time
@@ -53,11 +54,12 @@ class Shapes:
     def choice(self, choice: Choice, parts: Sequence[Piece]) -> str:
         """Return a choice of an answer that does not stream, as JSON, from its pieces."""
         text = _string("".join(part.text for part in parts))
-        content = (
-            f'"message": {{"role": "assistant", "content": {text}}}'
-            if self._completion.chat
-            else f'"text": {text}'
-        )
+        content = f'"text": {text}'
+        if self._completion.chat:
+            calls = [_tool_call(call) for part in parts for call in part.calls]
+            text = "null" if calls and text == '""' else text
+            called = f', "tool_calls": {json.dumps(calls)}' if calls else ""
+            content = f'"message": {{"role": "assistant", "content": {text}{called}}}'
         tokens = parts[0].tokens if len(parts) == 1 else [token for part in parts for token in part.tokens]
         return self._choice(choice, content, 0, Piece("", tokens, *parts[-1][2:]))
 
@@ -66,11 +68,8 @@ class Shapes:
         logprobs = choice.logprobs(place, piece.tokens)
         text = f'{{"index": {choice.index}, {content}, "logprobs": '
         text += f'{"null" if logprobs is None else json.dumps(logprobs)}, "finish_reason": '
-        text += (
-            f'"{piece.finish_reason}", "stop_reason": {json.dumps(piece.stop_reason)}'
-            if piece.finish_reason
-            else "null"
-        )
+        reason = "tool_calls" if choice.n_calls and piece.finish_reason == "stop" else piece.finish_reason
+        text += f'"{reason}", "stop_reason": {json.dumps(piece.stop_reason)}' if reason else "null"
         if self._completion.return_token_ids:
             text += f', "token_ids": {piece.tokens}'  # Python writes a list of numbers as JSON does
             if not self._completion.chat and not place:
@@ -102,7 +101,12 @@ class Shapes:
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
         """Return the chunk of a piece of a streamed answer."""
         text = _string(piece.text)
-        content = f'"delta": {{"content": {text}}}' if self._completion.chat else f'"text": {text}'
+        content = f'"text": {text}'
+        if self._completion.chat:
+            first = choice.n_calls - len(piece.calls)
+            calls = [{"index": i} | _tool_call(call) for i, call in enumerate(piece.calls, first)]
+            called = f', "tool_calls": {json.dumps(calls)}' if calls else ""
+            content = f'"delta": {{"content": {text}{called}}}'
         choice_text = self._choice(choice, content, choice.n_tokens - len(piece.tokens), piece)
         so_far = self._usage_so_far(choice)
         end = f", {json.dumps(so_far)[1:]}" if so_far else "}"
@@ -119,6 +123,10 @@ class Shapes:
     @staticmethod
     def _event(text: str) -> bytes:
         return f"data: {text}\n\n".encode()
+
+
+def _tool_call(call: ToolCall) -> Json:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def error_event(body: Json) -> bytes:
