@@ -29,11 +29,6 @@ def check_conflicts(config: RunConfig) -> None:
         raise ConfigError(
             f"{config.named('dry_run')}: `python -m mpillm plan` shows what a run would do, without MPI"
         )
-    if config.max_local_prefill_length and not config.has_conversations:
-        raise ConfigError(
-            f"{config.named('max_local_prefill_length')} needs --harness conversations",
-            about=["max_local_prefill_length"],
-        )
     check_options(config)
 
 
@@ -151,23 +146,16 @@ def _check_acceptance_length(config: RunConfig) -> None:
 
 
 def check_harness(config: RunConfig) -> None:
-    """Raise ConfigError for an option of LoadGen in a run with a load client."""
+    """Raise ConfigError for a test that only LoadGen makes, in a run with a load client."""
     if not config.harness:
         return
-    names = ["test_mode", "compliance_test", "audit_conf", "require_valid"]
-    if not config.has_conversations:
-        names += ["save_outputs", "show_steady_state_progress", "cache_salt"]
-    for name in names:
-        if (
-            name == "test_mode"
-            and not config.has_conversations
-            and load_client_kind(config.harness).answers is not None
-        ):
-            continue  # the command `accuracy` scores this client's answers
-        if config.is_user_set(name) and config[BY_NAME[name]] != BY_NAME[name].default:
-            raise ConfigError(
-                f"{config.named('harness')} and {config.named(name)} exclude each other: that is LoadGen's"
-            )
+    is_accuracy = config.test_mode == "AccuracyOnly" and not config.has_conversations
+    if is_accuracy and load_client_kind(config.harness).answers is None:
+        raise ConfigError(
+            f"{config.named('harness')} and {config.named('test_mode')} exclude each other: its report has no"
+            " answers to score",
+            about=["harness", "test_mode"],
+        )
     if config.scenario == "SingleStream":
         raise ConfigError(
             f"{config.named('harness')}: SingleStream is LoadGen's; --concurrency 1 keeps one request open"

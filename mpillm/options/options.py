@@ -76,10 +76,11 @@ _MAIN = (
 )
 
 
-def parse_run(argv: Sequence[str], behind: Parser | None = None) -> RunConfig:
+def parse_run(argv: Sequence[str], behind: Parser | None = None, command: str = RUN) -> RunConfig:
     """Return the configuration from a command line of `run`.
 
     `behind`: the parser of a command that starts runs with the options which that parser does not have.
+    `command`: that command, if it uses more options than `run` (see `unused_options`).
     """
     parser = Parser(
         prog="mpillm run",
@@ -94,7 +95,7 @@ def parse_run(argv: Sequence[str], behind: Parser | None = None) -> RunConfig:
     config = parse(argv, parser, RUN_FIELDS).with_yaml()
     check_conflicts(config)
     check_compliance(config)
-    check_unused(config, RUN)
+    check_unused(config, command)
     return config
 
 

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from mpillm.core_names import EMBEDDED, TRTLLM_ENDPOINT
-from mpillm.options.field import ANY, Effect, Options, Use, option
-from mpillm.options.fields.effects import REPORTED, RUN, TEST, used_by
+from mpillm.options.field import Effect, Options, Use, option
+from mpillm.options.fields.effects import (
+    FIND_MAX_QPS,
+    LOAD_CLIENTS,
+    OF_CONVERSATIONS,
+    OF_LOADGEN,
+    OF_PROMPTS,
+    OWN_LOADS,
+    PROMPTS,
+    RUN,
+    TEST,
+    used_by,
+)
 from mpillm.options.latency_limits import ARGPARSE_OPTIONS, integer_limits_ms
 from mpillm.options.parsers import (
     boolean,
@@ -25,37 +36,43 @@ from mpillm.workloads.rounds import ROUNDS
 
 def or_conversations(*scenarios: str) -> Effect:
     """Return the effect of an option that LoadGen uses in these scenarios, and conversations in all."""
-    conversations = Use((RUN,), needs=("harness", CONVERSATIONS))
-    return Effect((Use((RUN,), scenarios=scenarios), conversations))
+    return Effect((Use((RUN,), scenarios=scenarios, loads=PROMPTS), *OF_CONVERSATIONS.uses))
 
 
 class LoadgenFields(Options, group="test", effect=TEST):
     """LoadGen's test."""
 
     test_mode = option(
-        "LoadGen's mode", default="PerformanceOnly", choices=("PerformanceOnly", "AccuracyOnly")
+        "LoadGen's mode",
+        default="PerformanceOnly",
+        choices=("PerformanceOnly", "AccuracyOnly"),
+        effect=OF_PROMPTS,
     )
     round = option(
         "the MLPerf round whose seeds LoadGen takes, and in which the workload must count"
         " [default: the seeds of the installed LoadGen]",
         choices=tuple(r.name for r in ROUNDS),
+        effect=OF_PROMPTS,
     )
-    user_conf = option("a LoadGen user.conf; it overrides mlperf.conf")
-    audit_conf = option("a LoadGen audit.config, for compliance runs")
+    user_conf = option("a LoadGen user.conf; it overrides mlperf.conf", effect=OF_PROMPTS)
+    audit_conf = option("a LoadGen audit.config, for compliance runs", effect=OF_LOADGEN)
     min_duration = option(
         "shortest time for the test: 600s, 10min or 600000ms; a bare number is seconds"
         " [default: 0, or user_conf's]",
         length_of_a_test,
+        # A search for a rate makes tests of conversations from it that last about as long.
+        effect=Effect((*OF_PROMPTS.uses, Use((FIND_MAX_QPS,), loads=(CONVERSATIONS,)))),
     )
     min_query_count = option(
         "minimum number of queries (Offline: samples)"
         " [default: enough for each sample once and for early stopping; or user_conf's]",
         positive,
+        effect=OF_PROMPTS,
     )
     max_query_count = option(
         "maximum number of queries; Offline has one of all samples [default: none, or user_conf's]",
         positive,
-        effect=used_by(commands=[RUN], scenarios=["Server", "SingleStream"]),
+        effect=used_by(commands=[RUN], scenarios=["Server", "SingleStream"], loads=PROMPTS),
     )
     max_duration = option(
         "longest time from the start of the test to its last query; written as min_duration"
@@ -69,7 +86,7 @@ class LoadgenFields(Options, group="test", effect=TEST):
     offline_expected_qps = option(
         "Offline: expected samples per second; the query has this times min_duration samples",
         rate,
-        effect=used_by(commands=[RUN], scenarios=["Offline"]),
+        effect=used_by(commands=[RUN], scenarios=["Offline"], loads=PROMPTS),
     )
     goodput = option(
         "Server and conversations: latency limits in place of the workload's, milliseconds at the 99th"
@@ -80,20 +97,22 @@ class LoadgenFields(Options, group="test", effect=TEST):
         argparse_opts=ARGPARSE_OPTIONS,
     )
     require_valid = option(
-        "treat an INVALID result as an error (exit code 4)", boolean, default=False, effect=REPORTED
+        "treat an INVALID result as an error (exit code 4)", boolean, default=False, effect=OF_LOADGEN
     )
     compliance_test = option(
-        "make a compliance run, with this test's audit.config", choices=("TEST06", "TEST07", "TEST09")
+        "make a compliance run, with this test's audit.config",
+        choices=("TEST06", "TEST07", "TEST09"),
+        effect=OF_LOADGEN,
     )
     cache_salt = option(
         "requests share cached prompts only within one test, one conversation or one request: each has a salt"
         " of its own [default: no salts]",
         choices=("test", "conversation", "request"),
-        effect=used_by(*EMBEDDED, *TRTLLM_ENDPOINT, commands=[RUN]),
+        effect=used_by(*EMBEDDED, *TRTLLM_ENDPOINT, commands=[RUN], loads=OWN_LOADS),
     )
 
 
-_OF_A_HARNESS = used_by(commands=[RUN], needs=("harness", ANY))
+_OF_CLIENTS = used_by(commands=[RUN], loads=[LOAD_CLIENTS])
 
 
 class OtherHarnessFields(Options, group="other harness"):
@@ -111,23 +130,21 @@ class OtherHarnessFields(Options, group="other harness"):
         "further options for the client's command line, as typed there",
         shell_args,
         default=(),
-        effect=_OF_A_HARNESS,
+        effect=_OF_CLIENTS,
     )
     concurrency = option(
         "requests, or conversations, that are open simultaneously [default: all, in scenario Offline]",
         positive,
-        effect=used_by(commands=[RUN], scenarios=["Offline"], needs=("harness", ANY)),
+        effect=used_by(commands=[RUN], scenarios=["Offline"], loads=[LOAD_CLIENTS, CONVERSATIONS]),
     )
     harness_memory_limit = option(
         "GiB of host memory that the client's processes may use together; using more counts as a failure",
         rate,
-        effect=_OF_A_HARNESS,
+        effect=_OF_CLIENTS,
     )
 
 
-class ConversationFields(
-    Options, group="conversations", effect=used_by(commands=[RUN], needs=("harness", CONVERSATIONS))
-):
+class ConversationFields(Options, group="conversations", effect=OF_CONVERSATIONS):
     """Load of --harness conversations. In scenario Server, server_target_qps counts conversations."""
 
     num_conversations = option(
