@@ -57,7 +57,8 @@ class RepeatedPrompts:
 
     def __init__(self) -> None:
         self._sent: set[Hashable] = set()
-        self._has_warned = False
+        self.text = ""
+        """The warning of this series, once there is one."""
 
     def warning(self, config: RunConfig, result: Mapping[str, Any] | None) -> str:
         """Return the warning after a test, once in a series; "" if there is none.
@@ -67,11 +68,10 @@ class RepeatedPrompts:
         prompts = _prompts_of(config)
         is_repeated = prompts in self._sent
         self._sent.add(prompts)
-        if prompts is None or not is_repeated or self._has_warned or result is None:
+        if prompts is None or not is_repeated or self.text or result is None:
             return ""
-        text = warning(cached_share(result), random_prompts=_are_random(config))
-        self._has_warned = bool(text)
-        return text
+        self.text = warning(cached_share(result), random_prompts=_are_random(config))
+        return self.text
 
 
 def _are_random(config: RunConfig) -> bool:
