@@ -21,18 +21,8 @@ from mpillm.options.unused_options import check_unused
 
 # The options in `run --help`.
 RUN_FIELDS = command_fields(
-    *(
-        "workload",
-        "topology",
-        "model",
-        "own servers",
-        "other harness",
-        "conversations",
-        "build",
-        "harness",
-        "triton",
-    ),
-    *("data", "generation", "test", "output", "deadlines"),
+    *("workload", "topology", "model", "own servers", "other harness", "conversations", "build", "harness"),
+    *("triton", "data", "generation", "test", "output", "deadlines"),
     # The ports are written to the YAML in the run directory.
     also=("server_port", "worker_start_port", "tritonserver", "force"),
 )

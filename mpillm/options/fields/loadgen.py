@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpillm.core_names import EMBEDDED, TRTLLM_ENDPOINT
-from mpillm.options.field import Effect, Options, Use, option
+from mpillm.options.field import ANY, Effect, Options, Use, option
 from mpillm.options.fields.effects import (
     FIND_MAX_QPS,
     LOAD_CLIENTS,
@@ -13,7 +13,6 @@ from mpillm.options.fields.effects import (
     OWN_LOADS,
     PROMPTS,
     RUN,
-    TEST,
     used_by,
 )
 from mpillm.options.latency_limits import ARGPARSE_OPTIONS, integer_limits_ms
@@ -39,22 +38,18 @@ def or_conversations(*scenarios: str) -> Effect:
     return Effect((Use((RUN,), scenarios=scenarios, loads=PROMPTS), *OF_CONVERSATIONS.uses))
 
 
-class LoadgenFields(Options, group="test", effect=TEST):
+class LoadgenFields(Options, group="test", effect=OF_PROMPTS):
     """LoadGen's test."""
 
     test_mode = option(
-        "LoadGen's mode",
-        default="PerformanceOnly",
-        choices=("PerformanceOnly", "AccuracyOnly"),
-        effect=OF_PROMPTS,
+        "LoadGen's mode", default="PerformanceOnly", choices=("PerformanceOnly", "AccuracyOnly")
     )
     round = option(
         "the MLPerf round whose seeds LoadGen takes, and in which the workload must count"
         " [default: the seeds of the installed LoadGen]",
         choices=tuple(r.name for r in ROUNDS),
-        effect=OF_PROMPTS,
     )
-    user_conf = option("a LoadGen user.conf; it overrides mlperf.conf", effect=OF_PROMPTS)
+    user_conf = option("a LoadGen user.conf; it overrides mlperf.conf")
     audit_conf = option("a LoadGen audit.config, for compliance runs", effect=OF_LOADGEN)
     min_duration = option(
         "shortest time for the test: 600s, 10min or 600000ms; a bare number is seconds"
@@ -67,7 +62,6 @@ class LoadgenFields(Options, group="test", effect=TEST):
         "minimum number of queries (Offline: samples)"
         " [default: enough for each sample once and for early stopping; or user_conf's]",
         positive,
-        effect=OF_PROMPTS,
     )
     max_query_count = option(
         "maximum number of queries; Offline has one of all samples [default: none, or user_conf's]",
@@ -170,6 +164,7 @@ class ConversationFields(Options, group="conversations", effect=OF_CONVERSATIONS
         " vLLM's benchmark. 1: Poisson; less: bursts; inf: constant intervals",
         shape_of_gamma,
         default=1.0,
+        effect=used_by(commands=[RUN], loads=[CONVERSATIONS], needs=("server_target_qps", ANY)),
     )
     trace_speed = option("divides time stamps and delays of the data set", rate, default=1.0)
     shuffle = option(
@@ -181,6 +176,8 @@ class ConversationFields(Options, group="conversations", effect=OF_CONVERSATIONS
         "leave out conversations of the data set with a prompt of more tokens, as far as prompts are known"
         " before the test",
         positive,
+        # Only the servers know the tokens of chats.
+        effect=used_by(commands=[RUN], loads=[CONVERSATIONS], needs=("endpoint_type", "completions")),
     )
     max_delay = option(
         "the most seconds of the test for a delay, and for the gap between two time stamps of a conversation;"
@@ -203,6 +200,7 @@ class ConversationFields(Options, group="conversations", effect=OF_CONVERSATIONS
         "seconds from sending a request to its cancellation; a request that ends earlier is not cancelled",
         not_negative,
         default=0.0,
+        effect=used_by(commands=[RUN], loads=[CONVERSATIONS], needs=("request_cancellation_rate", ANY)),
     )
     ramp_up = option(
         "seconds over which the first conversations start, or over which the rate of server_target_qps grows"

@@ -352,7 +352,8 @@ def test_every_misspelt_option_names_the_nearest(field: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "before", [["--shuffle"], ["--goodput", "ttft:500"], ["--seed", "1"], ["--seed=1"], ["--harness_args", "x"]]
+    "before",
+    [["--shuffle"], ["--goodput", "ttft:500"], ["--seed", "1"], ["--seed=1"], ["--harness_args", "x"]],
 )
 def test_an_unknown_option_with_blanks_is_no_value_of_the_option_before_it(before: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
