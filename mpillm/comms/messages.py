@@ -364,8 +364,7 @@ class Grant(NamedTuple):
 
 
 NO_SLOT = NO_TOKEN = -1
-Pairs = Sequence[Sequence[int]]  # plain lists: named tuples take three times as long to make
-Triples = Sequence[Sequence[int]]
+NumberRows = Sequence[Sequence[int]]  # plain lists: named tuples take three times as long to make
 
 
 T = TypeVar("T")
@@ -416,14 +415,8 @@ def _read_number(buffer: Buffer) -> int:
     return int(buffer.view(np.int64)[0])
 
 
-def _read_pairs(buffer: Buffer) -> Pairs:
-    pairs: list[list[int]] = buffer.view(np.int64).reshape(-1, 2).tolist()
-    return pairs
-
-
-def _read_triples(buffer: Buffer) -> Triples:
-    triples: list[list[int]] = buffer.view(np.int64).reshape(-1, 3).tolist()
-    return triples
+def _number_rows(tag: Tag, width: int) -> Message[NumberRows]:
+    return Message(tag, _numbers, lambda buffer: buffer.view(np.int64).reshape(-1, width).tolist())
 
 
 def object_message(tag: Tag) -> Message[Any]:
@@ -464,13 +457,13 @@ CANCEL = _ids(Tag.CANCEL)
 DROP = _ids(Tag.DROP)
 RESET_CACHE: Message[None] = object_message(Tag.RESET_CACHE)
 # (id, lost context instance) of each request of that instance; see roles/retries.py.
-SETTLE: Message[Pairs] = Message(Tag.SETTLE, _numbers, _read_pairs)
+SETTLE = _number_rows(Tag.SETTLE, 2)
 # Handoff, over the route: see roles/handoff.py.
 OFFER = _batch(Tag.OFFER, REQUEST)
 # (id, slot): the request is accepted; send its KV cache under this slot. NO_SLOT: the generation instance has
 # dropped a request that ended with its first token.
-ACCEPT: Message[Pairs] = Message(Tag.ACCEPT, _numbers, _read_pairs)
+ACCEPT = _number_rows(Tag.ACCEPT, 2)
 # (id, token, cached): the request's first token, and the number of its prompt tokens that were in a KV cache.
 # NO_TOKEN: the response ended with it. cached -1: not requested, or unknown.
-FIRST: Message[Triples] = Message(Tag.FIRST, _numbers, _read_triples)
+FIRST = _number_rows(Tag.FIRST, 3)
 WARM_UP = _number(Tag.WARM_UP)  # requests

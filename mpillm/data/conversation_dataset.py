@@ -20,7 +20,9 @@ from mpillm.data.dataset import (
     Turns,
     check_lengths,
     check_traces,
+    cut_note,
     tokens_of,
+    unused_note,
 )
 from mpillm.data.records import KNOWN, Columns, Trace
 from mpillm.data.row_files import read_rows
@@ -70,6 +72,9 @@ def load_conversations(
     if choice.order_seed is not None:
         order = np.random.default_rng([choice.order_seed, _ORDER]).permutation(len(conversations))
         conversations = [conversations[i] for i in order]
+    n_read = len(conversations)
+    if choice.max_input_len is not None:  # a trace may have a length for which there is no memory
+        conversations = [one for one in conversations if _longest_trace(one) <= choice.max_input_len]
     turns = [turn for one in conversations for turn in one.turns]
     check_traces(file, [turn.trace or "" for turn in turns], limits, lambda sample: turns[sample].where)
     for number, turn in enumerate(turns):
@@ -81,18 +86,26 @@ def load_conversations(
     dataset = _dataset(file.name, conversations, tokenizer, limits, are_generated, choice.max_input_len)
     assert dataset.turns is not None
     notes = [
+        cut_note(dataset.output_lengths, limits),
+        unused_note(turn.unused for turn in turns),
+    ]
+    notes += [
         f"{reason}, which are left out: {n}"
         for reason, n in (
             ("conversations without a user's message", len(left_out)),
             ("rows without output tokens", len(failed)),
             (
                 f"conversations with a prompt of more than {choice.max_input_len} tokens",
-                len(conversations) - len(dataset.turns),
+                n_read - len(dataset.turns),
             ),
         )
         if n
     ]
-    return replace(dataset, note="; ".join(notes))
+    return replace(dataset, note="; ".join(filter(None, notes)))
+
+
+def _longest_trace(conversation: Conversation) -> int:
+    return max(0 if turn.trace is None else turn.trace.length for turn in conversation.turns)
 
 
 def _write_trace(turn: Turn, trace: Trace, writer: Tokenizer, number: int) -> None:
@@ -136,15 +149,9 @@ def synthetic_conversations(
     if as_chats:
         limits = replace(limits, vocab_size=None)
     dataset = _dataset("synthetic", conversations, encoder, limits, are_generated)
-    return replace(dataset, exact_lengths=True, note=_synthetic_note(spec, dataset, limits))
-
-
-def _synthetic_note(spec: SyntheticConversations, dataset: Dataset, limits: PromptLimits) -> str:
-    n_cut = 0
-    if dataset.output_lengths is not None:
-        n_cut = int((dataset.output_lengths > limits.max_output_len).sum())
-    cut = f"; {n_cut} of its responses end at --max_output_len {limits.max_output_len}" if n_cut else ""
-    return f"synthetic conversations: {spec.sizes.describe()}; seed {spec.seed}{cut}"
+    note = f"synthetic conversations: {spec.sizes.describe()}; seed {spec.seed}"
+    notes = filter(None, [note, cut_note(dataset.output_lengths, limits)])
+    return replace(dataset, exact_lengths=True, note="; ".join(notes))
 
 
 def _dataset(
@@ -167,11 +174,15 @@ def _dataset(
         if not are_generated:
             _check_responses(conversation)
         if conversation.is_tokens:
-            stored.add_growing(*_growing_tokens(conversation, are_generated))
+            last, n_tokens = _growing_tokens(conversation, are_generated)
         else:
             prompts = _prompts(conversation, tokenizer, vocab_size, are_generated)
-            if max_input_len is not None and max(map(len, prompts)) > max_input_len:
-                continue
+            n_tokens = [*map(len, prompts)]
+        if max_input_len is not None and max(n_tokens) > max_input_len:
+            continue
+        if conversation.is_tokens:
+            stored.add_growing(last, n_tokens)
+        else:
             stored.add(prompts)
         usable.append(conversation)
     if not usable:

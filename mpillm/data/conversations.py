@@ -52,6 +52,7 @@ _SHARE_ROLES = {
     "system": "system",
 }
 _PREFIXES = ("prefix", "prefix_0", "system_prompt", "system")  # GuideLLM's columns of system prompts
+_USED = {"timestamp", "delay", "session_id", "tools"}  # by conversations, not by single prompts
 _MAX_DELAY_S = 1e6
 _MAX_TURNS = 100_000  # of one conversation
 
@@ -67,6 +68,7 @@ class Turn:
     delay_s: float = 0.0  # from the previous response to the request
     at_s: float | None = None  # time stamp of the request; None: it has none
     output_len: int | None = None  # tokens
+    unused: frozenset[str] = frozenset()  # the row's keys that have no effect
     trace: Trace | None = None  # of the tokens that the request adds, until there are `tokens` or `added`
     # Only in traces and synthetic conversations of token ids, which have no messages:
     tokens: NDArray[np.int32] | None = None  # that the request adds to the conversation
@@ -156,11 +158,14 @@ class _Reader:
         self._open: _FlatConversation | None = None
 
     def add(self, where: str, row: Any) -> None:
-        if isinstance(row, dict) and set(row) >= _FLAT and not row.keys() & {"messages", "prompt"}:
+        is_flat = isinstance(row, dict) and set(row) >= _FLAT and not row.keys() & {"messages", "prompt"}
+        if is_flat and self._columns.prompt is None:
             self._add_message(where, row)
             return
         self.end()
-        if isinstance(row, dict) and isinstance(row.get("conversations"), list):
+        if self._columns.prompt is not None:
+            self._add_request(where, row)
+        elif isinstance(row, dict) and isinstance(row.get("conversations"), list):
             messages = [_share_message(one) for one in row["conversations"]]
             if any(message["role"] == "user" for message in messages):
                 self._add_chat(where, row, messages)
@@ -185,6 +190,7 @@ class _Reader:
 
     def _add_message(self, where: str, row: Mapping[str, Any]) -> None:
         row = {key: value for key, value in row.items() if value != ""}  # CSV has all fields in each row
+        self._check_columns()
         name = row.get("conversation_id")
         if not isinstance(name, str) or not name.isascii() or not name.isprintable() or not name:
             raise ValueError(f"conversation_id is {excerpt(name)}; must be printable ASCII text")
@@ -263,7 +269,12 @@ class _Reader:
         if missing := [key for key in names if int(key[7:]) >= len(conversation.turns) and row[key]]:
             raise ValueError(f"{missing[0]} follows a missing prompt_{len(conversation.turns)}")
 
+    def _check_columns(self) -> None:
+        if self._columns.output_len is not None:
+            raise ValueError("a row of a conversation; --output_len_column is for rows of single requests")
+
     def _new(self, row: Mapping[str, Any], keys: Iterable[str]) -> Conversation:
+        self._check_columns()
         name = next((str(row[key]) for key in keys if row.get(key) not in (None, "")), "")
         if name in self._by_name:
             raise ValueError(f"{name} is also the name of an earlier conversation")
@@ -278,7 +289,8 @@ class _Reader:
         if isinstance(row, dict) and self._columns == KNOWN:
             row = _aiperf_request(row)
         sample = sample_of(row, self._vocab_size, self._columns)
-        turn = Turn(where, [], prompt=sample.prompt, output_len=sample.output_len)
+        unused = sample.unused - _USED
+        turn = Turn(where, [], prompt=sample.prompt, output_len=sample.output_len, unused=unused)
         if isinstance(sample.prompt, Trace):
             turn.trace, turn.prompt = sample.prompt, None
         name = tools = None
@@ -345,8 +357,6 @@ class _FlatConversation:
             raise ValueError(
                 f"turn is {excerpt(number)}; expected {self._n_rows}: turns count from 1 without gaps"
             )
-        if self._n_rows > _MAX_TURNS:
-            raise ValueError(f"the conversation has more than {_MAX_TURNS:,} messages")
         self._check_order(role)
         if (system := row.get("system")) and isinstance(system, str) and not self.conversation.system:
             self.conversation.system = [{"role": "system", "content": system}]
@@ -359,9 +369,8 @@ class _FlatConversation:
         elif role == "assistant":
             turns[-1].response = messages[0]
         else:
-            turns.append(
-                Turn(where, messages, delay_s=_seconds(row, "delay_seconds"), output_len=_output_len(row))
-            )
+            turn = Turn(where, messages, delay_s=_seconds(row, "delay_seconds"), output_len=_output_len(row))
+            _append(self.conversation, turn)
         if role == "tool":
             _check_results(messages, self._calls)
         self._calls = _calls(row) if role == "assistant" else []

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import shlex
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -236,19 +236,28 @@ def _samples(file: Path, vocab_size: int, columns: Columns) -> tuple[list[int], 
 
 def _note(samples: Sequence[Sample], lengths: NDArray[np.int64] | None, limits: PromptLimits) -> str:
     """Return a note for the user about parts of the rows that have no effect."""
-    notes = []
-    if lengths is not None:
-        over = lengths[(lengths > limits.max_output_len) & (lengths < MAX_LENGTH)]
-        if len(over):
-            notes.append(
-                f"{len(over)} of its {len(samples)} samples exceed --max_output_len {limits.max_output_len}"
-                f" with at most {over.max()} tokens: their answers are cut"
-            )
-    if unused := sorted(frozenset().union(*(sample.unused for sample in samples))):
-        notes.append(f"its {', '.join(unused)} {'has' if len(unused) == 1 else 'have'} no effect")
+    notes = [cut_note(lengths, limits), unused_note(sample.unused for sample in samples)]
     if any(isinstance(sample.prompt, Trace) for sample in samples):
         notes.append("its prompts are random tokens, with the trace's lengths, and equal for equal hash_ids")
-    return "; ".join(notes)
+    return "; ".join(filter(None, notes))
+
+
+def cut_note(lengths: NDArray[np.int64] | None, limits: PromptLimits) -> str:
+    """Return that --max_output_len cuts answers, whose `lengths` are in the data; "" if it cuts none."""
+    lengths = np.zeros(0, np.int64) if lengths is None else lengths
+    over = lengths[(lengths > limits.max_output_len) & (lengths < MAX_LENGTH)]
+    if not len(over):
+        return ""
+    return (
+        f"{len(over)} of its {len(lengths)} samples exceed --max_output_len {limits.max_output_len}"
+        f" with at most {over.max()} tokens: their answers are cut"
+    )
+
+
+def unused_note(each: Iterable[frozenset[str]]) -> str:
+    """Return which keys of rows have no effect; "" if all have one. `each`: these keys, by row."""
+    unused = sorted(frozenset[str]().union(*each))
+    return f"its {', '.join(unused)} {'has' if len(unused) == 1 else 'have'} no effect" if unused else ""
 
 
 def check_traces(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TypeAlias
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, about
 from mpillm.data.tokenizer import Tokenizer
-from mpillm.options.synthetic_conversations import LogNormal, Normal, Spread, Uniform
+from mpillm.options.synthetic_conversations import Normal, Spread, Uniform
 
 MAX_LENGTH = 1 << 40  # tokens of a synthetic prompt or answer, so that sums of lengths do not overflow
 _MAX_TEXT = 1 << 25  # bytes of a text file
@@ -31,10 +32,11 @@ def draw_seconds(random: np.random.Generator, spread: Spread, n: int) -> NDArray
     return np.maximum(_draw(random, spread, n), 0.0)
 
 
-def _draw(random: np.random.Generator, spread: Normal | LogNormal, n: int) -> NDArray[np.float64]:
-    if isinstance(spread, LogNormal):
-        return random.lognormal(*spread.of_logarithm, n)
-    return random.normal(*spread, n)
+def _draw(random: np.random.Generator, spread: Normal, n: int) -> NDArray[np.float64]:
+    if not spread.is_log or not spread.mean:
+        return random.normal(spread.mean, spread.stdev, n)
+    variance = math.log1p((spread.stdev / spread.mean) ** 2)  # of the logarithm
+    return random.lognormal(math.log(spread.mean) - variance / 2, math.sqrt(variance), n)
 
 
 def plain_tokens(tokenizer: Tokenizer, vocab_size: int) -> range:

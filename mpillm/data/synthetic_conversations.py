@@ -59,18 +59,11 @@ def generate(
         raise ConfigError(
             f"{tokenizer.why}; a chat endpoint needs texts, which the tokenizer makes: copy it from the model"
         )
-    _check_expected_size(spec)
+    sizes, n = spec.sizes, spec.num_conversations
+    n_requests = n * sizes.turns.mean  # checked before anything is generated
+    _check_size(n_requests, n * (sizes.system + sizes.prefix) + n_requests * sizes.input.mean)
     maker = _Maker(spec, source, tokenizer if as_text else None, with_responses)
-    return [maker.conversation(number) for number in range(spec.num_conversations)]
-
-
-def _check_expected_size(spec: SyntheticConversations) -> None:
-    """Check the mean size, before anything is generated. `_Maker` checks the size so far."""
-    sizes = spec.sizes
-    n_requests = spec.num_conversations * sizes.turns.mean
-    _check_size(
-        n_requests, spec.num_conversations * (sizes.system + sizes.prefix) + n_requests * sizes.input.mean
-    )
+    return [maker.conversation(number) for number in range(n)]
 
 
 def _check_size(n_requests: float, n_tokens: float) -> None:
@@ -110,48 +103,41 @@ class _Maker:
         self._n_tokens += sizes.system + sizes.prefix + int(inputs.sum())
         self._n_tokens += int(outputs.sum()) if self._with_responses else 0
         _check_size(self._n_requests, self._n_tokens)
-        turns = [
-            Turn(f"synthetic conversation {number}, turn {i}", [], delay_s=delay, output_len=length)
-            for i, (delay, length) in enumerate(zip(delays.tolist(), outputs.tolist(), strict=True))
-        ]
         added = [self._tokens(random, n) for n in inputs.tolist()]
         added[0] = np.concatenate([self._prefix(number), added[0]])
-        responses = [self._tokens(random, n) for n in outputs.tolist()] if self._with_responses else []
+        responses: list[NDArray[np.int32] | None] = [None] * n_turns
+        if self._with_responses:
+            responses = [self._tokens(random, n) for n in outputs.tolist()]
+        system = list[Message]()
         if self._tokenizer is None:
-            return self._of_tokens(number, turns, added, responses)
-        return self._of_texts(number, turns, added, responses, self._tokenizer)
+            added[0] = np.concatenate([self._system, added[0]])
+        elif len(self._system):
+            system.append(self._message("system", self._system))
+        rows = zip(added, responses, delays.tolist(), outputs.tolist(), strict=True)
+        where = f"synthetic conversation {number}, turn"
+        turns = [self._turn(f"{where} {i}", *row) for i, row in enumerate(rows)]
+        return Conversation(f"synthetic-{number}", turns, system)
 
-    def _of_tokens(
+    def _turn(
         self,
-        number: int,
-        turns: list[Turn],
-        added: list[NDArray[np.int32]],
-        responses: list[NDArray[np.int32]],
-    ) -> Conversation:
-        added[0] = np.concatenate([self._system, added[0]])
-        for turn, tokens in zip(turns, added, strict=True):
-            turn.tokens = tokens
-        for turn, tokens in zip(turns, responses, strict=False):
-            turn.response_tokens = tokens
-        return Conversation(_name(number), turns)
+        where: str,
+        added: NDArray[np.int32],
+        response: NDArray[np.int32] | None,
+        delay_s: float,
+        output_len: int,
+    ) -> Turn:
+        turn = Turn(where, [], delay_s=delay_s, output_len=output_len)
+        if self._tokenizer is None:
+            turn.tokens, turn.response_tokens = added, response
+            return turn
+        turn.added = [self._message("user", added)]
+        if response is not None:
+            turn.response = self._message("assistant", response)
+        return turn
 
-    def _of_texts(
-        self,
-        number: int,
-        turns: list[Turn],
-        added: list[NDArray[np.int32]],
-        responses: list[NDArray[np.int32]],
-        tokenizer: Tokenizer,
-    ) -> Conversation:
-        def message(role: str, tokens: NDArray[np.int32]) -> Message:
-            return {"role": role, "content": tokenizer.decode(tokens)}
-
-        for turn, tokens in zip(turns, added, strict=True):
-            turn.added = [message("user", tokens)]
-        for turn, tokens in zip(turns, responses, strict=False):
-            turn.response = message("assistant", tokens)
-        system = [message("system", self._system)] if len(self._system) else []
-        return Conversation(_name(number), turns, system)
+    def _message(self, role: str, tokens: NDArray[np.int32]) -> Message:
+        assert self._tokenizer is not None
+        return {"role": role, "content": self._tokenizer.decode(tokens)}
 
     def _prefix(self, number: int) -> NDArray[np.int32]:
         """Return the tokens that the conversation shares with its group."""
@@ -170,7 +156,3 @@ class _Maker:
 
     def _random(self, stream: int, number: int) -> np.random.Generator:
         return np.random.default_rng([self._seed, stream, number])
-
-
-def _name(number: int) -> str:
-    return f"synthetic-{number}"

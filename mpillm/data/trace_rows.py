@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from disagg.errors import ConfigError, nearest
@@ -39,17 +39,14 @@ def _renamed(row: Any, names: Mapping[str, str]) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise ValueError(f"{excerpt(row)} has no columns, which --trace_columns names")
     if missing := [column for column in names.values() if column not in row]:
-        known = ", ".join(map(str, row))[:_MAX_NAMES]
-        raise ValueError(f"no column {missing[0]}{nearest(missing[0], _texts(row))}; there are {known}")
+        names_of_row = [str(key) for key in row]
+        known = ", ".join(names_of_row)[:_MAX_NAMES]
+        raise ValueError(f"no column {missing[0]}{nearest(missing[0], names_of_row)}; there are {known}")
     replaced = {*names, *names.values()}
     return {
         **{key: value for key, value in row.items() if key not in replaced},
         **{key: row[column] for key, column in names.items()},
     }
-
-
-def _texts(row: Mapping[Any, Any]) -> Sequence[str]:
-    return [key for key in row if isinstance(key, str)]
 
 
 def _scaled(value: Any, scale: float, column: str) -> float:

@@ -13,6 +13,7 @@ from disagg.errors import ConfigError
 from mpillm.experiments.conversation_runs import COLUMNS, conversation_values
 from mpillm.experiments.rate_search import RateTrial
 from mpillm.experiments.rate_tests import RateTests, common_figures, too_late
+from mpillm.options.options import without
 from mpillm.runtime.whole_runs import EndedRun
 
 _MIN_CONVERSATIONS = 16  # of a test; fewer do not show what happens while several are open
@@ -49,7 +50,8 @@ class ConversationRateTests(RateTests):
 
     def _options(self, rate: float, seconds: float, queries: int | None) -> list[str]:
         n = max(_MIN_CONVERSATIONS, round(rate * seconds))
-        return [*self.args, "--server_target_qps", f"{rate:.6g}", "--num_conversations", str(n)]
+        args = without(self.args, {"min_duration"})  # it set `seconds`
+        return [*args, "--server_target_qps", f"{rate:.6g}", "--num_conversations", str(n)]
 
     def _hopeless(self, rows: NDArray[np.void], result: Mapping[str, Any]) -> str:
         return too_late(rows, self.limits_ms, int(result["requests_expected"]))

@@ -31,15 +31,9 @@ def conversation_values(result: Mapping[str, Any]) -> dict[str, Any]:
     of = result.get("conversations")
     if of is None:
         return {}
-    goodput = result.get("goodput") or {}
-    values = {
-        f"{turns}_ttft_{kind}": ((of.get(turns) or {}).get("ttft_ms") or {}).get(key)
-        for turns in ("first_turns", "later_turns")
-        for kind, key in (("mean", "mean"), ("p90_ms", "p90"))
-    }
-    return {
-        **values,
-        "cached_share": (of.get("later_turns") or {}).get("cached_share"),
-        **{name: of.get(name) for name in ("e2e_avg_interactivity", "e2e_normalized_interactivity_p90")},
-        **{name: goodput.get(name) for name in COLUMNS if name.startswith("good_")},
-    }
+    values = {**of, **(result.get("goodput") or {})}
+    values["cached_share"] = (of.get("later_turns") or {}).get("cached_share")
+    for turns in ("first_turns", "later_turns"):
+        ttft = (of.get(turns) or {}).get("ttft_ms") or {}
+        values |= {f"{turns}_ttft_mean": ttft.get("mean"), f"{turns}_ttft_p90_ms": ttft.get("p90")}
+    return {name: values.get(name) for name in (*COLUMNS, *METRICS)}

@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-from mpillm.options.fields import BY_NAME
 from mpillm.options.run_config import RunConfig
 from mpillm.report.run_files import SERVERS
 
-_RESET = "reset_prefix_cache"  # option of `run`
 _MIN_SHARE = 0.01  # a smaller share of cached prompt tokens, such as that of a chat template, changes nothing
 
 
@@ -31,9 +29,8 @@ def warning(share: float | None, *, random_prompts: bool, of_run: bool = True) -
         cached = f"the server had {100 * share:.0f} % of the prompt tokens in its prefix cache"
     remedies = ["--cache_salt test"]
     remedies += ["another --seed"] if random_prompts else []
-    remedies += [f"--{_RESET}"] if of_run and _RESET in BY_NAME else []
-    head = ", ".join(remedies[:-1])
-    text = f"{head} or {remedies[-1]}" if head else remedies[-1]
+    remedies += ["--reset_prefix_cache"] if of_run else []
+    text = " or ".join(filter(None, [", ".join(remedies[:-1]), remedies[-1]]))
     return f"{cached}; new prompts take longer: to measure these, use {text}"
 
 
@@ -57,7 +54,8 @@ class RepeatedPrompts:
 
     def __init__(self) -> None:
         self._sent: set[Hashable] = set()
-        self._has_warned = False
+        self.text = ""
+        """The warning of this series, once there is one."""
 
     def warning(self, config: RunConfig, result: Mapping[str, Any] | None) -> str:
         """Return the warning after a test, once in a series; "" if there is none.
@@ -67,11 +65,10 @@ class RepeatedPrompts:
         prompts = _prompts_of(config)
         is_repeated = prompts in self._sent
         self._sent.add(prompts)
-        if prompts is None or not is_repeated or self._has_warned or result is None:
+        if prompts is None or not is_repeated or self.text or result is None:
             return ""
-        text = warning(cached_share(result), random_prompts=_are_random(config))
-        self._has_warned = bool(text)
-        return text
+        self.text = warning(cached_share(result), random_prompts=_are_random(config))
+        return self.text
 
 
 def _are_random(config: RunConfig) -> bool:
@@ -81,7 +78,7 @@ def _are_random(config: RunConfig) -> bool:
 def _prompts_of(config: RunConfig) -> Hashable:
     """Return the servers of a test and what determines its prompts; None if no server can know them."""
     servers = [url for name in SERVERS for url in getattr(config, name) or ()]
-    if not servers or config.cache_salt or getattr(config, _RESET, None):
+    if not servers or config.cache_salt or config.reset_prefix_cache:
         return None
     data = (config.dataset_path, *(config.benchmarks or ()))
     return (*map(str, servers), *map(str, data), config.seed if _are_random(config) else None)

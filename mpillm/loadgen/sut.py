@@ -28,22 +28,14 @@ class Query(NamedTuple):
     issued: float  # time.perf_counter()
     prompts: Sequence[NDArray[np.int32] | None] | None = None  # in place of the data set's, except where None
     sessions: NDArray[np.uint32] | None = None  # the conversations
-    cancel_after: NDArray[np.float64] | None = (
-        None  # seconds after sending; NaN: the request is not cancelled
-    )
+    cancel_after: NDArray[np.float64] | None = None  # seconds after sending; NaN: never
 
     def split(self, n: int) -> tuple[Query, Query]:
         """Return the first `n` requests, and the others."""
-        prompts, sessions, cancel_after = self.prompts, self.sessions, self.cancel_after
+        each: dict[str, Any] = self._asdict()
+        arrays = {name: each[name] for name in each if name != "issued" and each[name] is not None}
         first, other = (
-            Query(
-                self.ids[part],
-                self.indices[part],
-                self.issued,
-                None if prompts is None else prompts[part],
-                None if sessions is None else sessions[part],
-                None if cancel_after is None else cancel_after[part],
-            )
+            self._replace(**{name: values[part] for name, values in arrays.items()})
             for part in (slice(n), slice(n, None))
         )
         return first, other

@@ -9,7 +9,7 @@ from disagg.errors import ConfigError
 from mpillm.core_names import TRTLLM_ENDPOINT
 from mpillm.options.field import Field
 from mpillm.options.fields import BY_NAME, AllFields
-from mpillm.options.synthetic_conversations import sizes_of
+from mpillm.options.synthetic_conversations import Uniform, sizes_of
 from mpillm.options.unused_options import SERVER_SIZES
 from mpillm.programs.load_clients.kinds import kind_of as load_client_kind
 from mpillm.programs.servers.kinds import kind_of
@@ -28,11 +28,6 @@ def check_conflicts(config: RunConfig) -> None:
     if config.dry_run:
         raise ConfigError(
             f"{config.named('dry_run')}: `python -m mpillm plan` shows what a run would do, without MPI"
-        )
-    if config.max_local_prefill_length and not config.has_conversations:
-        raise ConfigError(
-            f"{config.named('max_local_prefill_length')} needs --harness conversations",
-            about=["max_local_prefill_length"],
         )
     check_options(config)
 
@@ -89,25 +84,10 @@ def check_options(config: RunConfig) -> None:
     _check_acceptance_length(config)
     if config.cache_salt == "conversation" and not config.has_conversations:
         raise ConfigError(f"{config.named('cache_salt')} needs --harness conversations", about=["cache_salt"])
-    if config.is_user_set("request_cancellation_delay") and config.request_cancellation_rate is None:
-        raise ConfigError(
-            f"{config.named('request_cancellation_delay')} has no effect without --request_cancellation_rate",
-            about=["request_cancellation_rate"],
-        )
     if config.request_cancellation_rate is not None and config.on_instance_loss == "continue":
         raise ConfigError(
             f"{config.named('request_cancellation_rate')} and {config.named('on_instance_loss')} exclude each"
             " other: a lost request cannot be cancelled"
-        )
-    if config.max_input_len is not None and config.endpoint_type == "chat":
-        raise ConfigError(
-            f"{config.named('max_input_len')}: only the server of a chat endpoint knows a prompt's tokens",
-            about=["max_input_len", "endpoint_type"],
-        )
-    if config.is_user_set("burstiness") and config.server_target_qps is None:
-        raise ConfigError(
-            f"{config.named('burstiness')} has no effect without --server_target_qps",
-            about=["burstiness", "server_target_qps"],
         )
     if config.synthetic_conversations:
         _check_synthetic_conversations(config)
@@ -116,13 +96,16 @@ def check_options(config: RunConfig) -> None:
 
 
 def _check_synthetic_conversations(config: RunConfig) -> None:
-    """Raise ConfigError for another data set, or for responses longer than the limit."""
-    for name in ("dataset", "dataset_path", "trace_columns", "shuffle", "max_input_len"):
+    """Raise ConfigError for another data set, or for other lengths of responses."""
+    of_files = ("dataset", "dataset_path", "trace_columns", "shuffle", "max_input_len")
+    of_responses = ("min_output_len", "stop_words", "end_ids")  # these have exactly the length `output`
+    for name in (*of_files, *of_responses):
         if config.is_user_set(name) and config[BY_NAME[name]] != BY_NAME[name].default:
             raise ConfigError(
                 f"{config.named('synthetic_conversations')} and {config.named(name)} exclude each other"
             )
-    longest = sizes_of(config.synthetic_conversations or {}).output.nominal_max
+    output = sizes_of(config.synthetic_conversations or {}).output
+    longest = output.high if isinstance(output, Uniform) else output.mean  # others are not certain to occur
     if longest > config.max_output_len:
         raise ConfigError(
             f"{config.named('synthetic_conversations')}: output of {longest:g} tokens is more than"
@@ -151,23 +134,16 @@ def _check_acceptance_length(config: RunConfig) -> None:
 
 
 def check_harness(config: RunConfig) -> None:
-    """Raise ConfigError for an option of LoadGen in a run with a load client."""
+    """Raise ConfigError for a test that only LoadGen makes, in a run with a load client."""
     if not config.harness:
         return
-    names = ["test_mode", "compliance_test", "audit_conf", "require_valid"]
-    if not config.has_conversations:
-        names += ["save_outputs", "show_steady_state_progress", "cache_salt"]
-    for name in names:
-        if (
-            name == "test_mode"
-            and not config.has_conversations
-            and load_client_kind(config.harness).answers is not None
-        ):
-            continue  # the command `accuracy` scores this client's answers
-        if config.is_user_set(name) and config[BY_NAME[name]] != BY_NAME[name].default:
-            raise ConfigError(
-                f"{config.named('harness')} and {config.named(name)} exclude each other: that is LoadGen's"
-            )
+    is_accuracy = config.test_mode == "AccuracyOnly" and not config.has_conversations
+    if is_accuracy and load_client_kind(config.harness).answers is None:
+        raise ConfigError(
+            f"{config.named('harness')} and {config.named('test_mode')} exclude each other: its report has no"
+            " answers to score",
+            about=["harness", "test_mode"],
+        )
     if config.scenario == "SingleStream":
         raise ConfigError(
             f"{config.named('harness')}: SingleStream is LoadGen's; --concurrency 1 keeps one request open"

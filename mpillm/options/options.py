@@ -21,18 +21,8 @@ from mpillm.options.unused_options import check_unused
 
 # The options in `run --help`.
 RUN_FIELDS = command_fields(
-    *(
-        "workload",
-        "topology",
-        "model",
-        "own servers",
-        "other harness",
-        "conversations",
-        "build",
-        "harness",
-        "triton",
-    ),
-    *("data", "generation", "test", "output", "deadlines"),
+    *("workload", "topology", "model", "own servers", "other harness", "conversations", "build", "harness"),
+    *("triton", "data", "generation", "test", "output", "deadlines"),
     # The ports are written to the YAML in the run directory.
     also=("server_port", "worker_start_port", "tritonserver", "force"),
 )
@@ -76,10 +66,11 @@ _MAIN = (
 )
 
 
-def parse_run(argv: Sequence[str], behind: Parser | None = None) -> RunConfig:
+def parse_run(argv: Sequence[str], behind: Parser | None = None, command: str = RUN) -> RunConfig:
     """Return the configuration from a command line of `run`.
 
     `behind`: the parser of a command that starts runs with the options which that parser does not have.
+    `command`: that command, if it uses more options than `run` (see `unused_options`).
     """
     parser = Parser(
         prog="mpillm run",
@@ -94,7 +85,7 @@ def parse_run(argv: Sequence[str], behind: Parser | None = None) -> RunConfig:
     config = parse(argv, parser, RUN_FIELDS).with_yaml()
     check_conflicts(config)
     check_compliance(config)
-    check_unused(config, RUN)
+    check_unused(config, command)
     return config
 
 

@@ -139,20 +139,9 @@ def token_ids(text: str) -> tuple[int, ...]:
 
 # Fields of requests that mpillm sets, and headers of their transport.
 _OWN_FIELDS = {
-    *(
-        "model",
-        "prompt",
-        "messages",
-        "tools",
-        "n",
-        "stream",
-        "stream_options",
-        "seed",
-        "temperature",
-        "top_p",
-    ),
-    *("top_k", "max_tokens", "max_completion_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
-    "cache_salt",
+    *("model", "prompt", "messages", "tools", "n", "stream", "stream_options", "seed", "temperature"),
+    *("top_p", "top_k", "max_tokens", "max_completion_tokens", "min_tokens", "stop", "stop_token_ids"),
+    *("ignore_eos", "cache_salt"),
 }
 _OWN_HEADERS = {
     *("host", "content-type", "content-length", "content-encoding", "transfer-encoding", "connection"),
@@ -198,6 +187,24 @@ def session_header(text: str) -> str:
     if not _HEADER_NAME.fullmatch(text) or text.lower() in _OWN_HEADERS - {"x-session-id"}:
         raise Reason(f"{text!r} is not a header that can be added")
     return text
+
+
+def key_values(text: str, keys: Collection[str]) -> dict[str, str]:
+    """Return the values of ``key=value,key=value`` by key. Raises Reason for an unknown or repeated key."""
+    values: dict[str, str] = {}
+    for pair in text.split(","):
+        key, _, value = (part.strip() for part in pair.partition("="))
+        if key not in keys:
+            raise Reason(f"no key {key!r}{nearest(key, keys)}: {', '.join(keys)}")
+        if key in values:
+            raise Reason(f"{key} occurs twice")
+        values[key] = value
+    return values
+
+
+def joined_key_values(value: Any) -> str:
+    """Return the text of a dictionary, for `key_values`."""
+    return ",".join(f"{key}={one}" for key, one in value.items()) if isinstance(value, dict) else str(value)
 
 
 @expects("a path of a URL, such as /openai/chat/completions")

@@ -13,6 +13,7 @@ from disagg.errors import ConfigError
 from launch.masking import masked_value
 from mpillm import workloads
 from mpillm.options.fields import BY_NAME, AllFields
+from mpillm.options.fields.effects import LOAD_CLIENTS, LOADGEN
 from mpillm.options.layers import Layers
 from mpillm.options.parsers import Secret
 from mpillm.options.sources import COMMAND_LINE, OptionValue, Source
@@ -52,6 +53,11 @@ class RunConfig(Values, AllFields):
         """LoadGen's scenario, for a command that has just one."""
         (scenario,) = self.scenarios
         return str(scenario)
+
+    @property
+    def load(self) -> str:
+        """The source of the load: LOADGEN, LOAD_CLIENTS or CONVERSATIONS."""
+        return LOADGEN if not self.harness else CONVERSATIONS if self.has_conversations else LOAD_CLIENTS
 
     @property
     def has_conversations(self) -> bool:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from disagg.errors import nearest
 from mpillm.options.field import Reason
-from mpillm.options.parsers import expects, not_negative
+from mpillm.options.parsers import expects, joined_key_values, key_values, not_negative
 
 MAX_TURNS, _MAX_TOKENS, _MAX_DELAY_S = 1000, 1 << 24, 1e6
 _LOG_NORMAL = "lognormal:"
@@ -20,37 +18,11 @@ class Normal(NamedTuple):
 
     mean: float
     stdev: float = 0.0
+    is_log: bool = False  # the values' logarithm is normal; mean and stdev are those of the values
 
     def __str__(self) -> str:
-        return f"{self.mean:g} ± {self.stdev:g} (normal)" if self.stdev else f"{self.mean:g}"
-
-    @property
-    def nominal_max(self) -> float:
-        """The mean: larger values are not certain to occur."""
-        return self.mean
-
-
-class LogNormal(NamedTuple):
-    """Log-normal distribution, with the mean and the standard deviation of the values themselves."""
-
-    mean: float
-    stdev: float
-
-    def __str__(self) -> str:
-        return f"{self.mean:g} ± {self.stdev:g} (log-normal)"
-
-    @property
-    def nominal_max(self) -> float:
-        """The mean: larger values are not certain to occur."""
-        return self.mean
-
-    @property
-    def of_logarithm(self) -> tuple[float, float]:
-        """The mean and the standard deviation of the values' logarithm."""
-        if not self.mean:
-            return -math.inf, 0.0
-        variance = math.log1p((self.stdev / self.mean) ** 2)
-        return math.log(self.mean) - variance / 2, math.sqrt(variance)
+        kind = "log-normal" if self.is_log else "normal"
+        return f"{self.mean:g} ± {self.stdev:g} ({kind})" if self.stdev else f"{self.mean:g}"
 
 
 class Uniform(NamedTuple):
@@ -66,13 +38,8 @@ class Uniform(NamedTuple):
     def mean(self) -> float:
         return (self.low + self.high) / 2
 
-    @property
-    def nominal_max(self) -> float:
-        """The upper limit."""
-        return self.high
 
-
-Spread: TypeAlias = "Normal | LogNormal | Uniform"
+Spread: TypeAlias = "Normal | Uniform"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,21 +86,10 @@ _KEYS = {
 }
 
 
-def _joined(value: Any) -> str:
-    return ",".join(f"{key}={one}" for key, one in value.items()) if isinstance(value, dict) else str(value)
-
-
-@expects("key=value,key=value, such as turns=5,input=200:40,output=150,delay=0.5-2", _joined)
+@expects("key=value,key=value, such as turns=5,input=200:40,output=150,delay=0.5-2", joined_key_values)
 def synthetic_conversations(text: str) -> dict[str, str]:
     """Return the value of each key, as text; see `sizes_of`."""
-    values: dict[str, str] = {}
-    for pair in text.split(","):
-        key, _, value = (part.strip() for part in pair.partition("="))
-        if key not in _KEYS:
-            raise Reason(f"no key {key!r}{nearest(key, _KEYS)}: {', '.join(_KEYS)}")
-        if key in values:
-            raise Reason(f"{key} occurs twice")
-        values[key] = value
+    values = key_values(text, _KEYS)
     complete = {key: values.get(key, kind.default) for key, kind in _KEYS.items()}
     sizes = sizes_of(complete)
     if sizes.groups > 1 and not sizes.prefix:
@@ -161,23 +117,19 @@ def _parsed(key: str, text: str) -> Spread:
     except ValueError:
         raise Reason(f"{key}={text}: {_expected(kind)}") from None
     limits = spread if isinstance(spread, Uniform) else spread[:1]
-    is_constant = not (isinstance(spread, (Normal, LogNormal)) and spread.stdev)
-    are_integers = all(limit.is_integer() for limit in limits)
-    if not all(kind.low <= limit <= kind.high for limit in limits) or (
-        kind.is_integer and is_constant and not are_integers
-    ):
+    is_rounded = isinstance(spread, Normal) and spread.stdev
+    are_valid = all(kind.low <= limit <= kind.high for limit in limits)
+    if not are_valid or (kind.is_integer and not is_rounded and not all(map(float.is_integer, limits))):
         raise Reason(f"{key}={text}: {_expected(kind)}")
     return spread
 
 
 def _spread(text: str) -> Spread:
-    if text.startswith(_LOG_NORMAL):
-        mean, _, stdev = text.removeprefix(_LOG_NORMAL).partition(":")
-        return LogNormal(not_negative(mean), not_negative(stdev))
-    mean, colon, stdev = text.partition(":")
+    is_log = text.startswith(_LOG_NORMAL)
+    mean, colon, stdev = text.removeprefix(_LOG_NORMAL).partition(":")
     low, dash, high = text.partition("-")
-    if colon:
-        return Normal(not_negative(mean), not_negative(stdev))
+    if colon or is_log:
+        return Normal(not_negative(mean), not_negative(stdev), is_log)
     if dash:
         limits = Uniform(not_negative(low), not_negative(high))
         if limits.low > limits.high:

@@ -101,9 +101,8 @@ class ConversationLoad(Role):
         self._messages: dict[int, Message] = {}  # by id, of outstanding requests
         # One thread makes prompts, so that the rank can do other work at that time.
         self._maker = ThreadPoolExecutor(1, "mpillm-history") if history is not None else None
-        self._prompts_to_come: dict[
-            Future[NDArray[np.int32]], tuple[_Open, float]
-        ] = {}  # with the times of requests
+        # With the times of their requests.
+        self._prompts_to_come: dict[Future[NDArray[np.int32]], tuple[_Open, float]] = {}
         self._order = itertools.count()
         self._ids = itertools.count(1)
         self._first_session = 1 + secrets.randbits(31)  # so that a server knows no session of an earlier test
@@ -175,30 +174,27 @@ class ConversationLoad(Role):
     def poll(self) -> bool:
         self._take_prompts()
         now = time.perf_counter()
-        ids, indices, sessions = list[int](), list[int](), list[int]()
-        prompts: list[NDArray[np.int32] | None] = []
-        cancel_after = list[float]()
+        rows: list[tuple[int, int, NDArray[np.int32] | None, int, float]] = []
         while self._due and self._started_at + self._due[0][0] <= now:
             _, _, conversation = heapq.heappop(self._due)
             id_ = next(self._ids)
             self._outstanding[id_] = conversation
-            ids.append(id_)
-            indices.append(conversation.first + conversation.turn)
-            prompts.append(conversation.prompt)
-            sessions.append(conversation.session)
-            cancel_after.append(conversation.cancel_after[conversation.turn])
+            sample, cancel_after = conversation.first + conversation.turn, conversation.cancel_after
+            rows.append(
+                (id_, sample, conversation.prompt, conversation.session, cancel_after[conversation.turn])
+            )
             conversation.prompt = None
-        if not ids:
+        if not rows:
             return False
-        own = None if self._history is None else prompts
+        ids, samples, prompts, sessions, cancellations = zip(*rows, strict=True)
         self.issued.append(
             Query(
                 np.array(ids, np.uint64),
-                np.array(indices, np.int64),
+                np.array(samples, np.int64),
                 now,
-                own,
+                None if self._history is None else prompts,
                 np.array(sessions, np.uint32),
-                np.array(cancel_after) if self._shape.cancel_share else None,
+                np.array(cancellations) if self._shape.cancel_share else None,
             )
         )
         return True
@@ -267,18 +263,15 @@ class ConversationLoad(Role):
         self._prompts_to_come[future] = conversation, at
         future.add_done_callback(lambda _: self._wake())
 
-    def _end(self, now: float) -> None:
-        self.n_ended += 1
-        self._replace(now)
-
     def _next_at(self, conversation: _Open, now: float) -> float:
         sample, speed = conversation.first + conversation.turn, self._shape.speed
         at = now + float(self._turns.delay_s[sample]) / speed
         since_first = float(self._turns.at_s[sample] - self._turns.at_s[conversation.first]) / speed
         return at if math.isnan(since_first) else max(at, conversation.started + since_first)
 
-    def _replace(self, now: float) -> None:
-        """Start a conversation in the place of one that has ended."""
+    def _end(self, now: float) -> None:
+        """Note that a conversation has ended, and start another one in its place."""
+        self.n_ended += 1
         if self._shape.concurrency is None:
             return
         if self.n_started < self._shape.n_conversations:

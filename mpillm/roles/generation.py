@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.comms.messages import DONE, RESPONSE, SETTLE, Batch, Pairs, ResponseFlag
+from mpillm.comms.messages import DONE, RESPONSE, SETTLE, Batch, NumberRows, ResponseFlag
 from mpillm.cores.base import LLMCore
 from mpillm.cores.capabilities import TransfersKv
 from mpillm.phases import Phase
@@ -93,7 +93,7 @@ class GenerationRole(InstanceRole):
         self._lost.add(instance)
         self._receiver.lost(instance)
 
-    def _on_settle(self, source: int, requests: Pairs) -> None:
+    def _on_settle(self, source: int, requests: NumberRows) -> None:
         self._inquiries |= {pair[0]: pair[1] for pair in requests}
 
     def _answer_inquiries(self) -> None:

@@ -35,9 +35,8 @@ from mpillm.comms.messages import (
     OFFER,
     WARM_UP,
     Batch,
-    Pairs,
+    NumberRows,
     RequestFlag,
-    Triples,
     concat,
 )
 from mpillm.cores.capabilities import ReceivesKv, SendsKv
@@ -230,7 +229,7 @@ class HandoffSender:
         ended = [(id_, self._offers.pop(id_)) for id_ in done]
         return [HandoffOutcome(id_, offer.first is First.ENDED, offer.transfer_us) for id_, offer in ended]
 
-    def _on_accept(self, source: int, accepted: Pairs) -> None:
+    def _on_accept(self, source: int, accepted: NumberRows) -> None:
         for id_, slot in accepted:
             offer = self._offers[id_]
             if slot == NO_SLOT:
@@ -340,7 +339,7 @@ class HandoffReceiver:
             self._offers[int(request.rows["id"][0])] = offer
             self._waiting.append(offer)
 
-    def _on_first(self, source: int, firsts: Triples) -> None:
+    def _on_first(self, source: int, firsts: NumberRows) -> None:
         for id_, token, cached in firsts:
             offer = self._offers[id_]
             offer.first = First.ENDED if token == NO_TOKEN else First.CONTINUES

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import secrets
 import time
@@ -423,7 +422,7 @@ class Harness(Role):
             if kind & _CANCELLED:
                 totals.cancelled += 1
                 test.complete([id_], tokens, [0], [0], False)
-                self._let_go(slot, kind)
+                self._free_one(slot, kind)
                 return
             if may_be_cancelled and not math.isnan(first):
                 totals.ttft.add_one(first - issued)
@@ -445,15 +444,12 @@ class Harness(Role):
                 self._log.add_one(*times, index, length, is_error, counts, session)
             if self._on_answer is not None:
                 self._on_answer(index, tokens, prompt)
-            test.complete([id_], tokens, [0], [length], bool(kind & _ERROR))
+            test.complete([id_], tokens, [0], [length], is_error)
         elif kind & _MESSAGE:
             test.message(id_, tokens.astype(np.uint8).tobytes())
         elif kind & _PROMPT_COUNTS:
             self._prompt_counts[slot] = tuple(tokens.tolist())
-        if self._cancellations is not None:
-            self._let_go(slot, kind)
-        elif kind & (_FINAL | _CONTEXT_DONE):
-            self._free_slots(np.array([slot]), alone=kind & (_FIRST | _FINAL) == _FIRST | _FINAL)
+        self._free_one(slot, kind)
 
     def _on_kind(
         self,
@@ -544,30 +540,18 @@ class Harness(Role):
             )
         from_, counts = starts.tolist(), lengths.tolist()
         if self._on_answer is not None:
-            responses = zip(
-                indices.tolist(), from_, counts, prompts or itertools.repeat(None, n), strict=True
-            )
+            responses = zip(indices.tolist(), from_, counts, prompts or [None] * n, strict=True)
             for index, start, length, prompt in responses:
                 self._on_answer(index, tokens[start : start + length], prompt)
         self._test.complete(self._sample_ids[at].tolist(), tokens, from_, counts, is_error)
 
-    def _let_go(self, slot: int, kind: int) -> None:
-        """Free the slot after its last row, in a test that cancels requests.
-
-        See `_free_slots`. A row with CANCEL_DONE follows each cancellation, before or after the row with
-        FINAL. Until then, the cancellation could hit another request with this slot.
-        """
-        assert self._cancellations is not None
-        alone = kind & (_FIRST | _FINAL) == _FIRST | _FINAL
-        n = self._holders if alone else int(bool(kind & (_FINAL | _CONTEXT_DONE)))
-        if kind & _CANCEL_DONE:
+    def _free_one(self, slot: int, kind: int) -> None:
+        """Free a slot after its last row."""
+        if kind & (_FINAL | _CONTEXT_DONE):
+            self._free_slots(np.array([slot]), alone=kind & (_FIRST | _FINAL) == _FIRST | _FINAL)
+        if kind & _CANCEL_DONE and self._cancellations is not None:
             self._cancellations.confirmed(slot)
-            n += 1
-        if n:
-            self._n_senders[slot] -= n
-            if not self._n_senders[slot]:
-                self._free[self._n_free] = slot
-                self._n_free += 1
+            self._free_slots(np.array([slot]), alone=False)
 
     def _free_slots(self, slots: NDArray[np.uint32], *, alone: bool) -> None:
         """Free the slots for which no instance sends further responses.
@@ -575,8 +559,11 @@ class Harness(Role):
         In a disaggregated run, a request that was offered to a generation instance ends twice, in either
         order: with FINAL, and with CONTEXT_DONE from the context instance. `alone`: these rows have both
         FIRST and FINAL. Such a request was never offered, so no CONTEXT_DONE follows.
+
+        A row with CANCEL_DONE follows each cancellation, before or after the row with FINAL. Until then, the
+        cancellation could hit another request with this slot.
         """
-        if self._holders > 1:
+        if self._holders > 1 or self._cancellations is not None:
             at = index_of(slots)
             self._n_senders[at] -= self._holders if alone else 1
             slots = slots[self._n_senders[at] == 0]

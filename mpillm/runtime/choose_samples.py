@@ -46,16 +46,6 @@ def load_samples(
     scaled-down workload without --dataset_path, this writes a data set to `run_directory()`, and its path to
     `config`.
     """
-    dataset, tokenizer = _load_samples(config, models, run_directory)
-    if config.max_delay is not None and dataset.turns is not None:
-        turns = dataset.turns.with_gaps(config.max_delay * config.trace_speed)
-        dataset = replace(dataset, turns=turns)
-    return dataset, tokenizer
-
-
-def _load_samples(
-    config: RunConfig, models: Sequence[ModelLimits | None], run_directory: Callable[[], Path]
-) -> tuple[Dataset, Tokenizer]:
     core_class = BackendRegistry.get(config.core_type)
     tokenizer = tokenizer_of(config)
     limits = limits_of(config, [model for model in models if model is not None])

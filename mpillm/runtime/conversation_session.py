@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,17 +13,15 @@ from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import DrainReport
 from mpillm.comms.rank0_control import Rank0Control
 from mpillm.data.dataset import Turns
-from mpillm.errors import ExitCode
 from mpillm.options.run_config import RunConfig
 from mpillm.programs.load_clients.kinds import CONVERSATIONS
 from mpillm.report.console import Console
 from mpillm.report.conversation_figures import conversation_figures, conversation_goodput
 from mpillm.report.goodput import goodput
-from mpillm.report.page.run_analysis import facts_of
+from mpillm.report.page.run_analysis import Facts
 from mpillm.report.request_log import read_requests
-from mpillm.report.result import conversation_rows, other_loads, others_on_gpus
-from mpillm.report.run_directory import MEASURED, RunRecord, display_path
-from mpillm.report.run_files import RunFiles
+from mpillm.report.result import conversation_rows
+from mpillm.report.run_directory import MEASURED, RunRecord
 from mpillm.roles.conversation_load import ConversationLoad, LoadShape
 from mpillm.runtime.choose_samples import history_of, load_samples
 from mpillm.runtime.join import RunPlan, RunSamples
@@ -41,10 +38,7 @@ class ConversationSession(LoadSession):
     ) -> tuple[ConversationSession, list[str]]:
         samples = RunSamples(planned, *load_samples(planned.config, planned.models, lambda: record().path))
         session = opened(lambda: ConversationSession(samples, record(), console, control), planned, record)
-        model = planned.config.model_path
-        name = f", model {Path(model).name}" if model else ""
-        lines = [*samples.dataset_lines(), session.how()]
-        return session, announced(planned, record().path, lines, name)
+        return session, announced(planned, record().path, [*samples.dataset_lines(), session.how()])
 
     @classmethod
     def about(cls, config: RunConfig) -> dict[str, object]:
@@ -55,11 +49,12 @@ class ConversationSession(LoadSession):
         self, samples: RunSamples, record: RunRecord, console: Console, control: Rank0Control
     ) -> None:
         """Raises ConfigError if the data set has no time stamps that scenario Server needs."""
-        assert samples.dataset.turns is not None
-        self._turns = samples.dataset.turns
-        shape = load_shape(samples.planned.config, self._turns)
+        turns, config = samples.dataset.turns, samples.planned.config
+        assert turns is not None
+        if config.max_delay is not None:
+            turns = turns.with_gaps(config.max_delay * config.trace_speed)
+        self._turns, self._shape = turns, load_shape(config, turns)
         self._load: ConversationLoad | None = None
-        self._shape = shape
         super().__init__(samples, record, console, control)
         record.result["requests_expected"] = self.expected()[0]
 
@@ -93,9 +88,7 @@ class ConversationSession(LoadSession):
         return int(passes * counts.sum() + counts[:remainder].sum()), None
 
     def drained(self, reports: dict[int, DrainReport]) -> str:
-        if self._outputs:
-            self._outputs.close()
-        self._requests.close()
+        self.close_files()
         result, load = self._record.result, self._load
         assert load is not None
         result |= {"status": MEASURED, **self.figures(reports)}
@@ -108,9 +101,12 @@ class ConversationSession(LoadSession):
             "requests_skipped": load.n_skipped,
             "requests_cancelled": self._totals.cancelled,
             "history": "generated" if self._turns.are_generated else "recorded",
-            **self._synthetic(),
-            **({} if rows is None else conversation_figures(rows, load.window_s, self._streamed())),
         }
+        if (sizes := self._config.synthetic_conversations) is not None:
+            parameters = {**sizes, "num_conversations": len(self._turns), "seed": self._config.seed}
+            result["conversations"]["synthetic"] = parameters
+        if rows is not None:
+            result["conversations"] |= conversation_figures(rows, load.window_s, result["streamed"])
         if rows is not None and "prompt_tokens" not in result and (rows["prompt"] >= 0).all():
             lengths = rows["prompt"]
             result["prompt_tokens"] = {"mean": round(float(lengths.mean()), 2), "max": int(lengths.max())}
@@ -119,33 +115,12 @@ class ConversationSession(LoadSession):
             lasted_s = self._totals.lasted_s
             result["goodput"] = goodput(rows, limits, lasted_s)
             result["goodput"] |= conversation_goodput(rows, n_turns, limits, lasted_s)
-        nodes = [rank.node for rank in self._plan.ranks]
-        result["other_load"] = other_loads(nodes, reports)
-        result["other_gpu_processes"] = others_on_gpus(nodes, reports)
-        result["doubts"] = self.check_servers(self._config)
+        self.check_test(reports)
         self.keep_reports(reports)
         return f"{load.n_ended} of {load.n_started} conversations ended"
 
-    def _synthetic(self) -> dict[str, Any]:
-        """Return the parameters of generated conversations, for `result.json`."""
-        if (sizes := self._config.synthetic_conversations) is None:
-            return {}
-        return {"synthetic": {**sizes, "num_conversations": len(self._turns), "seed": self._config.seed}}
-
-    def _streamed(self) -> bool:
-        """Whether all instances report first tokens when they come."""
-        return all(instance.get("streamed", True) for instance in self._record.result["per_instance"])
-
-    def finished(self) -> int:
-        """Print the summary after the last phase; return the exit code."""
-        record = self._record
-        page = self.leave_result()
-        if self._outputs and self._samples.shows_text:
-            self._console.answers(self._outputs.first_outputs())
-        facts, _ = facts_of(RunFiles.read(record.path))
-        rows = conversation_rows(record.result, display_path(record.path), facts)
-        self._console.summary([*rows, *self.table(self._samples.dataset), page])
-        return int(ExitCode.DONE)
+    def rows(self, directory: str, facts: Facts | None) -> list[tuple[str, Any]]:
+        return conversation_rows(self._record.result, directory, facts)
 
 
 def load_shape(config: RunConfig, turns: Turns) -> LoadShape:

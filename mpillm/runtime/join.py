@@ -146,8 +146,8 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
     if config.traffic_distribution_policy == PROMPTS_ALONE:
         notes.append(f"{config.named('traffic_distribution_policy')} is taken as load_balancing")
     policy = config.entry_section.traffic_distribution_policy
-    if policy == "conversation" and not serves and config.harness != CONVERSATIONS:
-        notes.append("policy conversation acts as load_balancing: only --harness conversations has any")
+    if policy == "conversation" and not serves and not config.has_conversations:
+        notes.append(f"policy conversation acts as load_balancing without --harness {CONVERSATIONS}")
     if config.acceptance_length is not None:
         notes.append(f"{fixed_acceptance(config.acceptance_length)}: this result can't be submitted")
     if config.requests_file:

@@ -6,14 +6,20 @@ import logging
 import time
 from abc import abstractmethod
 from dataclasses import fields
+from typing import Any
 
 from mpillm.comms.loop import EventLoop
+from mpillm.comms.messages import DrainReport
 from mpillm.comms.rank0_control import Rank0Control
 from mpillm.comms.transport import Transport
+from mpillm.errors import ExitCode
 from mpillm.report.console import Console, LoadProgress, progress_lines
 from mpillm.report.outputs import Outputs
+from mpillm.report.page.run_analysis import Facts, facts_of
 from mpillm.report.request_log import RequestLog
-from mpillm.report.run_directory import TIMELINE, RunRecord
+from mpillm.report.result import other_loads, others_on_gpus
+from mpillm.report.run_directory import TIMELINE, RunRecord, display_path
+from mpillm.report.run_files import RunFiles
 from mpillm.roles.harness import Harness, RequestSource, SamplingOptions, Totals
 from mpillm.roles.role import Role
 from mpillm.runtime.join import RunSamples
@@ -61,6 +67,10 @@ class LoadSession(RunSession):
     def expected(self) -> tuple[int | None, float | None]:
         """Return the number of requests and the seconds of the test, as far as they are known before it."""
 
+    @abstractmethod
+    def rows(self, directory: str, facts: Facts | None) -> list[tuple[str, Any]]:
+        """Return the rows of the summary. `directory`: the run's, as text; `facts`: of the HTML report."""
+
     def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> list[Role]:
         options = {one.name: getattr(self._config, one.name) for one in fields(SamplingOptions)}
         source, on_answer = self.source(loop), self._outputs.add if self._outputs else None
@@ -99,3 +109,28 @@ class LoadSession(RunSession):
                     }
                 )
         return False
+
+    # --- after the test ---
+
+    def close_files(self) -> None:
+        """Close the files of responses and requests."""
+        if self._outputs:
+            self._outputs.close()
+        self._requests.close()
+
+    def check_test(self, reports: dict[int, DrainReport]) -> None:
+        """Add other load of the nodes, and doubts about the test, to the result."""
+        result, nodes = self._record.result, [rank.node for rank in self._plan.ranks]
+        result["other_load"] = other_loads(nodes, reports)
+        result["other_gpu_processes"] = others_on_gpus(nodes, reports)
+        result["doubts"] = self.check_servers(self._config)
+
+    def finished(self) -> int:
+        """Print the summary after the last phase; return the exit code."""
+        page = self.leave_result()
+        if self._outputs and self._samples.shows_text:
+            self._console.answers(self._outputs.first_outputs())
+        facts, _ = facts_of(RunFiles.read(self._record.path))
+        rows = self.rows(display_path(self._record.path), facts)
+        self._console.summary([*rows, *self.table(self._samples.dataset), page])
+        return int(ExitCode.DONE)

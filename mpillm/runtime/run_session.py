@@ -235,11 +235,12 @@ def opened(make: Callable[[], S], planned: RunPlan, record: Callable[[], RunReco
         raise unwritable(planned.config, record().path, error) from error
 
 
-def announced(planned: RunPlan, directory: Path, lines: Sequence[str], model: str = "") -> list[str]:
+def announced(planned: RunPlan, directory: Path, lines: Sequence[str]) -> list[str]:
     """Return the console's text before the load phase: versions, plan, run directory, then `lines`."""
     plan, config = planned.plan, planned.config
     lines = [f"run directory {display_path(directory)}", *planned.notes, *lines]
     nodes = len({rank.node for rank in plan.ranks})
+    model = f", model {Path(config.model_path).name}" if config.model_path else ""
     summary = (
         f"ranks: {len(plan.ranks)}, nodes: {nodes}, {plan.mode}, core {config.core_type}{model},"
         f" {planned.reports[0].versions['MPI']}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from mpillm.comms.loop import EventLoop
@@ -19,21 +17,16 @@ from mpillm.options.run_config import RunConfig
 from mpillm.report.arrivals import arrival_figures
 from mpillm.report.console import Console
 from mpillm.report.goodput import goodput
-from mpillm.report.page.run_analysis import facts_of
+from mpillm.report.page.run_analysis import Facts
 from mpillm.report.repeats import repeated_prompts
 from mpillm.report.request_log import read_requests
-from mpillm.report.result import other_loads, others_on_gpus, summary_rows
-from mpillm.report.run_directory import RunRecord, display_path
-from mpillm.report.run_files import RunFiles
+from mpillm.report.result import summary_rows
+from mpillm.report.run_directory import RunRecord
 from mpillm.report.validity_checks import failed_checks
 from mpillm.roles.harness import RequestSource
 from mpillm.runtime.join import RunPlan, RunSetup, prepare
 from mpillm.runtime.load_session import LoadSession
 from mpillm.runtime.run_session import announced, opened
-
-_log = logging.getLogger(__name__)
-_PROGRESS_S = 0.1
-_LOG_S = 10.0
 
 
 class Session(LoadSession):
@@ -45,9 +38,7 @@ class Session(LoadSession):
     ) -> tuple[Session, list[str]]:
         prepared = prepare(planned, lambda: record().path)
         session = opened(lambda: Session(prepared, record(), console, control), planned, record)
-        model = planned.config.model_path
-        name = f", model {Path(model).name}" if model else ""
-        return session, announced(planned, record().path, prepared.announcement(), name)
+        return session, announced(planned, record().path, prepared.announcement())
 
     @classmethod
     def about(cls, config: RunConfig) -> dict[str, object]:
@@ -88,9 +79,7 @@ class Session(LoadSession):
 
     def drained(self, reports: dict[int, DrainReport]) -> str:
         """Store LoadGen's verdict and the ranks' reports in the result."""
-        if self._outputs:
-            self._outputs.close()
-        self._requests.close()
+        self.close_files()
         directory, result = self._record.path, self._record.result
         judged = result["loadgen_result"]
         result |= {"status": judged, "loadgen_unsatisfied": unsatisfied(directory)}
@@ -98,10 +87,7 @@ class Session(LoadSession):
         result |= self.figures(reports)
         if self._config.scenario == "Server":
             result |= self._of_server()
-        nodes = [rank.node for rank in self._plan.ranks]
-        result["other_load"] = other_loads(nodes, reports)
-        result["other_gpu_processes"] = others_on_gpus(nodes, reports)
-        result["doubts"] = self.check_servers(self._config)
+        self.check_test(reports)
         if judged == "VALID" and failed_checks(result):
             result["status"] = "INVALID"
         self.keep_reports(reports)
@@ -123,16 +109,12 @@ class Session(LoadSession):
 
     # --- the end ---
 
+    def rows(self, directory: str, facts: Facts | None) -> list[tuple[str, Any]]:
+        return summary_rows(self._record.result, self._config, directory, facts)
+
     def finished(self) -> int:
-        """Print the summary after the last phase; return the exit code."""
-        record, config = self._record, self._config
-        page = self.leave_result()
-        if self._outputs and self._prepared.shows_text:
-            self._console.answers(self._outputs.first_outputs())
-        facts, _ = facts_of(RunFiles.read(record.path))
-        rows = summary_rows(record.result, config, display_path(record.path), facts)
-        self._console.summary([*rows, *self.table(self._samples.dataset), page])
-        invalid = config.require_valid and record.result["status"] != "VALID"
+        super().finished()
+        invalid = self._config.require_valid and self._record.result["status"] != "VALID"
         return int(ExitCode.TEST_FAILED if invalid else ExitCode.DONE)
 
     def failed(self, reports: dict[int, DrainReport]) -> str:

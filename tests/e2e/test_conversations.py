@@ -14,7 +14,7 @@ from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.report.request_log import read_requests
 from tests.helpers.answers import wait_for_answers
 from tests.helpers.instance_loss import GRACE, signal_rank
-from tests.helpers.support import DONE, USAGE, Ended, Starter
+from tests.helpers.support import DONE, ROOT, USAGE, Ended, Starter
 
 DELAY_S = 0.05
 N_TURNS = (3, 1, 2)
@@ -74,6 +74,15 @@ def test_recorded_conversations(both: Starter, talks: Path, mode: str) -> None:
     prompt = bytes(outputs_of(ended)["x", 2]["input_tokens"]).decode()
     assert prompt == "x0\nyes\nx1\nyes\nx2"
     assert "3 conversations, 2 at a time; responses in later prompts are those recorded" in ended.flowing
+
+
+def test_answers_in_one_piece_have_no_times_of_first_tokens(one: Starter, talks: Path) -> None:
+    core, env = "tests.helpers.plugin_cores:Whole", {"PYTHONPATH": str(ROOT)}
+    load = ("--dataset_path", talks, "--num_conversations", 30, "--concurrency", 3)
+    ended = one.run(2, *CONVERSATIONS, *load, core=core, env=env).must(DONE)
+    for turns in ("first_turns", "later_turns"):
+        figures = ended.result["conversations"][turns]
+        assert figures["ttft_ms"] is None and figures["tpot_ms"] is None and figures["latency_ms"]
 
 
 def test_a_sweep_of_conversations(one: Starter, talks: Path, tmp_path: Path) -> None:

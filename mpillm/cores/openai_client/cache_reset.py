@@ -35,23 +35,21 @@ async def reset_prefix_cache(server: RemoteServer, limit_s: float = MAX_RESET_S)
     Raises EndpointError if the server has no route for it, or has not emptied its cache within `limit_s`.
     """
     end = time.monotonic() + limit_s
-    paths = list(PATHS)
     missing: list[str] = []
-    while True:
-        problem, is_missing = await _try(server, paths[0], max(0.0, end - time.monotonic()))
-        if not problem:
-            return
-        if is_missing:
-            missing.append(problem)
-            del paths[0]
-            if not paths:
-                lack = "has no route to empty its prefix cache (--reset_prefix_cache)"
-                raise EndpointError(f"{server.url} {lack}: {'; '.join(missing)}; {_REMEDY}")
-        elif time.monotonic() + _PAUSE_S > end:
-            failure = f"did not empty its prefix cache within {limit_s:g} s (--reset_prefix_cache)"
-            raise EndpointError(f"{server.url} {failure}: {problem}")
-        else:
+    for path in PATHS:
+        while True:
+            problem, is_missing = await _try(server, path, max(0.0, end - time.monotonic()))
+            if not problem:
+                return
+            if is_missing:
+                missing.append(problem)
+                break
+            if time.monotonic() + _PAUSE_S > end:
+                failure = f"did not empty its prefix cache within {limit_s:g} s (--reset_prefix_cache)"
+                raise EndpointError(f"{server.url} {failure}: {problem}")
             await asyncio.sleep(_PAUSE_S)
+    lack = "has no route to empty its prefix cache (--reset_prefix_cache)"
+    raise EndpointError(f"{server.url} {lack}: {'; '.join(missing)}; {_REMEDY}")
 
 
 async def _try(server: RemoteServer, path: str, limit_s: float) -> tuple[str, bool]:

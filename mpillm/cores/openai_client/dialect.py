@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -56,17 +56,10 @@ TEXT_DIALECTS = (
     _text("text, without options", token_ids=False, options=False),
     _text("text, without options or stream_options", token_ids=False, options=False, usage_option=False),
 )
-CHAT_DIALECTS = (
-    _text("chat, return_token_ids", path=CHAT, extra={"return_token_ids": True}),
-    _text("chat", path=CHAT, token_ids=False),
-    _text("chat, without options", path=CHAT, token_ids=False, options=False),
-    _text(
-        "chat, without options or stream_options",
-        path=CHAT,
-        token_ids=False,
-        options=False,
-        usage_option=False,
-    ),
+CHAT_DIALECTS = tuple(
+    replace(one, name=one.name.replace("text prompts", "chat").replace("text", "chat"), path=CHAT)
+    for one in TEXT_DIALECTS
+    if "detokenize" not in one.extra
 )
 
 

@@ -526,8 +526,8 @@ class EndpointCore(ClientCore):
 
     def _is_refused(self, call: Call, error: EndpointError) -> bool:
         """Return whether the server refuses the content of a request, such as a prompt that is too long."""
-        may_be = call.flags & RequestFlag.MAY_BE_REFUSED and error.refusal is not None
-        return bool(may_be and error.refusal is not None and error.refusal.status in _OF_CONTENT)
+        may_be = bool(call.flags & RequestFlag.MAY_BE_REFUSED)
+        return may_be and error.refusal is not None and error.refusal.status in _OF_CONTENT
 
     def _is_alone(self, error: EndpointError) -> bool:
         """Return whether the error is about one request only. If an owned server exits, all requests fail."""

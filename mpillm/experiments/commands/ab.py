@@ -14,6 +14,7 @@ from mpillm.experiments.intervals import MAX_PAIRS, PairedTest, pairs_needed
 from mpillm.experiments.pages import ab_page
 from mpillm.experiments.run_pairs import ALPHA, METRICS, judge, run_pairs
 from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_args, parse_series
+from mpillm.experiments.warm_cache import RepeatedPrompts
 from mpillm.files import write_text
 from mpillm.options.columns import indented, table
 from mpillm.options.command_line import Parser
@@ -74,8 +75,10 @@ def main(argv: Sequence[str]) -> int:
     folder = series_folder(options.log_dir, "ab").absolute()
     print(indented("A: ", texts[0]), indented("B: ", texts[1]), sep="\n")
     print(f"{options.pairs} pairs, in {display_path(folder)}", flush=True)
+    repeated = RepeatedPrompts()
     pairs, doubtful = run_pairs(
-        folder, ranks, sides, options.pairs, lambda line: print(indented("  ", line), flush=True)
+        *(folder, ranks, sides, configs, options.pairs, repeated),
+        report=lambda line: print(indented("  ", line), flush=True),
     )
     verdict = judge(pairs, metric)
     rows = [["pair", "A", "B", "B/A"]]
@@ -87,6 +90,7 @@ def main(argv: Sequence[str]) -> int:
     for line in doubts:
         print(indented("doubtful: ", line))
     page = folder / "ab.html"
+    doubts += filter(None, [repeated.text])
     write_text(page, ab_page(folder, texts, metric, pairs, verdict_text(verdict, options.pairs), doubts))
     print(f"\npage  {display_path(page)}")
     result = {

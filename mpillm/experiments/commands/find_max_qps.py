@@ -22,6 +22,7 @@ from mpillm.files import write_text
 from mpillm.options.columns import indented
 from mpillm.options.command_line import Parser
 from mpillm.options.field import option
+from mpillm.options.fields.effects import FIND_MAX_QPS
 from mpillm.options.options import parse_run
 from mpillm.options.parsers import fraction, seconds
 from mpillm.options.run_config import RunConfig
@@ -61,7 +62,7 @@ def parse(argv: Sequence[str]) -> tuple[Options, list[str], RunConfig]:
         *args,
         *([] if any(word.startswith("--scenarios") for word in args) else ["--scenarios=Server"]),
     ]
-    config = parse_run(typed, parser)
+    config = parse_run(typed, parser, FIND_MAX_QPS)
     if config.harness and not config.has_conversations:
         raise ConfigError(f"{config.named('harness')}: find-max-qps goes by LoadGen's verdicts")
     return options, typed, config

@@ -66,21 +66,20 @@ def main(argv: Sequence[str]) -> int:
     folder = series_folder(options.log_dir, "sweep").absolute()
     print(f"{len(todo)} points, in {display_path(folder)}", flush=True)
     lasted: list[float] = []  # seconds of this command's runs
-    repeated, warm = RepeatedPrompts(), ""
+    repeated = RepeatedPrompts()
     points = []
     for i, (point, start, config) in enumerate(zip(todo, mpirun, configs, strict=True), 1):
         points.append(one := _point(folder, point, start, i, todo, lasted))
         result = None if one["status"] == "FAILED" else RunFiles.read(Path(one["run"])).result
         if text := repeated.warning(config, result):
-            warm = text
-            print(indented("  warning: ", warm), flush=True)
+            print(indented("  warning: ", text), flush=True)
     front = pareto(points)
     fixed = {name: values[0] if values else "" for name, values in grid.items() if len(values) < 2}
     print("\n" + _table(todo, points, front))
     for line in doubtful_points(points):
         print(indented("doubtful: ", line))
     options.report({"points": points, "pareto": front})
-    write_text(folder / "sweep.html", sweep_page(folder, points, front, fixed, warm))
+    write_text(folder / "sweep.html", sweep_page(folder, points, front, fixed, repeated.text))
     print(f"\npage  {display_path(folder / 'sweep.html')}")
     return ExitCode.TEST_FAILED if any(one["status"] == "FAILED" for one in points) else ExitCode.DONE
 

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from mpillm.core_names import EMBEDDED, TRTLLM_ENDPOINT
 from mpillm.options.field import ANY, Effect, Options, Use, option
-from mpillm.options.fields.effects import REPORTED, RUN, TEST, used_by
+from mpillm.options.fields.effects import (
+    FIND_MAX_QPS,
+    LOAD_CLIENTS,
+    OF_CONVERSATIONS,
+    OF_LOADGEN,
+    OF_PROMPTS,
+    OWN_LOADS,
+    PROMPTS,
+    RUN,
+    used_by,
+)
 from mpillm.options.latency_limits import ARGPARSE_OPTIONS, integer_limits_ms
 from mpillm.options.parsers import (
     boolean,
@@ -25,11 +35,10 @@ from mpillm.workloads.rounds import ROUNDS
 
 def or_conversations(*scenarios: str) -> Effect:
     """Return the effect of an option that LoadGen uses in these scenarios, and conversations in all."""
-    conversations = Use((RUN,), needs=("harness", CONVERSATIONS))
-    return Effect((Use((RUN,), scenarios=scenarios), conversations))
+    return Effect((Use((RUN,), scenarios=scenarios, loads=PROMPTS), *OF_CONVERSATIONS.uses))
 
 
-class LoadgenFields(Options, group="test", effect=TEST):
+class LoadgenFields(Options, group="test", effect=OF_PROMPTS):
     """LoadGen's test."""
 
     test_mode = option(
@@ -41,11 +50,13 @@ class LoadgenFields(Options, group="test", effect=TEST):
         choices=tuple(r.name for r in ROUNDS),
     )
     user_conf = option("a LoadGen user.conf; it overrides mlperf.conf")
-    audit_conf = option("a LoadGen audit.config, for compliance runs")
+    audit_conf = option("a LoadGen audit.config, for compliance runs", effect=OF_LOADGEN)
     min_duration = option(
         "shortest time for the test: 600s, 10min or 600000ms; a bare number is seconds"
         " [default: 0, or user_conf's]",
         length_of_a_test,
+        # A search for a rate makes tests of conversations from it that last about as long.
+        effect=Effect((*OF_PROMPTS.uses, Use((FIND_MAX_QPS,), loads=(CONVERSATIONS,)))),
     )
     min_query_count = option(
         "minimum number of queries (Offline: samples)"
@@ -55,7 +66,7 @@ class LoadgenFields(Options, group="test", effect=TEST):
     max_query_count = option(
         "maximum number of queries; Offline has one of all samples [default: none, or user_conf's]",
         positive,
-        effect=used_by(commands=[RUN], scenarios=["Server", "SingleStream"]),
+        effect=used_by(commands=[RUN], scenarios=["Server", "SingleStream"], loads=PROMPTS),
     )
     max_duration = option(
         "longest time from the start of the test to its last query; written as min_duration"
@@ -69,7 +80,7 @@ class LoadgenFields(Options, group="test", effect=TEST):
     offline_expected_qps = option(
         "Offline: expected samples per second; the query has this times min_duration samples",
         rate,
-        effect=used_by(commands=[RUN], scenarios=["Offline"]),
+        effect=used_by(commands=[RUN], scenarios=["Offline"], loads=PROMPTS),
     )
     goodput = option(
         "Server and conversations: latency limits in place of the workload's, milliseconds at the 99th"
@@ -80,20 +91,22 @@ class LoadgenFields(Options, group="test", effect=TEST):
         argparse_opts=ARGPARSE_OPTIONS,
     )
     require_valid = option(
-        "treat an INVALID result as an error (exit code 4)", boolean, default=False, effect=REPORTED
+        "treat an INVALID result as an error (exit code 4)", boolean, default=False, effect=OF_LOADGEN
     )
     compliance_test = option(
-        "make a compliance run, with this test's audit.config", choices=("TEST06", "TEST07", "TEST09")
+        "make a compliance run, with this test's audit.config",
+        choices=("TEST06", "TEST07", "TEST09"),
+        effect=OF_LOADGEN,
     )
     cache_salt = option(
         "requests share cached prompts only within one test, one conversation or one request: each has a salt"
         " of its own [default: no salts]",
         choices=("test", "conversation", "request"),
-        effect=used_by(*EMBEDDED, *TRTLLM_ENDPOINT, commands=[RUN]),
+        effect=used_by(*EMBEDDED, *TRTLLM_ENDPOINT, commands=[RUN], loads=OWN_LOADS),
     )
 
 
-_OF_A_HARNESS = used_by(commands=[RUN], needs=("harness", ANY))
+_OF_CLIENTS = used_by(commands=[RUN], loads=[LOAD_CLIENTS])
 
 
 class OtherHarnessFields(Options, group="other harness"):
@@ -111,23 +124,21 @@ class OtherHarnessFields(Options, group="other harness"):
         "further options for the client's command line, as typed there",
         shell_args,
         default=(),
-        effect=_OF_A_HARNESS,
+        effect=_OF_CLIENTS,
     )
     concurrency = option(
         "requests, or conversations, that are open simultaneously [default: all, in scenario Offline]",
         positive,
-        effect=used_by(commands=[RUN], scenarios=["Offline"], needs=("harness", ANY)),
+        effect=used_by(commands=[RUN], scenarios=["Offline"], loads=[LOAD_CLIENTS, CONVERSATIONS]),
     )
     harness_memory_limit = option(
         "GiB of host memory that the client's processes may use together; using more counts as a failure",
         rate,
-        effect=_OF_A_HARNESS,
+        effect=_OF_CLIENTS,
     )
 
 
-class ConversationFields(
-    Options, group="conversations", effect=used_by(commands=[RUN], needs=("harness", CONVERSATIONS))
-):
+class ConversationFields(Options, group="conversations", effect=OF_CONVERSATIONS):
     """Load of --harness conversations. In scenario Server, server_target_qps counts conversations."""
 
     num_conversations = option(
@@ -153,6 +164,7 @@ class ConversationFields(
         " vLLM's benchmark. 1: Poisson; less: bursts; inf: constant intervals",
         shape_of_gamma,
         default=1.0,
+        effect=used_by(commands=[RUN], loads=[CONVERSATIONS], needs=("server_target_qps", ANY)),
     )
     trace_speed = option("divides time stamps and delays of the data set", rate, default=1.0)
     shuffle = option(
@@ -164,6 +176,8 @@ class ConversationFields(
         "leave out conversations of the data set with a prompt of more tokens, as far as prompts are known"
         " before the test",
         positive,
+        # Only the servers know the tokens of chats.
+        effect=used_by(commands=[RUN], loads=[CONVERSATIONS], needs=("endpoint_type", "completions")),
     )
     max_delay = option(
         "the most seconds of the test for a delay, and for the gap between two time stamps of a conversation;"
@@ -186,6 +200,7 @@ class ConversationFields(
         "seconds from sending a request to its cancellation; a request that ends earlier is not cancelled",
         not_negative,
         default=0.0,
+        effect=used_by(commands=[RUN], loads=[CONVERSATIONS], needs=("request_cancellation_rate", ANY)),
     )
     ramp_up = option(
         "seconds over which the first conversations start, or over which the rate of server_target_qps grows"

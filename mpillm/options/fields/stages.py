@@ -7,7 +7,7 @@ from mpillm.options.field import Effect, Options, Use, option
 from mpillm.options.fields.effects import (
     BUILT,
     MODELS,
-    REPORTED,
+    OF_OWN_LOADS,
     RUN,
     SERVE,
     STAGES,
@@ -31,7 +31,7 @@ from mpillm.programs.load_clients.kinds import CONVERSATIONS
 
 _OF_CONVERSATIONS = Effect(
     (
-        Use((RUN,), (*TRTLLM_ENDPOINT, *TRTLLM_DISAGG), needs=("harness", CONVERSATIONS)),
+        Use((RUN,), (*TRTLLM_ENDPOINT, *TRTLLM_DISAGG), loads=(CONVERSATIONS,)),
         Use((SERVE,), (*TRTLLM_ENDPOINT, *TRTLLM_DISAGG)),
     )
 )
@@ -138,5 +138,5 @@ class HarnessFields(Options, group="harness"):
         "also show the throughput of the last 30 seconds in the progress line",
         boolean,
         default=False,
-        effect=REPORTED,
+        effect=OF_OWN_LOADS,
     )

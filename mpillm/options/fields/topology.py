@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from mpillm.core_names import BUILT_IN, DEFAULT, EMBEDDED, OTHER_NAMES, TRTLLM_HLAPI, WITH_BACKENDS, names
 from mpillm.options.field import Options, option
-from mpillm.options.fields.effects import BUILT, COMPUTED, DISAGG, PLAN, SIZED, of_engines, used_by
+from mpillm.options.fields.effects import BUILT, COMPUTED, DISAGG, PLAN, RUN, SIZED, used_by
 from mpillm.options.parsers import flag_dict, name_or_class, natural, one_or_two, positive
+from mpillm.programs.load_clients.kinds import CONVERSATIONS
 
 PROMPTS_ALONE = "isl_load_balancing"
 
@@ -68,7 +69,9 @@ class TopologyFields(Options, group="topology"):
         " (TensorRT-LLM's name). 0: context instances compute all prompts",
         natural,
         default=0,
-        effect=of_engines(*EMBEDDED, needs=("enable_kv_cache_reuse", True)),
+        effect=used_by(
+            *EMBEDDED, commands=[RUN], needs=("enable_kv_cache_reuse", True), loads=[CONVERSATIONS]
+        ),
     )
     world_size = option(
         "number of ranks, control ranks included, for commands without mpirun", positive, group="plan"

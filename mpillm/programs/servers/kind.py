@@ -169,9 +169,9 @@ class ServerKind(ProgramKind[ServerSpec]):
     # The user's arguments and more environment for --acceptance_length; raises ValueError. None: the kind has
     # no such setting.
     fix_acceptance: Callable[[ServerSpec, float], Command] | None = None
-    # More arguments and environment for a route that empties the prefix cache; None: it needs none.
-    reset_route: Command | None = None
-    # More arguments and environment for a profiler that routes start and stop; None: it has no such routes.
+    # As `disagg`, for a route that empties the prefix cache; None: it needs nothing.
+    reset_route: Callable[[ServerSpec], Command] | None = None
+    # As `disagg`, for a profiler that routes start and stop; None: it has no such routes.
     profiler: Callable[[ServerSpec], Command] | None = None
     acceptance_setting: str = ""  # part of the server's own name of that setting
 
@@ -202,13 +202,12 @@ class ServerKind(ProgramKind[ServerSpec]):
         env = {**self.environment, **own.env}
         if spec.node.n > 1 and self.multi_node is None:
             raise ValueError(f"server_nodes {spec.node.n}: a {self.name} server is started on one node")
-        if spec.resets_prefix_cache and self.reset_route is not None:
-            args += self.reset_route.argv
-            env |= self.reset_route.env
-        if spec.profiles and self.profiler is not None:
-            args += self.profiler(spec).argv
-            env |= self.profiler(spec).env
-        more = (self.disagg if spec.role else None, self.multi_node if spec.node.n > 1 else None)
+        more = (
+            self.reset_route if spec.resets_prefix_cache else None,
+            self.profiler if spec.profiles else None,
+            self.disagg if spec.role else None,
+            self.multi_node if spec.node.n > 1 else None,
+        )
         for extend in filter(None, more):
             args += extend(spec).argv
             env |= extend(spec).env

@@ -50,7 +50,7 @@ MPILLM = ServerKind(
     disagg_protocol="disaggregated_params",
     disagg=lambda spec: Command(("--server_role", spec.role)),
     secret=SECRETS["kv_secret"],
-    reset_route=Command(("--reset_prefix_cache",)),
+    reset_route=lambda spec: Command(("--reset_prefix_cache",)),
     fix_acceptance=_fix_acceptance,
     acceptance_setting=OPTION,
 )

@@ -269,6 +269,24 @@ def test_conversations_in_random_order(tmp_path: Path) -> None:
     assert sorted(shuffled[0]) == texts(load(tmp_path, *rows)) != shuffled[0]
 
 
+def test_keys_without_effect_and_cut_responses_are_named(tmp_path: Path) -> None:
+    rows = [
+        {"session_id": "s", "prompt": "A", "timestamp": 5, "temperature": 1, "output_length": 12},
+        {"session_id": "s", "prompt": "B", "delay": 5, "seed": 7, "tools": [], "output_length": 9},
+    ]
+    assert load(tmp_path, *rows).note == (
+        "1 of its 2 samples exceed --max_output_len 9 with at most 12 tokens: their answers are cut;"
+        " its seed, temperature have no effect"
+    )
+
+
+def test_long_prompts_of_traces_are_left_out(tmp_path: Path) -> None:
+    rows = [{"input_length": 3}, {"input_length": 5}, {"input_length": 3_000_000_000}]
+    dataset = load(tmp_path, *rows, choice=ConversationChoice(max_input_len=4))
+    assert dataset.n_tokens.tolist() == [3]
+    assert dataset.note == "conversations with a prompt of more than 4 tokens, which are left out: 2"
+
+
 def test_conversations_with_long_prompts_are_left_out(tmp_path: Path) -> None:
     rows = [{"id": "x", "messages": CHAT}, {"prompt": "E"}, {"id": "y", "messages": CHAT[:2]}]
     dataset = load(tmp_path, *rows, choice=ConversationChoice(max_input_len=4))

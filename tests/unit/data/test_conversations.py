@@ -9,7 +9,7 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm.data.conversations import Conversation, read_conversations
-from mpillm.data.records import Trace
+from mpillm.data.records import Columns, Trace
 
 CALL = {"id": "a", "type": "function", "function": {"name": "run", "arguments": '{"cmd": "pytest"}'}}
 
@@ -35,6 +35,7 @@ def prompts(conversation: Conversation) -> list[list[str]]:
     ]
 
 
+CHAT = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]
 AGENT = (
     flat(1, "user", content="fix", system="be brief", tools=[{"type": "function"}], delay_seconds=0.5),
     flat(2, "assistant", tool_calls=[CALL], reasoning_content="hm"),
@@ -109,6 +110,19 @@ def test_aiperf_turns_have_delays_and_times_in_milliseconds() -> None:
         (0.25, None, 3),
     ]
     assert not one.has_responses, "the responses of the test are its history"
+
+
+@pytest.mark.parametrize(
+    "row", [flat(1, "user", content="A"), {"turns": ["A"]}, {"prompt_0": "A"}, {"messages": CHAT}]
+)
+def test_named_columns_make_each_row_a_request_or_are_errors(row: dict[str, Any]) -> None:
+    def named(columns: Columns) -> list[Conversation]:
+        return read_conversations([("f.jsonl:1", {**row, "question": "B", "n": 3})], 1000, columns)
+
+    (one,) = named(Columns("question", "n"))
+    assert [(turn.prompt, turn.output_len) for turn in one.turns] == [("B", 3)]
+    with pytest.raises(ConfigError, match=r"f.jsonl:1: a row of a conversation; --output_len_column is for"):
+        named(Columns(output_len="n"))
 
 
 def test_guidellm_columns() -> None:

@@ -142,7 +142,8 @@ def test_the_note_has_the_parameters() -> None:
     assert made.name == "synthetic"
     assert made.note == (
         "synthetic conversations: 2 turns; input 4 and output 9 tokens in each turn; delay 0 s;"
-        " 0 tokens shared by all; seed 7; 6 of its responses end at --max_output_len 8"
+        " 0 tokens shared by all; seed 7; 6 of its 6 samples exceed --max_output_len 8 with at most 9"
+        " tokens: their answers are cut"
     )
 
 

@@ -44,10 +44,12 @@ class FakeRuns:
     def __init__(self, limit: float) -> None:
         self.limit = limit
         self.options: list[dict[str, str]] = []
+        self.args: list[list[str]] = []
 
     def __call__(
         self, folder: Path, mpirun: list[str], options: list[str], watch: Callable[[], str]
     ) -> EndedRun:
+        self.args.append(options)
         self.options.append(dict(zip(options[-4::2], options[-3::2], strict=True)))
         folder.mkdir(parents=True)
         rate = float(self.options[-1]["--server_target_qps"])
@@ -55,8 +57,8 @@ class FakeRuns:
 
 
 def search_in(folder: Path, run_in: Any, *more: str) -> ConversationRateTests:
-    config = parse_run([*WORDS, *more])
-    return ConversationRateTests(folder, ["-n", "2"], ["--a"], config, probe_s=5.0, run_in=run_in)
+    config = parse_run([*WORDS, *more], command="find-max-qps")
+    return ConversationRateTests(folder, ["-n", "2"], ["--a", *more], config, probe_s=5.0, run_in=run_in)
 
 
 def test_the_search_finds_the_highest_rate_within_the_limits(tmp_path: Path) -> None:
@@ -66,6 +68,7 @@ def test_the_search_finds_the_highest_rate_within_the_limits(tmp_path: Path) -> 
     found = find_max_rate(tests.test, tests.start, 0.1)
     assert found.best.rate <= 11 < found.too_high <= 1.101 * found.best.rate
     assert runs.options[0] == {"--server_target_qps": "1", "--num_conversations": "16"}
+    assert all(args[:-4] == ["--a"] for args in runs.args), "a run of conversations has no min_duration"
     last = runs.options[-1]
     assert int(last["--num_conversations"]) == round(40 * float(last["--server_target_qps"]))
     assert found.best.figures["good_conversations_share"] == 0.5

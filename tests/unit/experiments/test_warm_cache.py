@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mpillm.experiments import run_pairs
+from mpillm.experiments.commands import ab
 from mpillm.experiments.warm_cache import RepeatedPrompts, cached_share, warning
 from mpillm.options.options import parse_run
 from mpillm.options.run_config import RunConfig
+from mpillm.runtime.whole_runs import EndedRun
 
 MAY = "the server may have prompts of earlier requests in its prefix cache, and does not report this"
 
@@ -79,6 +84,32 @@ def test_one_warning_when_the_same_prompts_come_again() -> None:
 )
 def test_which_prompts_are_the_same(first: list[str], second: list[str], is_warned: bool) -> None:
     assert warned([config(*first), config(*second)], [counted(9.0)] * 2) == [False, is_warned]
+
+
+@pytest.mark.parametrize(
+    ("options", "n_warnings"), [(["--url=h:1"], 1), (["--url=h:1", "--cache_salt=test"], 0)]
+)
+def test_a_comparison_warns_once_that_its_second_run_finds_the_prompts(
+    options: list[str],
+    n_warnings: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    number = itertools.count(1)
+
+    def run_in(folder: Path, *_: object) -> EndedRun:
+        folder.mkdir(parents=True)
+        figures = {"samples_per_second": 1.0, "tokens_per_second": 20.0 + next(number) % 3, "doubts": []}
+        latencies = {"ttft_ms": None, "tpot_ms": None}
+        return EndedRun(folder, 0, {"status": "VALID", **figures, **latencies, **counted(150.0)})
+
+    monkeypatch.setattr(run_pairs, "run_in", run_in)
+    sides = ["--max_batch_size 4", "--max_batch_size 8"]
+    words = ["-n=2", "--core_type=trtllm_endpoint", "--pairs=3", f"--log_dir={tmp_path / 'ab'}"]
+    assert ab.main([*sides, *words, *options]) == 0
+    out, page = capsys.readouterr().out, (tmp_path / "ab" / "ab.html").read_text()
+    assert out.count("warning: the server had 75 %") == page.count("the server had 75 %") == n_warnings
 
 
 def test_servers_that_each_run_starts_know_nothing() -> None:

@@ -351,6 +351,26 @@ def test_every_misspelt_option_names_the_nearest(field: Any) -> None:
     assert "did you mean '--" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "before",
+    [["--shuffle"], ["--goodput", "ttft:500"], ["--seed", "1"], ["--seed=1"], ["--harness_args", "x"]],
+)
+def test_an_unknown_option_with_blanks_is_no_value_of_the_option_before_it(before: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_run([*DUMMY, *before, '--extra-bdy={"priority": 1}'])
+    hint = " (did you mean '--extra_body'?)"
+    assert str(error.value) == f'mpillm run: unknown option --extra_bdy={{"priority": 1}}{hint}'
+
+
+def test_a_value_with_blanks_that_looks_like_an_option_stays_one() -> None:
+    parser = Parser(prog="mpillm")
+    parser.add_argument("--run_options")
+    value = "--max_batch_size=4 --model-path smol-lm"
+    assert parser.parse_args(["--run_options", value]).run_options == value
+    _, unknown = Parser(prog="mpillm").parse_known(["--run_options", value])
+    assert unknown == ["--run_options", value]
+
+
 @pytest.mark.parametrize("wrong", ["--max_output", "--seeds", "--Seed", "-seed"])
 def test_no_option_is_guessed(wrong: str) -> None:
     with pytest.raises(ConfigError, match="unknown option"):

@@ -6,7 +6,7 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm.options.fields import AllFields
-from mpillm.options.synthetic_conversations import LogNormal, Normal, Uniform, sizes_of
+from mpillm.options.synthetic_conversations import Normal, Uniform, sizes_of
 
 FIELD = AllFields.synthetic_conversations
 
@@ -28,7 +28,7 @@ def test_a_log_normal_value_and_groups_of_different_sizes() -> None:
     sizes = sizes_of(
         FIELD.parse("input=lognormal:200:400,delay=lognormal:0.5:1,groups=3,prefix=4,zipf=1.5", "")
     )
-    assert (sizes.input, sizes.delay, sizes.zipf) == (LogNormal(200, 400), LogNormal(0.5, 1), 1.5)
+    assert (sizes.input, sizes.delay, sizes.zipf) == (Normal(200, 400, True), Normal(0.5, 1, True), 1.5)
     text = "input 200 ± 400 (log-normal) and output 32 tokens in each turn; delay 0.5 ± 1 (log-normal) s;"
     assert text in sizes.describe() and sizes.describe().endswith("3 groups (Zipf, exponent 1.5)")
 
