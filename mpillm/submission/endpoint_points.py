@@ -29,8 +29,9 @@ from mpillm.programs.load_clients.kinds import kind_of
 from mpillm.report.run_directory import display_path
 from mpillm.roles.client_program import command_of
 from mpillm.submission.client_form import CONFIG, SUMMARY
-from mpillm.submission.endpoint_rules import SEED_SETS, Regions, min_duration_s
+from mpillm.submission.endpoint_rules import Regions, min_duration_s
 from mpillm.submission.scores import Scores
+from mpillm.submission.seed_sets import SeedSet
 from mpillm.version import __version__
 from mpillm.workloads.workload import Endpoints
 
@@ -116,7 +117,7 @@ class Curve:
     benchmark: Endpoints
     c_max: int
     regions: Regions
-    seed_set: str
+    seed_set: SeedSet
     target_cohort: str
     min_samples: int  # of a point
     system_description: Mapping[str, Any]  # from the submitter
@@ -172,7 +173,7 @@ class Curve:
             "max_supported_concurrency": self.c_max,
             "model_name": self.benchmark.model,
             "link_to_model": self.benchmark.link_to_model,
-            "seed_set": self.seed_set,
+            "seed_set": self.seed_set.name,
             "target_cohort": self.target_cohort,
             "shared_src": "src/endpoint",
             "shared_docs": "docs",
@@ -181,7 +182,7 @@ class Curve:
                 "min_duration_ms": round(1000 * min_duration_s),
                 "min_sample_count": self.min_samples,
                 "stream_all_chunks": True,
-                "runtime": dict(SEED_SETS[self.seed_set]),
+                "runtime": dict(self.seed_set.seeds),
             },
             "warmup": dict(warmup),
         }

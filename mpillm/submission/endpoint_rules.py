@@ -1,4 +1,4 @@
-"""Rules of MLPerf Endpoints for a curve: points, regions, durations, seeds.
+"""Rules of MLPerf Endpoints for a curve: points, regions, durations.
 
 Source: MLCommons' endpoints-submission-cli 1.5.3, and the paragraphs of the rules in its checks.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import date
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,16 +25,6 @@ MAX_POINTS = 32
 
 DIVISIONS = ("Standardized", "Serviced", "RDI")
 _SHORT_S, _LONG_S = 600.0, 1200.0
-
-
-SEED_SETS = {
-    "A": {
-        "scheduler_rng_seed": 10487924139932647040,
-        "sample_index_rng_seed": 586478644936801402,
-        "model_seed": 9315206023656308754,
-    }
-}
-"""Seeds that MLCommons published for the cohort 2026-10-C1 and the next three."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +70,6 @@ def default_points(c_max: int) -> list[int]:
 def min_duration_s(concurrency: int) -> float:
     """Return the minimum duration of a point (§6.2)."""
     return _SHORT_S if concurrency <= ULTRA_LOW else _LONG_S
-
-
-def next_cohort(today: date) -> str:
-    """Return the cohort of the next month, the default of --target_cohort."""
-    year, month = (today.year + 1, 1) if today.month == 12 else (today.year, today.month + 1)
-    return f"{year}-{month:02d}-C0"
 
 
 def warm_up_prompts(

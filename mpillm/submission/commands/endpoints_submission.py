@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -51,11 +52,9 @@ from mpillm.submission.endpoint_rules import (
     DIVISIONS,
     MAX_POINTS,
     MIN_POINTS,
-    SEED_SETS,
     Regions,
     default_points,
     min_duration_s,
-    next_cohort,
     sample_order,
     warm_up_prompts,
 )
@@ -64,6 +63,17 @@ from mpillm.submission.references import read_references
 from mpillm.submission.rouge import need_libraries
 from mpillm.submission.rules import folder_name
 from mpillm.submission.scores import METRICS, Row, ScoredResponse
+from mpillm.submission.seed_sets import (
+    MODEL,
+    PUBLISHED,
+    SAMPLES,
+    SCHEDULER,
+    Cohort,
+    choose,
+    cohort_name,
+    next_cohort,
+    read_seed_sets,
+)
 from mpillm.workloads import WORKLOADS
 from mpillm.workloads.workload import Workload
 
@@ -94,8 +104,11 @@ class _Options(Values, group=_GROUP):
     disclosure = option("a JSON file with more fields for each point.yaml, and under r8 for concurrency 8")
     src = option("a folder with the implementation's code and its README.md")
     docs = option("a folder with documents")
-    seed_set = option("the published seeds", one_of(*SEED_SETS), default="A")
-    target_cohort = option("YYYY-MM-C0 or C1 [default: next month's C0]")
+    seed_sets = option(
+        "a file of seed sets that MLCommons published later, like seedset.yaml [default: set A]"
+    )
+    seed_set = option("the set of seeds [default: the newest that counts in the target cohort]")
+    target_cohort = option("YYYY-MM-C0 or C1 [default: the next one]", cohort_name)
     output = OutputFields.output.but("the folder that the submission is made in", group=_GROUP)
     ready_deadline = option("longest time until the server is ready", seconds, default=60.0)
     harness = option(
@@ -129,6 +142,7 @@ def main(argv: Sequence[str]) -> int:
     if missing := [name for name in needed if not options.values[name]]:
         raise ConfigError(f"endpoints-submission needs --{', --'.join(missing)}")
     curve, workload = _curve(options)
+    print(f"seed set    {curve.seed_set.line(Cohort.of(curve.target_cohort))}")
     if options.harness:
         if not options.model_path:
             raise ConfigError("--harness needs --model_path: the client counts tokens with its tokenizer")
@@ -144,7 +158,10 @@ def main(argv: Sequence[str]) -> int:
     write_shared(root, _folder(options.src), _folder(options.docs), readme)
     if options.system_power:
         write_json(root / "results" / curve.system / POWER, read_object(Path(options.system_power)))
-    print(f"\nsubmission  {display_path(root)}\ncheck it    endpoints-submission-cli check-submission {root}")
+    checker = f"endpoints-submission-cli check-submission {root}"
+    if options.seed_sets:  # the command has no option for the file
+        checker = f"MLPERF_ENDPOINTS_SEED_SETS={shlex.quote(options.seed_sets)} {checker}"
+    print(f"\nsubmission  {display_path(root)}\ncheck it    {checker}")
     if workload.scaled:
         full = workloads.get(options.benchmarks or "").n_samples
         samples = f"{workload.n_samples} of the benchmark's {full:,} samples"
@@ -169,6 +186,8 @@ def _curve(options: _Options) -> tuple[Curve, Workload]:
     if len(points) < MIN_POINTS:
         print(f"{len(points)} points: a submission needs {MIN_POINTS}")
     workload = workloads.get(name, options.model_scale)
+    cohort = Cohort.of(options.target_cohort) if options.target_cohort else next_cohort(date.today())
+    sets = read_seed_sets(options.seed_sets) if options.seed_sets else PUBLISHED
     files = {
         option: read_object(Path(file)) if (file := options.values[option]) else {}
         for option in ("system_description", "disclosure")
@@ -183,8 +202,8 @@ def _curve(options: _Options) -> tuple[Curve, Workload]:
         _BENCHMARKS[name],
         c_max,
         regions,
-        options.seed_set,
-        options.target_cohort or next_cohort(date.today()),
+        choose(sets, options.seed_set, cohort),
+        str(cohort),
         workload.n_samples,
         files["system_description"],
         files["disclosure"],
@@ -235,10 +254,10 @@ def _measure(options: _Options, curve: Curve, workload: Workload) -> list[str]:
 
 # Options that affect a point's result, without the duration.
 _MEASURED = (
-    *("url", "model", "model_path", "benchmarks", "model_scale", "dataset_path", "seed_set"),
+    *("url", "model", "model_path", "benchmarks", "model_scale", "dataset_path"),
     "harness",
 )
-_SERVED_MODEL = "served_model"  # key in the point's notes
+_SERVED_MODEL, _SEEDS = "served_model", "seeds"  # keys in the point's notes
 _REMEDY = "remove it, or choose another --submission_id"
 
 
@@ -250,11 +269,15 @@ def _check_measured(options: _Options, curve: Curve) -> None:
         if c not in curve.points:
             raise ConfigError(f"{folder} is not a point of this curve (--concurrency): {_REMEDY}")
         present = {name: options.values[name] for name in _MEASURED} | {"min_duration": _lasts(options, c)}
+        present["seed_set"] = curve.seed_set.name
         for name, value in present.items():
             if (earlier := config.get(name)) != value:
                 option = f"without --{name}" if earlier is None else f"with --{name} {earlier}"
                 this = "without" if value is None else value
                 raise ConfigError(f"{folder} was measured {option}, this is {this}: {_REMEDY}")
+        if (seeds := config.get(_SEEDS, curve.seed_set.seeds)) != curve.seed_set.seeds:
+            of_set = f"other seeds of set {curve.seed_set.name}"
+            raise ConfigError(f"{folder} was measured with {of_set}: {seeds}: {_REMEDY}")
 
 
 def _check_model(curve: Curve, model: str) -> None:
@@ -286,7 +309,7 @@ def _sampling(curve: Curve, workload: Workload) -> Sampling:
         temperature=parameters.get("temperature", 0.0),
         top_k=int(parameters.get("top_k", 0)),
         top_p=parameters.get("top_p", 1.0),
-        seed=SEED_SETS[curve.seed_set]["model_seed"] & 0x7FFFFFFF,
+        seed=curve.seed_set.seeds[MODEL] & 0x7FFFFFFF,
     )
 
 
@@ -308,9 +331,9 @@ def _point(
     lasts = _lasts(options, c)
     prompts = [dataset.sample(i) for i in range(len(dataset))]
     sampling = _sampling(curve, workload)
-    seeds = SEED_SETS[curve.seed_set]
-    order = sample_order(len(prompts), seeds["sample_index_rng_seed"])
-    others = warm_up_prompts(dataset.tokens, dataset.n_tokens, c, seeds["model_seed"])
+    seeds = curve.seed_set.seeds
+    order = sample_order(len(prompts), seeds[SAMPLES])
+    others = warm_up_prompts(dataset.tokens, dataset.n_tokens, c, seeds[MODEL])
     warm_up = FixedConcurrency(others, iter(range(c)), sampling, c, c)
     took = client.run(warm_up)
     warmed = sum(not record.error for record in warm_up.records)
@@ -326,6 +349,7 @@ def _point(
     }
     explicit = {name: value for name, value in options.values.items() if value is not None}
     notes = explicit | {"min_duration": lasts, "warmup": warmed_up, _SERVED_MODEL: client.endpoint.model}
+    notes |= {"seed_set": curve.seed_set.name, _SEEDS: dict(seeds)}
     (folder / NOTES).unlink(missing_ok=True)
     failed: list[str] = []
     if options.harness:
@@ -357,7 +381,7 @@ def _load_of(
     options: _Options, curve: Curve, c: int, client: EndpointClient, dataset: Dataset, sampling: Sampling
 ) -> LoadSpec:
     """Return the load of MLCommons' client at a point. Its files remain beside the submission."""
-    seeds, tokenizer = SEED_SETS[curve.seed_set], load_tokenizer(Path(options.model_path or ""))
+    seeds, tokenizer = curve.seed_set.seeds, load_tokenizer(Path(options.model_path or ""))
     return LoadSpec(
         (client.endpoint.url,),
         client.endpoint.model,
@@ -376,7 +400,7 @@ def _load_of(
         sampling.top_k,
         sampling.top_p,
         0,
-        Seeds(seeds["sample_index_rng_seed"], seeds["scheduler_rng_seed"], sampling.seed),
+        Seeds(seeds[SAMPLES], seeds[SCHEDULER], sampling.seed),
         lambda text: len(tokenizer.encode_plain(text)),
         min_duration_ms=round(1000 * _lasts(options, c)),
         all_chunks=True,

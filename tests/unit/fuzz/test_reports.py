@@ -18,6 +18,7 @@ from mpillm.options.values import collect
 from mpillm.programs.load_clients.kind import LoadSpec, PromptSample, Seeds
 from mpillm.programs.load_clients.kinds import kind_of
 from mpillm.submission.commands import endpoints_submission
+from mpillm.submission.seed_sets import PUBLISHED, read_seed_sets
 from tests.helpers.fuzzing import changed, damaged, fuzz, json_bytes
 
 SAMPLES = [PromptSample([1, 2, 3], "abc", 8, False), PromptSample([4], "d", 8, False)]
@@ -222,6 +223,22 @@ def test_statistics_of_iterations(_: Path, data: bytes) -> None:
 
 def yaml_text(value: Any) -> bytes:
     return yaml.safe_dump(value, allow_unicode=True).encode("utf-8", "surrogatepass")
+
+
+SEED_SETS = {
+    "cohort": {
+        "version": 1.0,
+        "cohort-id": "2026-10-C1",
+        "seed_sets": [{"id": "A", "scheduler_rng_seed": 1, "sample_index_rng_seed": 2, "model_seed": 3}],
+    }
+}
+
+
+@fuzz(changed([SEED_SETS]).map(yaml_text) | damaged([yaml_text(SEED_SETS)]), refused_by=ConfigError)
+def test_seed_sets(folder: Path, data: bytes) -> None:
+    (folder / "seedset.yaml").write_bytes(data)
+    for one in read_seed_sets(str(folder / "seedset.yaml")):
+        assert one.name and one.line(PUBLISHED[0].cohorts[-1])
 
 
 SUMMARY = {"n_samples_issued": 20_000, "n_samples_failed": 0, "system_tps": 5.0}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import date
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +16,6 @@ from mpillm.submission.endpoint_rules import (
     Regions,
     default_points,
     min_duration_s,
-    next_cohort,
     sample_order,
     warm_up_prompts,
 )
@@ -54,10 +52,8 @@ def test_the_points_by_default_lie_in_all_regions(c_max: int) -> None:
     assert [regions.region(c) for c in scored] == [*vars(regions)] and scored[-1] == c_max
 
 
-def test_durations_and_cohorts() -> None:
+def test_durations() -> None:
     assert [min_duration_s(c) for c in (1, 32, 33)] == [600, 600, 1200]
-    assert next_cohort(date(2026, 11, 3)) == "2026-12-C0"
-    assert next_cohort(date(2026, 12, 3)) == "2027-01-C0"
 
 
 def test_each_pass_has_all_samples_in_an_order_of_its_own() -> None:
@@ -113,7 +109,7 @@ def test_what_a_point_can_say_of_a_steady_state_by_itself(
 ) -> None:
     """Whether a point that is long enough has one is for MLCommons' detector to find."""
     nothing = cast(Any, None)
-    curve = Curve(Path(), (), "Us", "1", "Box", "RDI", nothing, 48, nothing, "", "", 1000, {}, {})
+    curve = Curve(Path(), (), "Us", "1", "Box", "RDI", nothing, 48, nothing, nothing, "", 1000, {}, {})
     summary = {"n_samples_issued": round(1000 * passes), "duration_ns": seconds * 1e9}
     block = curve.steady_state(summary, 8)
     assert (block or {}).get("status") == status

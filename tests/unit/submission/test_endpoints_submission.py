@@ -123,7 +123,7 @@ def test_a_point_belongs_to_the_options_it_was_measured_with(
 
 def test_each_option_belongs_to_a_point_or_is_said_anew() -> None:
     """One that is in neither list would be taken without effect where points are there."""
-    of_points = {*endpoints_submission._MEASURED, "min_duration", "concurrency"}
+    of_points = {*endpoints_submission._MEASURED, "min_duration", "concurrency", "seed_sets", "seed_set"}
     folders = {"output", "submitter", "submission_id", "system_name"}
     written_anew = {"division", "system_description", "system_power", "disclosure", "src", "docs"}
     written_anew |= {"target_cohort", "max_supported_concurrency"}
