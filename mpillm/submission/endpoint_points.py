@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
@@ -24,7 +24,7 @@ from mpillm.errors import StageError
 from mpillm.experiments.loadtest.load_test import Record
 from mpillm.files import as_written, read_object, write_json, write_text
 from mpillm.programs.load_clients.inference_endpoint import CONFIG_LEFT, SUMMARY_LEFT
-from mpillm.programs.load_clients.kind import LoadSpec
+from mpillm.programs.load_clients.kind import LoadReport, LoadSpec
 from mpillm.programs.load_clients.kinds import kind_of
 from mpillm.report.run_directory import display_path
 from mpillm.roles.client_program import command_of
@@ -32,15 +32,17 @@ from mpillm.submission.client_form import CONFIG, SUMMARY
 from mpillm.submission.endpoint_rules import Regions, min_duration_s
 from mpillm.submission.scores import Scores
 from mpillm.submission.seed_sets import SeedSet
+from mpillm.submission.steady_state import MIN_ALL, MIN_PASSES, SuperPasses, find_steady_state
 from mpillm.version import __version__
 from mpillm.workloads.workload import Endpoints
 
 POINT, SYSTEM, POWER, WARMUP = "point.yaml", "system_desc.json", "system_power.json", "warmup.json"
 NOTES = "measured.yaml"
 """Options of a point's measurement, if its `config.yaml` comes from MLCommons' client."""
+STEADY_STATE = "steady_state"
+"""Key of the steady state in the options of a measurement, in a summary and in point.yaml."""
 _PERCENTILES = (1, 5, 10, 25, 50, 75, 80, 90, 95, 97, 99, 99.9)
 _NS = 1e9
-_MIN_PASSES = 4  # over the data set, in a steady state
 _SYSTEM_FIELDS = (  # fields that the submitter must add to the system description (8.2)
     *("system_availability_status", "system_size", "system_node_ensemble_count"),
     *("system_node_ensemble_total", "shortened_system_name", "node_types"),
@@ -137,7 +139,7 @@ class Curve:
         folder = self.folder(concurrency)
         config = read_measurement(folder)
         with as_written(folder / SUMMARY):
-            block = self.steady_state(read_object(folder / SUMMARY), concurrency)
+            block = config.get(STEADY_STATE) or self.steady_state(read_object(folder / SUMMARY), concurrency)
         fields = self.point(concurrency, config["min_duration"], config["warmup"])
         shared = {name: value for name, value in self.disclosure.items() if not _POINT_KEY.fullmatch(name)}
         fields |= {"steady_state": block} if block else {}
@@ -146,13 +148,13 @@ class Curve:
         write_yaml(folder / POINT, fields | shared | own)
 
     def steady_state(self, summary: Mapping[str, Any], concurrency: int) -> dict[str, Any] | None:
-        """Return a point's steady-state block (rules, 4.4) if the point is too short for a steady state.
+        """Return the steady-state block (rules, 4.4) of a point without times of its requests.
 
-        None: MLCommons' detector must find it in the client's events.
+        None: the summary does not decide it.
         """
         passes = summary["n_samples_issued"] // self.min_samples
         block = {"window": {"super_pass_size": self.min_samples}, "state": {}}
-        if passes < _MIN_PASSES:  # too few for any window
+        if passes < MIN_PASSES:  # too few for any window
             status = "insufficient_passes" if passes else "partial_dataset"
             return {"status": status, "verdict": "not found", **block}
         if (summary["duration_ns"] or 0) / _NS < min_duration_s(concurrency):
@@ -268,36 +270,71 @@ _GRACE_S = 5.0
 _POLL_S = 0.5
 
 
-def measured_point(load: LoadSpec, folder: Path, lasts_s: float, rate: float) -> dict[str, Any]:
+class ClientPoint(NamedTuple):
+    """Measurement of a point by MLCommons' client."""
+
+    summary: dict[str, Any]
+    passes: SuperPasses | None  # None: the client left no times of requests
+
+
+def measured_point(load: LoadSpec, folder: Path, min_s: float, max_s: float, rate: float) -> ClientPoint:
     """Measure a point with `load`, and copy the client's summary and configuration to `folder`.
 
-    The client accepts a number of requests and no duration, so a point that is too short is measured again
-    with more requests.
+    The client accepts a number of requests and no duration. A point without a steady state is measured again
+    with more passes over the data set if that can help.
 
     Args:
-        load: `load.order` has the minimum number of requests.
+        load: `load.order` is one pass over the data set.
+        min_s: Issue time of the steady state.
+        max_s: Time after which no further pass begins.
         rate: Estimated requests per second.
 
-    Returns: The summary.
     Raises: ConfigError if the client is not installed, StageError if it fails.
     """
-    n = max(len(load.order), math.ceil(_MARGIN * rate * lasts_s))
-    for _ in range(_TRIES):
+    size = len(load.order)
+    n = _n_passes(_MARGIN * min_s * rate / size, max_s * rate / size)
+    for tries_left in reversed(range(_TRIES)):
         if load.folder.exists():  # has the report of an earlier try
             shutil.rmtree(load.folder)
-        run_client(replace(load, order=range(n)), load.folder.with_suffix(".log"))
+        report = run_client(replace(load, order=range(n * size)), load.folder.with_suffix(".log"))
         summary = read_object(load.folder / SUMMARY_LEFT)
-        seconds = (summary["duration_ns"] or 0) / 1e9
-        if seconds >= lasts_s:
+        passes = client_passes(report, size)
+        seconds = (summary["duration_ns"] or 0) / _NS
+        state = find_steady_state(passes.complete(), size, min_s) if passes else None
+        covered = state.duration_s if state and state.passes else seconds
+        is_steady = seconds >= min_s if state is None else state.is_official
+        more = _n_passes(_MARGIN * n * min_s / max(covered, 1e-3), max_s * n / max(seconds, 1e-3))
+        if is_steady or (seconds >= min_s and (more <= n or not tries_left)):
             shutil.copyfile(load.folder / SUMMARY_LEFT, folder / SUMMARY)
             shutil.copyfile(load.folder / CONFIG_LEFT, folder / CONFIG)
-            return summary
-        n = max(n + 1, math.ceil(_MARGIN * n * lasts_s / max(seconds, 1e-3)))
-    raise StageError(f"{n:,} requests would still take less than {lasts_s:g} s")
+            return ClientPoint(summary, passes)
+        n = max(more, n + 1)
+    raise StageError(f"{n:,} passes over the data set would still take less than {min_s:g} s")
 
 
-def run_client(load: LoadSpec, log: Path) -> None:
-    """Run MLCommons' client. Raises ConfigError if it is not installed, StageError if it fails."""
+def _n_passes(needed: float, allowed: float) -> int:
+    """Return the passes of a test: enough for a steady state if the time allows; at least one."""
+    return max(1, min(max(MIN_ALL, math.ceil(needed) + 1), math.floor(allowed) + 1))
+
+
+def client_passes(report: LoadReport, size: int) -> SuperPasses | None:
+    """Return the super-passes of a client's test; None: it left no times of requests."""
+    if not report.requests:
+        return None
+    passes = SuperPasses(size)
+    for i, record in enumerate(sorted(report.requests, key=lambda one: one.issued)):
+        if record.error:
+            passes.of(i).add_failure(record.issued)
+        else:
+            passes.of(i).add(record.issued, record.ttft, record.tpot, record.tokens)
+    return passes
+
+
+def run_client(load: LoadSpec, log: Path) -> LoadReport:
+    """Run MLCommons' client and return its report.
+
+    Raises: ConfigError if the client is not installed, StageError if it fails.
+    """
     kind = kind_of("inference-endpoint")
     command = command_of(kind, load)
     load.folder.mkdir(parents=True, exist_ok=True)
@@ -323,6 +360,7 @@ def run_client(load: LoadSpec, log: Path) -> None:
         raise StageError(f"{kind.title}: {error}") from error
     if problems := [*report.problems, *_count_problems(report.completed, report.failed, load.order)]:
         raise StageError(f"{kind.title}: {'; '.join(problems)}; see {display_path(log)}")
+    return report
 
 
 def _count_problems(completed: int, failed: int, order: Sequence[int]) -> list[str]:

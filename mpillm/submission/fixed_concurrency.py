@@ -9,14 +9,39 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.cores.openai_client.client import Client
+from mpillm.cores.openai_client.client import Call, Client
 from mpillm.cores.openai_client.dialect import Sampling
+from mpillm.cores.openai_client.endpoint import EndpointError
 from mpillm.experiments.loadtest.load_test import LoadTest, Record
 from mpillm.report.console import LoadProgress
+from mpillm.submission.steady_state import SuperPasses, find_steady_state
+
+_GROWTH = 1.05  # of the elapsed time between two searches for the steady state, which take time of the client
+
+
+class SteadyStateGoal:
+    """Length of a test: whole passes over the data set until there is a steady state, or a maximum time."""
+
+    def __init__(self, size: int, min_s: float, max_s: float) -> None:
+        """`size`: samples of the data set. `min_s`: issue time of the steady state."""
+        self.passes = SuperPasses(size)
+        self.min_s, self.max_s = min_s, max_s
+        self._next_search_s = min_s
+
+    def is_reached(self, issued: int, elapsed_s: float) -> bool:
+        """Return whether a test may end. The passes of outstanding requests do not count yet."""
+        if issued == 0 or issued % self.passes.size:
+            return False
+        if elapsed_s >= self.max_s:
+            return True
+        if elapsed_s < self._next_search_s:
+            return False
+        self._next_search_s = _GROWTH * elapsed_s
+        return find_steady_state(self.passes.complete(), self.passes.size, self.min_s).is_official
 
 
 class FixedConcurrency(LoadTest):
-    """Load test with a fixed number of open requests, for a minimum time and number of requests."""
+    """Load test with a fixed number of open requests, for a number of requests or until a goal is reached."""
 
     def __init__(
         self,
@@ -24,16 +49,17 @@ class FixedConcurrency(LoadTest):
         order: Iterator[int],
         sampling: Sampling,
         concurrency: int,
-        min_requests: int,
-        min_duration_s: float = 0.0,
+        n_requests: int = 0,
+        goal: SteadyStateGoal | None = None,
     ) -> None:
-        """`order`: endless indices of prompts."""
+        """`order`: indices of prompts, for all requests. `n_requests`: without a goal."""
         super().__init__((), np.zeros(0), sampling, concurrency)
         self.indices: list[int] = []  # prompt of each record
         self._prompts = prompts
         self._order = order
-        self._min_requests = min_requests
-        self._min_duration_s = min_duration_s
+        self._n_requests = n_requests
+        self._goal = goal
+        self._is_over = False
 
     async def run(self, client: Client) -> float:
         """Send requests, wait for all answers, and return the duration in seconds."""
@@ -46,8 +72,8 @@ class FixedConcurrency(LoadTest):
         return time.perf_counter() - self._started
 
     def _so_far(self, elapsed_s: float) -> LoadProgress:
-        planned = None if self._min_duration_s else self._min_requests
-        lasts_s = self._min_duration_s or None
+        planned = None if self._goal else self._n_requests
+        lasts_s = self._goal.min_s if self._goal else None
         return LoadProgress(self._ended_requests, self._issued, self._tokens, elapsed_s, planned, lasts_s)
 
     def _send(self) -> None:
@@ -64,8 +90,11 @@ class FixedConcurrency(LoadTest):
 
     def _over(self) -> bool:
         assert self._started is not None
-        lasted = time.perf_counter() - self._started
-        return self._issued >= self._min_requests and lasted >= self._min_duration_s
+        if self._goal is None:
+            return self._issued >= self._n_requests
+        if not self._is_over:
+            self._is_over = self._goal.is_reached(self._issued, time.perf_counter() - self._started)
+        return self._is_over
 
     def _end(self) -> None:
         self._ended_requests += 1
@@ -74,3 +103,16 @@ class FixedConcurrency(LoadTest):
     def _next(self) -> None:
         if not self._ended.done():
             self._send()
+
+    # --- CallListener ---
+
+    def on_done(self, call: Call) -> None:
+        super().on_done(call)
+        if self._goal:
+            record = self.records[call.id]
+            self._goal.passes.of(call.id).add(record.start, record.ttft, record.tpot, record.output_len)
+
+    def on_failed(self, call: Call, error: EndpointError) -> None:
+        super().on_failed(call, error)
+        if self._goal:
+            self._goal.passes.of(call.id).add_failure(self.records[call.id].start)

@@ -37,6 +37,7 @@ from mpillm.submission.client_form import ACCURACY, CONFIG, SUMMARY
 from mpillm.submission.endpoint_points import (
     NOTES,
     POWER,
+    STEADY_STATE,
     WARMUP,
     Curve,
     accuracy_results,
@@ -58,7 +59,7 @@ from mpillm.submission.endpoint_rules import (
     sample_order,
     warm_up_prompts,
 )
-from mpillm.submission.fixed_concurrency import FixedConcurrency
+from mpillm.submission.fixed_concurrency import FixedConcurrency, SteadyStateGoal
 from mpillm.submission.references import read_references
 from mpillm.submission.rouge import need_libraries
 from mpillm.submission.rules import folder_name
@@ -74,6 +75,7 @@ from mpillm.submission.seed_sets import (
     next_cohort,
     read_seed_sets,
 )
+from mpillm.submission.steady_state import SteadyState, find_steady_state
 from mpillm.workloads import WORKLOADS
 from mpillm.workloads.workload import Workload
 
@@ -94,7 +96,14 @@ class _Options(Values, group=_GROUP):
     concurrency = option(
         "the points, with commas between them [default: seven, evenly on a log scale]", integers
     )
-    min_duration = option("of each point [default: 600 s up to concurrency 32, 1200 s above]", seconds)
+    min_duration = option(
+        "issue time of each point's steady state [default: 600 s up to concurrency 32, 1200 s above]", seconds
+    )
+    max_duration = option(
+        "without a steady state, no pass over the data set begins after this time [default: three times"
+        " min_duration]",
+        seconds,
+    )
     submitter = OutputFields.submitter.but("your organisation, and its folder's name", group=_GROUP)
     system_name = GeneralFields.system_name.but("the system's name, and its folder's", group=_GROUP)
     submission_id = option("the folder below the submitter's", default="1")
@@ -181,6 +190,8 @@ def _curve(options: _Options) -> tuple[Curve, Workload]:
             f"--concurrency: the highest is {points[-1]}; must be {c_max}, which stands for Offline"
         )
     regions = Regions.of(c_max, points[0])
+    for c in points:
+        _max_duration(options, c)  # raises ConfigError
     if len(points) > MAX_POINTS:
         raise ConfigError(f"--concurrency: {len(points)} points; {MAX_POINTS} are the most")
     if len(points) < MIN_POINTS:
@@ -219,7 +230,13 @@ def _measure(options: _Options, curve: Curve, workload: Workload) -> list[str]:
     if workload.accuracy.metric == "by_reference":
         failed.append(f"no accuracy: {workload.name} is scored by {workload.accuracy.evaluator}")
         scored = []
-    unmeasured = [c for c in curve.points if not _is_measured(curve.folder(c))]
+    unmeasured = []
+    for c in curve.points:
+        if not _is_measured(curve.folder(c)):
+            unmeasured.append(c)
+        elif _may_become_steady(options, curve.folder(c), c):
+            print(f"{f'concurrency {c}':>17}  without a steady state; measured again with a longer time")
+            unmeasured.append(c)
     unscored = [c for c in scored if not (curve.folder(c) / ACCURACY).exists()]
     todo = sorted({*unmeasured, *unscored})
     for c in sorted({*curve.points} - {*todo}):
@@ -257,6 +274,8 @@ _MEASURED = (
     *("url", "model", "model_path", "benchmarks", "model_scale", "dataset_path"),
     "harness",
 )
+_MAX_DURATION = 3  # times min_duration
+_TOO_SHORT = ("partial_dataset", "insufficient_passes", "insufficient_duration")
 _SERVED_MODEL, _SEEDS = "served_model", "seeds"  # keys in the point's notes
 _REMEDY = "remove it, or choose another --submission_id"
 
@@ -294,11 +313,34 @@ def _lasts(options: _Options, c: int) -> float:
     return options.min_duration if options.min_duration is not None else min_duration_s(c)
 
 
+def _max_duration(options: _Options, c: int) -> float:
+    """Return the time in seconds after which no further pass of a point begins."""
+    min_s = _lasts(options, c)
+    if options.max_duration is None:
+        return _MAX_DURATION * min_s
+    if options.max_duration < min_s:
+        raise ConfigError(
+            f"--max_duration {options.max_duration:g}: less than the steady state of concurrency {c},"
+            f" {min_s:g} s (--min_duration)"
+        )
+    return options.max_duration
+
+
 def _is_measured(folder: Path) -> bool:
     """Return whether a point has a result without failed requests."""
     file = folder / SUMMARY
     with as_written(file):
         return file.exists() and not read_object(file)["n_samples_failed"]
+
+
+def _may_become_steady(options: _Options, folder: Path, c: int) -> bool:
+    """Return whether a measured point has no steady state, and may now take longer."""
+    with as_written(folder / CONFIG):
+        config = read_measurement(folder)
+        state, earlier = config.get(STEADY_STATE), config.get("max_duration")
+        if state is None or earlier is None:
+            return False
+        return state["status"] in _TOO_SHORT and float(earlier) < _max_duration(options, c)
 
 
 def _sampling(curve: Curve, workload: Workload) -> Sampling:
@@ -328,7 +370,7 @@ def _point(
 ) -> list[str]:
     folder = curve.folder(c)
     folder.mkdir(parents=True, exist_ok=True)
-    lasts = _lasts(options, c)
+    lasts, max_s, size = _lasts(options, c), _max_duration(options, c), len(dataset)
     prompts = [dataset.sample(i) for i in range(len(dataset))]
     sampling = _sampling(curve, workload)
     seeds = curve.seed_set.seeds
@@ -348,23 +390,32 @@ def _point(
         "link_logs": WARMUP,
     }
     explicit = {name: value for name, value in options.values.items() if value is not None}
-    notes = explicit | {"min_duration": lasts, "warmup": warmed_up, _SERVED_MODEL: client.endpoint.model}
+    notes = explicit | {
+        "min_duration": lasts,
+        "max_duration": max_s,
+        "warmup": warmed_up,
+        _SERVED_MODEL: client.endpoint.model,
+    }
     notes |= {"seed_set": curve.seed_set.name, _SEEDS: dict(seeds)}
     (folder / NOTES).unlink(missing_ok=True)
     failed: list[str] = []
     if options.harness:
         load = _load_of(options, curve, c, client, dataset, sampling)
         try:
-            summary = measured_point(load, folder, lasts, c / took)
+            summary, passes = measured_point(load, folder, lasts, max_s, c / took)
         except StageError as error:
             raise StageError(f"concurrency {c}: {error}") from None
-        write_yaml(folder / NOTES, notes)
+        state = find_steady_state(passes.complete(), size, min_duration_s(c)) if passes else None
+        write_yaml(folder / NOTES, notes | ({STEADY_STATE: state.block()} if state else {}))
     else:
-        test = FixedConcurrency(prompts, order, sampling, c, len(prompts), lasts)
+        goal = SteadyStateGoal(size, lasts, max_s)
+        test = FixedConcurrency(prompts, order, sampling, c, goal=goal)
         started = time.time()
         duration = client.run(test)
+        state = find_steady_state(goal.passes.complete(), size, min_duration_s(c))
         summary = result_summary(test.records, duration, started)
-        write_yaml(folder / CONFIG, notes)
+        summary[STEADY_STATE] = state.block() | state.figures()
+        write_yaml(folder / CONFIG, notes | {STEADY_STATE: state.block()})
         write_json(folder / SUMMARY, summary)
         failed = _errors(test, f"concurrency {c}")
     curve.write_point(c)
@@ -374,7 +425,22 @@ def _point(
         f"  {system_tps(summary):.4g} tokens/s{per_user(summary)}",
         flush=True,
     )
+    if state:
+        print(f"{'':>18} {steady_state_line(state, summary['duration_ns'] / 1e9)}", flush=True)
     return failed
+
+
+def steady_state_line(state: SteadyState, lasted_s: float) -> str:
+    """Return a point's steady state as a line, with a way to get one if there is none."""
+    seen = f"passes {state.start + 1} to {state.start + len(state.passes)}, {state.duration_s:.1f} s"
+    if state.is_official:
+        figures = state.figures()
+        user = f", {figures['tps_per_user']:.4g} per user" if "tps_per_user" in figures else ""
+        verdict = "" if state.verdict == "STEADY STATE" else f" ({state.verdict})"
+        return f"steady state{verdict}: {seen}: {figures['system_tps']:.4g} tokens/s{user}"
+    line = f"no steady state: {state.status}, {state.verdict}"
+    line += f"; the longest plateau is {seen}" if state.passes else ""
+    return f"{line}; the figures of all {lasted_s:.1f} s count (longer tests: --max_duration)"
 
 
 def _load_of(

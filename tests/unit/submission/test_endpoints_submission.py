@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from mpillm.experiments.bench.bench_endpoint import null_server
 from mpillm.experiments.loadtest.load_test import Record
 from mpillm.options.command_line import Parser
 from mpillm.options.values import collect
+from mpillm.submission import fixed_concurrency
 from mpillm.submission.commands import endpoints_submission
 from mpillm.submission.endpoint_points import result_summary
+from mpillm.submission.steady_state import SteadyState, SuperPass
 from tests.helpers.make_checkpoint import make_tokenizer
 
 WORDS = ("--benchmarks", "llama3.1-8b", "--model_scale", "tiny", "--submitter", "Us", "--system_name", "Box")
@@ -50,9 +53,11 @@ def test_a_curve_is_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[
             assert point["model_precision"] == "fp8" and point["region"] == "submitters_choice"
             summary = json.loads((folder / "result_summary.json").read_text())
             assert summary["n_samples_completed"] == summary["n_samples_issued"] >= 26
-            block, is_long = point["steady_state"], summary["n_samples_issued"] >= 4 * 26
-            assert block["status"] == ("insufficient_duration" if is_long else "insufficient_passes")
-            assert block["window"]["super_pass_size"] == 26 and "steady_state" not in out
+            assert summary["n_samples_issued"] % 26 == 0, "whole passes (rules, 6.4)"
+            block = point["steady_state"]
+            assert block["status"] in ("insufficient_passes", "insufficient_duration"), "0.01 s are too short"
+            assert block["window"]["super_pass_size"] % 26 == 0 and "steady_state" not in out
+            assert block.items() <= summary["steady_state"].items() and "no steady state: insuff" in out
             assert len(json.loads((folder / "warmup.json").read_text())) == point["concurrency"]
             accuracy = json.loads((folder / "accuracy_results.json").read_text())
             assert accuracy["cnn_dailymail"]["num_samples"] == 26
@@ -121,9 +126,58 @@ def test_a_point_belongs_to_the_options_it_was_measured_with(
         assert "r1 was measured with the server's model another, now it has " in capsys.readouterr().err
 
 
+def test_a_point_ends_with_its_steady_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search itself has its own tests. Here, five passes have a steady state in four of them."""
+
+    def search(passes: Sequence[SuperPass], size: int, min_s: float) -> SteadyState:
+        if len(passes) < 5:
+            return SteadyState("insufficient_passes", "not found", size)
+        return SteadyState("windowable", "STEADY STATE", size, 1, passes[1:5], {"tpot_p50": "Plateau"})
+
+    for module in (endpoints_submission, fixed_concurrency):
+        monkeypatch.setattr(module, "find_steady_state", search)
+    words = [*WORDS, "--output", str(tmp_path / "made"), "--max_supported_concurrency", "48"]
+    words += ["--concurrency", "1,48", "--min_duration", "0.001"]
+    with null_server() as url:
+        command = ["endpoints-submission", *words, "--url", url]
+        assert main([*command, "--max_duration", "0.0001"]) == 2
+        assert "less than the steady state of concurrency 1, 0.001 s" in capsys.readouterr().err
+        assert main([*command, "--max_duration", "60"]) == 0
+        out = capsys.readouterr().out
+        assert out.count("steady state: passes 2 to 5, ") == 2 and "no steady state" not in out
+        for c in (1, 48):
+            folder = tmp_path / f"made/Us/1/results/Box/llama3_1-8b/r{c}"
+            block = yaml.safe_load((folder / "point.yaml").read_text())["steady_state"]
+            summary = json.loads((folder / "result_summary.json").read_text())
+            assert summary["n_samples_issued"] % 26 == 0 and summary["n_samples_issued"] >= 5 * 26
+            assert block["status"] == "windowable" and block["window"]["n_samples"] == 4 * 26
+            assert 0 < block["window"]["duration_s"] < summary["duration_ns"] / 1e9
+            assert summary["steady_state"]["system_tps"] > 0
+        assert main([*command, "--max_duration", "90"]) == 0
+        assert capsys.readouterr().out.count("measured earlier") == 2, "a longer time changes nothing"
+
+
+def test_points_without_a_steady_state_may_take_longer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*WORDS, "--output", str(tmp_path / "made"), "--max_supported_concurrency", "48"]
+    with null_server() as url:
+        command = ["endpoints-submission", *words, "--concurrency", "1,48", "--url", url]
+        command += ["--min_duration", "0.001"]
+        assert main([*command, "--max_duration", "0.01"]) == 0
+        assert "the figures of all" in capsys.readouterr().out
+        assert main([*command, "--max_duration", "0.02"]) == 0
+        assert capsys.readouterr().out.count("measured again with a longer time") == 2
+        assert main([*command, "--max_duration", "0.01"]) == 0
+        assert capsys.readouterr().out.count("measured earlier") == 2
+
+
 def test_each_option_belongs_to_a_point_or_is_said_anew() -> None:
     """One that is in neither list would be taken without effect where points are there."""
-    of_points = {*endpoints_submission._MEASURED, "min_duration", "concurrency", "seed_sets", "seed_set"}
+    of_points = {*endpoints_submission._MEASURED, "min_duration", "max_duration", "concurrency"}
+    of_points |= {"seed_sets", "seed_set"}
     folders = {"output", "submitter", "submission_id", "system_name"}
     written_anew = {"division", "system_description", "system_power", "disclosure", "src", "docs"}
     written_anew |= {"target_cohort", "max_supported_concurrency"}
