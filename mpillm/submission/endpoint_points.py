@@ -29,7 +29,7 @@ from mpillm.programs.load_clients.kinds import kind_of
 from mpillm.report.run_directory import display_path
 from mpillm.roles.client_program import command_of
 from mpillm.submission.client_form import CONFIG, SUMMARY
-from mpillm.submission.endpoint_rules import Regions, min_duration_s
+from mpillm.submission.endpoint_rules import OFFLINE_MARGIN, Regions, min_duration_s
 from mpillm.submission.scores import Scores
 from mpillm.submission.seed_sets import SeedSet
 from mpillm.submission.steady_state import MIN_ALL, MIN_PASSES, SuperPasses, find_steady_state
@@ -111,7 +111,7 @@ class Curve:
     """Points of a system, with their common values."""
 
     output: Path  # the folder of submissions
-    points: Sequence[int]  # concurrencies
+    points: Sequence[int]  # concurrencies, without that of a separate Offline run
     submitter: str
     submission_id: str
     system: str
@@ -121,9 +121,25 @@ class Curve:
     regions: Regions
     seed_set: SeedSet
     target_cohort: str
-    min_samples: int  # of a point
+    min_samples: int  # of a point: the samples of the data set
     system_description: Mapping[str, Any]  # from the submitter
     disclosure: Mapping[str, Any]  # from the submitter, for point.yaml
+    offline_run: bool = (
+        False  # a separate Offline run (5.7); otherwise the last point also represents Offline
+    )
+
+    @property
+    def runs(self) -> list[int]:
+        """The concurrencies of all runs. That of a separate Offline run is the size of the data set."""
+        return [*self.points, self.min_samples] if self.offline_run else [*self.points]
+
+    def is_offline(self, concurrency: int) -> bool:
+        """Return whether this is the separate Offline run."""
+        return self.offline_run and concurrency == self.min_samples
+
+    def title(self, concurrency: int) -> str:
+        """Return the name of a run."""
+        return "Offline" if self.is_offline(concurrency) else f"concurrency {concurrency}"
 
     @property
     def root(self) -> Path:
@@ -139,7 +155,10 @@ class Curve:
         folder = self.folder(concurrency)
         config = read_measurement(folder)
         with as_written(folder / SUMMARY):
-            block = config.get(STEADY_STATE) or self.steady_state(read_object(folder / SUMMARY), concurrency)
+            block = None
+            if not self.is_offline(concurrency):
+                summary = read_object(folder / SUMMARY)
+                block = config.get(STEADY_STATE) or self.steady_state(summary, concurrency)
         fields = self.point(concurrency, config["min_duration"], config["warmup"])
         shared = {name: value for name, value in self.disclosure.items() if not _POINT_KEY.fullmatch(name)}
         fields |= {"steady_state": block} if block else {}
@@ -163,10 +182,12 @@ class Curve:
 
     def point(self, concurrency: int, min_duration_s: float, warmup: Mapping[str, Any]) -> dict[str, Any]:
         """Return `point.yaml` without the submitter's disclosures."""
+        is_offline = self.is_offline(concurrency)
+        is_elected = concurrency == self.c_max and not self.offline_run
         return {
             "concurrency": concurrency,
-            "region": self.regions.region(concurrency),
-            "offline": "elected" if concurrency == self.c_max else "none",
+            "region": "submitters_choice" if is_offline else self.regions.region(concurrency),
+            "offline": "dedicated" if is_offline else "elected" if is_elected else "none",
             "dataset": self.benchmark.dataset,
             "dataset_name": self.benchmark.dataset,
             "dataset_type": "Performance",
@@ -180,7 +201,7 @@ class Curve:
             "shared_src": "src/endpoint",
             "shared_docs": "docs",
             "runtime_settings": {
-                "load_pattern": "concurrency",
+                "load_pattern": "max_throughput" if is_offline else "concurrency",
                 "min_duration_ms": round(1000 * min_duration_s),
                 "min_sample_count": self.min_samples,
                 "stream_all_chunks": True,
@@ -208,21 +229,38 @@ class Curve:
         return lines
 
     def finish(self) -> None:
-        """Write the files of each point that depend on the whole curve or on the submitter's description."""
-        rates = []
-        for c in self.points:
-            file = self.folder(c) / SUMMARY
-            with as_written(file):
-                rates.append(system_tps(read_object(file)))
-        for c, rate in zip(self.points, rates, strict=True):
+        """Write the files of each run that depend on the whole curve or on the submitter's description."""
+        rates = self.rates()
+        highest = max(rates.values())
+        for c, rate in rates.items():
             self.write_point(c)
             description = dict(self.system_description) | {
                 "system_name": self.system,
                 "division": self.division,
                 "max_supported_concurrency": self.c_max,
-                "tps_utilization": rate / max(rates) if max(rates) else 0.0,
+                "tps_utilization": rate / highest if highest else 0.0,
             }
             write_json(self.folder(c) / SYSTEM, description)
+
+    def rates(self) -> dict[int, float]:
+        """Return the tokens per second of each run."""
+        rates = {}
+        for c in self.runs:
+            file = self.folder(c) / SUMMARY
+            with as_written(file):
+                rates[c] = system_tps(read_object(file))
+        return rates
+
+    def offline_violation(self) -> str | None:
+        """Return a line if the Offline run is slower than the curve's last point (5.7.2)."""
+        rates = self.rates()
+        if not self.offline_run or rates[self.min_samples] >= OFFLINE_MARGIN * rates[self.c_max]:
+            return None
+        return (
+            f"Offline: {rates[self.min_samples]:.4g} tokens/s, less than {100 * OFFLINE_MARGIN:g} % of"
+            f" concurrency {self.c_max} ({rates[self.c_max]:.4g}): the checker flags it; remove"
+            f" r{self.min_samples}, and measure it again or use --offline elected"
+        )
 
 
 def system_tps(summary: Mapping[str, Any]) -> float:
@@ -300,7 +338,8 @@ def measured_point(load: LoadSpec, folder: Path, min_s: float, max_s: float, rat
         summary = read_object(load.folder / SUMMARY_LEFT)
         passes = client_passes(report, size)
         seconds = (summary["duration_ns"] or 0) / _NS
-        state = find_steady_state(passes.complete(), size, min_s) if passes else None
+        is_fixed = load.concurrency is not None  # Offline has no steady state
+        state = find_steady_state(passes.complete(), size, min_s) if passes and is_fixed else None
         covered = state.duration_s if state and state.passes else seconds
         is_steady = seconds >= min_s if state is None else state.is_official
         more = _n_passes(_MARGIN * n * min_s / max(covered, 1e-3), max_s * n / max(seconds, 1e-3))

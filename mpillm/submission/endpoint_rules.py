@@ -23,6 +23,9 @@ MIN_POINTS = 7
 MAX_POINTS = 32
 """Maximum points of a curve (§5.6)."""
 
+OFFLINE_MARGIN = 0.98
+"""Minimum throughput of a separate Offline run, relative to the last point's (§5.7.2)."""
+
 DIVISIONS = ("Standardized", "Serviced", "RDI")
 _SHORT_S, _LONG_S = 600.0, 1200.0
 
@@ -53,12 +56,14 @@ class Regions:
                 return str(name)
         return None
 
-    def accuracy_points(self, concurrencies: Sequence[int]) -> list[int]:
+    def accuracy_points(self, concurrencies: Sequence[int], offline_run: bool = False) -> list[int]:
         """Return the points whose accuracy is measured, one in each region (§4.3, §5.7.2).
 
-        The last one is at the curve's end and also counts for Offline.
+        Without a separate Offline run, the last one is at the curve's end and also counts for Offline.
         """
         first = {self.region(c): c for c in sorted(concurrencies, reverse=True)}
+        if offline_run:
+            return sorted(first.values())
         return sorted({*first.values()} - {first.get("high_concurrency")} | {max(concurrencies)})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +20,34 @@ from mpillm.submission.steady_state import SuperPasses, find_steady_state
 _GROWTH = 1.05  # of the elapsed time between two searches for the steady state, which take time of the client
 
 
+class Goal(Protocol):
+    """Length of a test."""
+
+    min_s: float
+
+    def is_reached(self, issued: int, elapsed_s: float) -> bool:
+        """Return whether a test may end."""
+
+    def add(self, request: int, record: Record) -> None:
+        """Add the record of an ended request, numbered in the order of issue."""
+
+
+class WholePasses:
+    """Goal of whole passes over the data set for a minimum time."""
+
+    def __init__(self, size: int, min_s: float) -> None:
+        """`size`: samples of the data set."""
+        self.size, self.min_s = size, min_s
+
+    def is_reached(self, issued: int, elapsed_s: float) -> bool:
+        return issued > 0 and issued % self.size == 0 and elapsed_s >= self.min_s
+
+    def add(self, request: int, record: Record) -> None:
+        """Do nothing: the times of requests do not matter."""
+
+
 class SteadyStateGoal:
-    """Length of a test: whole passes over the data set until there is a steady state, or a maximum time."""
+    """Goal of whole passes over the data set until there is a steady state, or for a maximum time."""
 
     def __init__(self, size: int, min_s: float, max_s: float) -> None:
         """`size`: samples of the data set. `min_s`: issue time of the steady state."""
@@ -29,7 +56,7 @@ class SteadyStateGoal:
         self._next_search_s = min_s
 
     def is_reached(self, issued: int, elapsed_s: float) -> bool:
-        """Return whether a test may end. The passes of outstanding requests do not count yet."""
+        """Return whether a test may end. Passes with outstanding requests do not count yet."""
         if issued == 0 or issued % self.passes.size:
             return False
         if elapsed_s >= self.max_s:
@@ -38,6 +65,12 @@ class SteadyStateGoal:
             return False
         self._next_search_s = _GROWTH * elapsed_s
         return find_steady_state(self.passes.complete(), self.passes.size, self.min_s).is_official
+
+    def add(self, request: int, record: Record) -> None:
+        if record.error:
+            self.passes.of(request).add_failure(record.start)
+        else:
+            self.passes.of(request).add(record.start, record.ttft, record.tpot, record.output_len)
 
 
 class FixedConcurrency(LoadTest):
@@ -50,15 +83,23 @@ class FixedConcurrency(LoadTest):
         sampling: Sampling,
         concurrency: int,
         n_requests: int = 0,
-        goal: SteadyStateGoal | None = None,
+        goal: Goal | None = None,
+        drained_after: int = 0,
     ) -> None:
-        """`order`: indices of prompts, for all requests. `n_requests`: without a goal."""
+        """Create a test.
+
+        Args:
+            order: Indices of prompts, for all requests.
+            n_requests: Requests of a test without a goal.
+            drained_after: Requests after which the next ones wait until all have ended; 0: never.
+        """
         super().__init__((), np.zeros(0), sampling, concurrency)
         self.indices: list[int] = []  # prompt of each record
         self._prompts = prompts
         self._order = order
         self._n_requests = n_requests
         self._goal = goal
+        self._drained_after = drained_after
         self._is_over = False
 
     async def run(self, client: Client) -> float:
@@ -78,7 +119,7 @@ class FixedConcurrency(LoadTest):
 
     def _send(self) -> None:
         assert self.client is not None
-        while len(self.client.calls) < self._max_concurrency and not self._over():
+        while len(self.client.calls) < self._max_concurrency and not self._drains() and not self._over():
             index = next(self._order)
             prompt = self._prompts[index]
             self.indices.append(index)
@@ -87,6 +128,11 @@ class FixedConcurrency(LoadTest):
             self.client.submit(len(self.records) - 1, prompt.tolist(), self._sampling)
         if not self.client.calls:
             self._ended.set_result(None)
+
+    def _drains(self) -> bool:
+        assert self.client is not None
+        ended = not self._drained_after or self._issued % self._drained_after or not self.client.calls
+        return not ended
 
     def _over(self) -> bool:
         assert self._started is not None
@@ -109,10 +155,9 @@ class FixedConcurrency(LoadTest):
     def on_done(self, call: Call) -> None:
         super().on_done(call)
         if self._goal:
-            record = self.records[call.id]
-            self._goal.passes.of(call.id).add(record.start, record.ttft, record.tpot, record.output_len)
+            self._goal.add(call.id, self.records[call.id])
 
     def on_failed(self, call: Call, error: EndpointError) -> None:
         super().on_failed(call, error)
         if self._goal:
-            self._goal.passes.of(call.id).add_failure(self.records[call.id].start)
+            self._goal.add(call.id, self.records[call.id])

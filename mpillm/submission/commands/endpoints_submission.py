@@ -5,21 +5,25 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from disagg.errors import ConfigError
 from launch.command import find_program
 from mpillm import workloads
+from mpillm.cores.clients import allow_files
 from mpillm.cores.openai_client.dialect import Sampling
 from mpillm.cores.openai_client.endpoint import EndpointError
 from mpillm.data.dataset import Dataset, PromptLimits, load_dataset
 from mpillm.data.preprocessed.loader import loader_of
 from mpillm.data.tiny_dataset import REFERENCES, write_dataset
 from mpillm.data.tokenizer import NoTokenizer, load_tokenizer
-from mpillm.errors import ExitCode, StageError
+from mpillm.errors import ExitCode, RunError, StageError
 from mpillm.experiments.loadtest.endpoint_client import EndpointClient
 from mpillm.files import as_written, read_object, write_json
 from mpillm.options.command_line import Parser
@@ -59,7 +63,7 @@ from mpillm.submission.endpoint_rules import (
     sample_order,
     warm_up_prompts,
 )
-from mpillm.submission.fixed_concurrency import FixedConcurrency, SteadyStateGoal
+from mpillm.submission.fixed_concurrency import FixedConcurrency, SteadyStateGoal, WholePasses
 from mpillm.submission.references import read_references
 from mpillm.submission.rouge import need_libraries
 from mpillm.submission.rules import folder_name
@@ -75,7 +79,7 @@ from mpillm.submission.seed_sets import (
     next_cohort,
     read_seed_sets,
 )
-from mpillm.submission.steady_state import SteadyState, find_steady_state
+from mpillm.submission.steady_state import SteadyState, SuperPasses, find_steady_state
 from mpillm.workloads import WORKLOADS
 from mpillm.workloads.workload import Workload
 
@@ -95,6 +99,12 @@ class _Options(Values, group=_GROUP):
     max_supported_concurrency = option("the highest concurrency of the curve", positive)
     concurrency = option(
         "the points, with commas between them [default: seven, evenly on a log scale]", integers
+    )
+    offline = option(
+        "elected: the point of the highest concurrency also represents Offline; dedicated: a separate run,"
+        " which sends a whole data set together",
+        one_of("elected", "dedicated"),
+        default="elected",
     )
     min_duration = option(
         "issue time of each point's steady state [default: 600 s up to concurrency 32, 1200 s above]", seconds
@@ -175,6 +185,8 @@ def main(argv: Sequence[str]) -> int:
         full = workloads.get(options.benchmarks or "").n_samples
         samples = f"{workload.n_samples} of the benchmark's {full:,} samples"
         print(f"tiny        {samples}: no submission, and the checker rejects it")
+    if violation := curve.offline_violation():
+        print(f"flagged     {violation}")
     for line in curve.missing_disclosures(options.system_power is not None):
         print(f"yours       {line}")
     for line in failed:
@@ -192,11 +204,17 @@ def _curve(options: _Options) -> tuple[Curve, Workload]:
     regions = Regions.of(c_max, points[0])
     for c in points:
         _max_duration(options, c)  # raises ConfigError
-    if len(points) > MAX_POINTS:
-        raise ConfigError(f"--concurrency: {len(points)} points; {MAX_POINTS} are the most")
+    is_dedicated = options.offline == "dedicated"
+    if (n_runs := len(points) + is_dedicated) > MAX_POINTS:
+        raise ConfigError(f"--concurrency: {n_runs} points; {MAX_POINTS} are the most")
     if len(points) < MIN_POINTS:
         print(f"{len(points)} points: a submission needs {MIN_POINTS}")
     workload = workloads.get(name, options.model_scale)
+    if is_dedicated and workload.n_samples <= c_max:
+        raise ConfigError(
+            f"--offline dedicated: its concurrency is the size of the data set, {workload.n_samples:,}, which"
+            f" must be more than --max_supported_concurrency {c_max}; use --offline elected"
+        )
     cohort = Cohort.of(options.target_cohort) if options.target_cohort else next_cohort(date.today())
     sets = read_seed_sets(options.seed_sets) if options.seed_sets else PUBLISHED
     files = {
@@ -218,6 +236,7 @@ def _curve(options: _Options) -> tuple[Curve, Workload]:
         workload.n_samples,
         files["system_description"],
         files["disclosure"],
+        is_dedicated,
     )
     return curve, workload
 
@@ -226,21 +245,22 @@ def _measure(options: _Options, curve: Curve, workload: Workload) -> list[str]:
     """Measure the points. Returns a line for each failure."""
     failed: list[str] = []
     _check_measured(options, curve)
-    scored = curve.regions.accuracy_points(curve.points)
+    scored = curve.regions.accuracy_points(curve.points, curve.offline_run)
+    scored += [curve.min_samples] if curve.offline_run else []
     if workload.accuracy.metric == "by_reference":
         failed.append(f"no accuracy: {workload.name} is scored by {workload.accuracy.evaluator}")
         scored = []
     unmeasured = []
-    for c in curve.points:
+    for c in curve.runs:
         if not _is_measured(curve.folder(c)):
             unmeasured.append(c)
         elif _may_become_steady(options, curve.folder(c), c):
-            print(f"{f'concurrency {c}':>17}  without a steady state; measured again with a longer time")
+            print(f"{curve.title(c):>17}  without a steady state; measured again with a longer time")
             unmeasured.append(c)
     unscored = [c for c in scored if not (curve.folder(c) / ACCURACY).exists()]
     todo = sorted({*unmeasured, *unscored})
-    for c in sorted({*curve.points} - {*todo}):
-        print(f"{f'concurrency {c}':>17}  measured earlier")
+    for c in sorted({*curve.runs} - {*todo}):
+        print(f"{curve.title(c):>17}  measured earlier")
     if not todo:
         return failed
     folder = options.model_path
@@ -252,6 +272,10 @@ def _measure(options: _Options, curve: Curve, workload: Workload) -> list[str]:
     if scored:
         need_libraries()
         rows = read_references(workload, str(path / REFERENCES if workload.scaled else path))
+    try:
+        allow_files(max(todo))
+    except RunError as error:
+        raise ConfigError(str(error)) from None
     with EndpointClient(
         options.url or "",
         tokenizer,
@@ -285,8 +309,8 @@ def _check_measured(options: _Options, curve: Curve) -> None:
     for file in sorted(curve.folder(1).parent.glob(f"r[0-9]*/{CONFIG}")):
         folder, config = file.parent, read_measurement(file.parent)
         c = int(folder.name[1:])
-        if c not in curve.points:
-            raise ConfigError(f"{folder} is not a point of this curve (--concurrency): {_REMEDY}")
+        if c not in curve.runs:
+            raise ConfigError(f"{folder} is not a point of this curve (--concurrency, --offline): {_REMEDY}")
         present = {name: options.values[name] for name in _MEASURED} | {"min_duration": _lasts(options, c)}
         present["seed_set"] = curve.seed_set.name
         for name, value in present.items():
@@ -301,7 +325,7 @@ def _check_measured(options: _Options, curve: Curve) -> None:
 
 def _check_model(curve: Curve, model: str) -> None:
     """Raise ConfigError if the server had another model during the measurement of a point."""
-    for folder in map(curve.folder, curve.points):
+    for folder in map(curve.folder, curve.runs):
         if _is_measured(folder) and (was := read_measurement(folder).get(_SERVED_MODEL, model)) != model:
             raise ConfigError(
                 f"{folder} was measured with the server's model {was}, now it has {model}: {_REMEDY}"
@@ -375,17 +399,18 @@ def _point(
     sampling = _sampling(curve, workload)
     seeds = curve.seed_set.seeds
     order = sample_order(len(prompts), seeds[SAMPLES])
-    others = warm_up_prompts(dataset.tokens, dataset.n_tokens, c, seeds[MODEL])
-    warm_up = FixedConcurrency(others, iter(range(c)), sampling, c, c)
+    n_warm = min(c, curve.c_max)
+    others = warm_up_prompts(dataset.tokens, dataset.n_tokens, n_warm, seeds[MODEL])
+    warm_up = FixedConcurrency(others, iter(range(n_warm)), sampling, n_warm, n_warm)
     took = client.run(warm_up)
     warmed = sum(not record.error for record in warm_up.records)
     write_json(folder / WARMUP, request_logs(warm_up.records))
     warmed_up = {
         "duration_s": round(took, 3),
-        "requests_issued": c,
+        "requests_issued": n_warm,
         "requests_completed": warmed,
         "data_source": f"random tokens, as many as prompts of {dataset.name} have",
-        "concurrency": c,
+        "concurrency": n_warm,
         "logs_retained": True,
         "link_logs": WARMUP,
     }
@@ -399,35 +424,58 @@ def _point(
     notes |= {"seed_set": curve.seed_set.name, _SEEDS: dict(seeds)}
     (folder / NOTES).unlink(missing_ok=True)
     failed: list[str] = []
+    state: SteadyState | None = None
     if options.harness:
         load = _load_of(options, curve, c, client, dataset, sampling)
         try:
-            summary, passes = measured_point(load, folder, lasts, max_s, c / took)
+            summary, passes = measured_point(load, folder, lasts, max_s, n_warm / took)
         except StageError as error:
-            raise StageError(f"concurrency {c}: {error}") from None
-        state = find_steady_state(passes.complete(), size, min_duration_s(c)) if passes else None
+            raise StageError(f"{curve.title(c)}: {error}") from None
+        if passes and not curve.is_offline(c):
+            state = find_steady_state(passes.complete(), size, min_duration_s(c))
         write_yaml(folder / NOTES, notes | ({STEADY_STATE: state.block()} if state else {}))
     else:
-        goal = SteadyStateGoal(size, lasts, max_s)
-        test = FixedConcurrency(prompts, order, sampling, c, goal=goal)
+        test, passes = _own_test(curve, c, prompts, order, sampling, lasts, max_s)
         started = time.time()
         duration = client.run(test)
-        state = find_steady_state(goal.passes.complete(), size, min_duration_s(c))
         summary = result_summary(test.records, duration, started)
-        summary[STEADY_STATE] = state.block() | state.figures()
-        write_yaml(folder / CONFIG, notes | {STEADY_STATE: state.block()})
+        if passes:
+            state = find_steady_state(passes.complete(), size, min_duration_s(c))
+            summary[STEADY_STATE] = state.block() | state.figures()
+        write_yaml(folder / CONFIG, notes | ({STEADY_STATE: state.block()} if state else {}))
         write_json(folder / SUMMARY, summary)
-        failed = _errors(test, f"concurrency {c}")
+        failed = _errors(test, curve.title(c))
     curve.write_point(c)
     print(
-        f"{f'concurrency {c}':>17}  {summary['n_samples_issued']:,} requests"
-        f" in {summary['duration_ns'] / 1e9:.1f} s"
-        f"  {system_tps(summary):.4g} tokens/s{per_user(summary)}",
+        f"{curve.title(c):>17}  {summary['n_samples_issued']:,} requests"
+        f" in {summary['duration_ns'] / 1e9:.1f} s  {system_tps(summary):.4g} tokens/s"
+        f"{'' if curve.is_offline(c) else per_user(summary)}",
         flush=True,
     )
     if state:
         print(f"{'':>18} {steady_state_line(state, summary['duration_ns'] / 1e9)}", flush=True)
     return failed
+
+
+def _own_test(
+    curve: Curve,
+    c: int,
+    prompts: Sequence[NDArray[np.int32]],
+    order: Iterator[int],
+    sampling: Sampling,
+    min_s: float,
+    max_s: float,
+) -> tuple[FixedConcurrency, SuperPasses | None]:
+    """Return the test of a run with mpillm's client, and the super-passes that it fills; None for Offline."""
+    size = len(prompts)
+    if curve.is_offline(c):
+        # Requests of two passes must not be in one batch (5.7.1), so a pass begins after the end of another.
+        test = FixedConcurrency(
+            prompts, order, sampling, c, goal=WholePasses(size, min_s), drained_after=size
+        )
+        return test, None
+    goal = SteadyStateGoal(size, min_s, max_s)
+    return FixedConcurrency(prompts, order, sampling, c, goal=goal), goal.passes
 
 
 def steady_state_line(state: SteadyState, lasted_s: float) -> str:
@@ -461,7 +509,7 @@ def _load_of(
         [False] * len(dataset),
         range(len(dataset)),
         None,
-        c,
+        None if curve.is_offline(c) else c,
         sampling.temperature,
         sampling.top_k,
         sampling.top_p,
@@ -485,7 +533,7 @@ def _accuracy(
     sampling = _sampling(curve, workload)
     test = FixedConcurrency(prompts, iter(range(len(prompts))), sampling, c, len(prompts))
     client.run(test)
-    if lost := _errors(test, f"concurrency {c}, accuracy"):
+    if lost := _errors(test, f"{curve.title(c)}, accuracy"):
         return lost
     answers = [ScoredResponse(record.text, record.output_len) for record in test.records]
     scores = METRICS[workload.accuracy.metric](answers, [rows[i] for i in test.indices])

@@ -20,9 +20,9 @@ REQUEST_S = 0.1  # a request of this client; they follow each other
 SIZE = 20  # samples of its data set; a pass takes 2 s
 
 
-def load_of(folder: Path) -> LoadSpec:
+def load_of(folder: Path, concurrency: int | None = 1) -> LoadSpec:
     nothing = cast(Any, None)
-    more = (None, 1, 0.0, 0, 1.0, 0, Seeds(1, 2, 3))
+    more = (None, concurrency, 0.0, 0, 1.0, 0, Seeds(1, 2, 3))
     return LoadSpec(("http://h:1",), "m", "", folder / "client", nothing, (), (), range(SIZE), *more)
 
 
@@ -38,13 +38,15 @@ class Measurement:
         *,
         times: bool = True,
         lasts_s: float | None = None,
+        concurrency: int | None = 1,
     ) -> None:
         """`times`: of the requests are known. `lasts_s`: of each test, whatever its requests."""
         self.passes: list[int] = []  # of each test
         self._tpot, self._times, self._lasts_s = tpot, times, lasts_s
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(endpoint_points, "run_client", self._run)
-            self.point = endpoint_points.measured_point(load_of(folder), folder, min_s, max_s, 1 / REQUEST_S)
+            load = load_of(folder, concurrency)
+            self.point = endpoint_points.measured_point(load, folder, min_s, max_s, 1 / REQUEST_S)
         assert json.loads((folder / "result_summary.json").read_text()) == self.point.summary
         if self.point.passes:
             self.state = find_steady_state(self.point.passes.complete(), SIZE, min_s)
@@ -105,6 +107,11 @@ def test_more_requests_do_not_help_against_a_drift(tmp_path: Path) -> None:
 def test_without_times_of_requests_the_duration_decides(tmp_path: Path) -> None:
     point = Measurement(tmp_path, even, 60, 200, times=False)
     assert point.point.passes is None and point.passes == [40]
+
+
+def test_offline_takes_the_duration_alone(tmp_path: Path) -> None:
+    """All requests are sent together, so there is no issue time and no steady state."""
+    assert Measurement(tmp_path, lambda i: 0.001 * 1.1**i, 60, 200, concurrency=None).passes == [40]
 
 
 def test_a_failed_request_has_no_times(tmp_path: Path) -> None:

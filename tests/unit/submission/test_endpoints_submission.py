@@ -7,12 +7,14 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from mpillm import workloads
 from mpillm.cli import main
 from mpillm.experiments.bench.bench_endpoint import null_server
 from mpillm.experiments.loadtest.load_test import Record
@@ -159,6 +161,52 @@ def test_a_point_ends_with_its_steady_state(
         assert capsys.readouterr().out.count("measured earlier") == 2, "a longer time changes nothing"
 
 
+def test_a_separate_offline_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its concurrency is the size of the data set; all of it is sent together (rules, 5.7)."""
+    words = [*WORDS, "--output", str(tmp_path / "made"), "--max_supported_concurrency", "48"]
+    words += ["--concurrency", "1,4,10,48", "--offline", "dedicated", "--min_duration", "0.01"]
+    with null_server() as url:
+        command = ["endpoints-submission", *words, "--url", url]
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert "the size of the data set, 26, which must be more than --max_supported_concurrency 48" in error
+        get = workloads.get
+        with_60 = lambda *names: replace(get(*names), n_samples=60)  # noqa: E731
+        monkeypatch.setattr(endpoints_submission.workloads, "get", with_60)
+        assert main(command) == 0
+        out = capsys.readouterr().out
+        assert re.search(r" {10}Offline  \d+ requests in [0-9.]+ s  [0-9.]+ tokens/s\n", out), out
+        curve = tmp_path / "made/Us/1/results/Box/llama3_1-8b"
+        points = {
+            folder.name: yaml.safe_load((folder / "point.yaml").read_text()) for folder in curve.iterdir()
+        }
+        assert {name: point["offline"] for name, point in points.items()} == {
+            **dict.fromkeys(("r1", "r4", "r10", "r48"), "none"),
+            "r60": "dedicated",
+        }
+        offline = points["r60"]
+        assert offline["runtime_settings"]["load_pattern"] == "max_throughput"
+        assert (offline["concurrency"], offline["region"]) == (60, "submitters_choice")
+        assert "steady_state" not in offline and offline["warmup"]["concurrency"] == 48
+        summary = json.loads((curve / "r60" / "result_summary.json").read_text())
+        assert summary["n_samples_issued"] % 60 == 0
+        assert len([*curve.glob("r*/accuracy_results.json")]) == 5, "one in each region, and Offline's"
+        utilization = [
+            json.loads(file.read_text())["tps_utilization"] for file in curve.glob("r*/system_desc.json")
+        ]
+        assert max(utilization) == 1.0 and len(utilization) == 5
+        assert main(command) == 0
+        assert "Offline  measured earlier" in capsys.readouterr().out
+        slow = curve / "r60" / "result_summary.json"
+        slow.write_text(json.dumps(summary | {"system_tps": 1.0}))
+        assert main(command) == 0
+        assert "flagged     Offline: 1 tokens/s, less than 98 % of concurrency 48" in capsys.readouterr().out
+        assert main([*command, "--offline", "elected"]) == 2
+        assert "r60 is not a point of this curve (--concurrency, --offline)" in capsys.readouterr().err
+
+
 def test_points_without_a_steady_state_may_take_longer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,7 +225,7 @@ def test_points_without_a_steady_state_may_take_longer(
 def test_each_option_belongs_to_a_point_or_is_said_anew() -> None:
     """One that is in neither list would be taken without effect where points are there."""
     of_points = {*endpoints_submission._MEASURED, "min_duration", "max_duration", "concurrency"}
-    of_points |= {"seed_sets", "seed_set"}
+    of_points |= {"seed_sets", "seed_set", "offline"}
     folders = {"output", "submitter", "submission_id", "system_name"}
     written_anew = {"division", "system_description", "system_power", "disclosure", "src", "docs"}
     written_anew |= {"target_cohort", "max_supported_concurrency"}

@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from mpillm.submission.fixed_concurrency import FixedConcurrency, SteadyStateGoal
+from mpillm.submission.fixed_concurrency import FixedConcurrency, SteadyStateGoal, WholePasses
 from mpillm.submission.steady_state import (
     SteadyState,
     SuperPass,
@@ -158,11 +158,13 @@ class Server:
 
     def __init__(self, tpot: Any) -> None:
         self.calls: dict[int, Any] = {}
+        self.open_at_submission: list[int] = []
         self.listener: Any = None
         self._tpot = tpot
 
     def submit(self, index: int, prompt: list[int], sampling: object) -> None:
         now = time.perf_counter()
+        self.open_at_submission.append(len(self.calls))
         times = [now + 0.001, now + 0.001 + self._tpot(index)]
         answer = SimpleNamespace(times=times, completion_tokens=2, size=2, text="", prompt_tokens=None)
         call = self.calls[index] = SimpleNamespace(id=index, sent_at=now, answer=answer)
@@ -171,6 +173,18 @@ class Server:
     def _end(self, call: Any) -> None:
         self.listener.on_done(call)
         del self.calls[call.id]
+
+
+def test_a_pass_of_offline_begins_after_the_end_of_another() -> None:
+    """The server may reorder the requests of one pass, but not those of two (rules, 5.7.1)."""
+    prompts = [np.zeros(3, np.int32)] * 8
+    goal = WholePasses(8, 0.01)
+    order = itertools.cycle(range(8))
+    test = FixedConcurrency(prompts, order, cast(Any, None), 8, goal=goal, drained_after=8)
+    server = Server(lambda i: 0.001 * (i % 8))
+    asyncio.run(test.run(cast(Any, server)))
+    assert len(test.records) % 8 == 0 and len(test.records) >= 16
+    assert server.open_at_submission[:17] == [*range(8), *range(8), 0]
 
 
 def run(goal: SteadyStateGoal, tpot: Any) -> FixedConcurrency:
