@@ -39,6 +39,8 @@ from mpillm.workloads.workload import Endpoints
 POINT, SYSTEM, POWER, WARMUP = "point.yaml", "system_desc.json", "system_power.json", "warmup.json"
 NOTES = "measured.yaml"
 """Options of a point's measurement, if its `config.yaml` comes from MLCommons' client."""
+C_MIN = "c_min_override"
+"""Field of system_desc.json, and option."""
 STEADY_STATE = "steady_state"
 """Key of the steady state in the options of a measurement, in a summary and in point.yaml."""
 _PERCENTILES = (1, 5, 10, 25, 50, 75, 80, 90, 95, 97, 99, 99.9)
@@ -124,9 +126,8 @@ class Curve:
     min_samples: int  # of a point: the samples of the data set
     system_description: Mapping[str, Any]  # from the submitter
     disclosure: Mapping[str, Any]  # from the submitter, for point.yaml
-    offline_run: bool = (
-        False  # a separate Offline run (5.7); otherwise the last point also represents Offline
-    )
+    offline_run: bool = False  # a separate run (5.7); otherwise the last point also represents Offline
+    c_min: int | None = None  # the stated end of the region of lowest concurrency
 
     @property
     def runs(self) -> list[int]:
@@ -238,6 +239,7 @@ class Curve:
                 "system_name": self.system,
                 "division": self.division,
                 "max_supported_concurrency": self.c_max,
+                **({} if self.c_min is None else {C_MIN: self.c_min}),
                 "tps_utilization": rate / highest if highest else 0.0,
             }
             write_json(self.folder(c) / SYSTEM, description)

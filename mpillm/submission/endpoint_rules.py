@@ -56,6 +56,15 @@ class Regions:
                 return str(name)
         return None
 
+    def uncovered(self, concurrencies: Sequence[int]) -> list[str]:
+        """Return a line for each region without a point; a submission needs one in each (§5.3)."""
+        covered, first, lines = {self.region(c) for c in concurrencies}, 1, []
+        for name, end in vars(self).items():
+            if name not in covered and first <= end:
+                lines.append(f"no point in {name} (concurrency {first} to {end}): a submission needs one")
+            first = end + 1
+        return lines
+
     def accuracy_points(self, concurrencies: Sequence[int], offline_run: bool = False) -> list[int]:
         """Return the points whose accuracy is measured, one in each region (§4.3, §5.7.2).
 

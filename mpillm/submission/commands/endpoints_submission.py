@@ -39,6 +39,7 @@ from mpillm.programs.load_clients.kinds import kind_of
 from mpillm.report.run_directory import display_path
 from mpillm.submission.client_form import ACCURACY, CONFIG, SUMMARY
 from mpillm.submission.endpoint_points import (
+    C_MIN,
     NOTES,
     POWER,
     STEADY_STATE,
@@ -57,6 +58,7 @@ from mpillm.submission.endpoint_rules import (
     DIVISIONS,
     MAX_POINTS,
     MIN_POINTS,
+    ULTRA_LOW,
     Regions,
     default_points,
     min_duration_s,
@@ -99,6 +101,9 @@ class _Options(Values, group=_GROUP):
     max_supported_concurrency = option("the highest concurrency of the curve", positive)
     concurrency = option(
         "the points, with commas between them [default: seven, evenly on a log scale]", integers
+    )
+    c_min_override = option(
+        "the end of the region of lowest concurrency, one of the points [default: the lowest point]", positive
     )
     offline = option(
         "elected: the point of the highest concurrency also represents Offline; dedicated: a separate run,"
@@ -201,7 +206,14 @@ def _curve(options: _Options) -> tuple[Curve, Workload]:
         raise ConfigError(
             f"--concurrency: the highest is {points[-1]}; must be {c_max}, which stands for Offline"
         )
-    regions = Regions.of(c_max, points[0])
+    files = {
+        option: read_object(Path(file)) if (file := options.values[option]) else {}
+        for option in ("system_description", "disclosure")
+    }
+    c_min = _c_min(options, points, files["system_description"])
+    regions = Regions.of(c_max, c_min or points[0])
+    for line in regions.uncovered(points):
+        print(line)
     for c in points:
         _max_duration(options, c)  # raises ConfigError
     is_dedicated = options.offline == "dedicated"
@@ -217,10 +229,6 @@ def _curve(options: _Options) -> tuple[Curve, Workload]:
         )
     cohort = Cohort.of(options.target_cohort) if options.target_cohort else next_cohort(date.today())
     sets = read_seed_sets(options.seed_sets) if options.seed_sets else PUBLISHED
-    files = {
-        option: read_object(Path(file)) if (file := options.values[option]) else {}
-        for option in ("system_description", "disclosure")
-    }
     curve = Curve(
         Path(options.output or ""),
         points,
@@ -237,8 +245,23 @@ def _curve(options: _Options) -> tuple[Curve, Workload]:
         files["system_description"],
         files["disclosure"],
         is_dedicated,
+        c_min,
     )
     return curve, workload
+
+
+def _c_min(options: _Options, points: Sequence[int], description: Mapping[str, Any]) -> int | None:
+    """Return the stated end of the region of lowest concurrency (5.4); None: the lowest point."""
+    described, c_min = description.get(C_MIN), options.c_min_override
+    if described is not None and type(described) is not int:
+        raise ConfigError(f"--system_description: {C_MIN}: {described!r}; expected a whole number")
+    if None not in (described, c_min) and described != c_min:
+        raise ConfigError(f"--{C_MIN} {c_min}: --system_description has {described}; remove one of the two")
+    c_min = described if c_min is None else c_min
+    if c_min is not None and not (1 <= c_min <= ULTRA_LOW and c_min in points):
+        expected = ", ".join(str(c) for c in points if c <= ULTRA_LOW) or "a point of 1 to 32"
+        raise ConfigError(f"--{C_MIN} {c_min}: must be a point of the curve up to {ULTRA_LOW}: {expected}")
+    return c_min
 
 
 def _measure(options: _Options, curve: Curve, workload: Workload) -> list[str]:

@@ -42,6 +42,15 @@ def test_regions_are_thirds_of_a_logarithm() -> None:
             Regions.of(c_max, c_min)
 
 
+def test_regions_without_a_point_are_named() -> None:
+    regions = Regions.of(256, 8)  # 8, 14, 47, 256
+    assert regions.uncovered([8, 14, 47, 256]) == []
+    assert regions.uncovered([1, 8, 256]) == [
+        "no point in low_concurrency (concurrency 9 to 14): a submission needs one",
+        "no point in med_concurrency (concurrency 15 to 47): a submission needs one",
+    ]
+
+
 @pytest.mark.parametrize("c_max", [33, 48, 256, 1024, 10_000])
 def test_the_points_by_default_lie_in_all_regions(c_max: int) -> None:
     points = default_points(c_max)

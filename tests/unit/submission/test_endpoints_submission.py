@@ -207,6 +207,47 @@ def test_a_separate_offline_run(
         assert "r60 is not a point of this curve (--concurrency, --offline)" in capsys.readouterr().err
 
 
+def test_the_lowest_region_may_end_at_a_higher_point(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`c_min_override` of endpoints-submission-cli 1.5.3: an option, or a field of the system description."""
+    words = [*WORDS, "--output", str(tmp_path / "made"), "--max_supported_concurrency", "48"]
+    words += ["--concurrency", "1,8,10,18,48", "--min_duration", "0.01"]
+    described = tmp_path / "system.json"
+    described.write_text('{"c_min_override": 8}')
+    with null_server() as url:
+        command = ["endpoints-submission", *words, "--url", url]
+        for more, message in (
+            (["--c_min_override", "9"], "_override 9: must be a point of the curve up to 32: 1, 8, 10, 18"),
+            (["--c_min_override", "48"], "--c_min_override 48: must be a point of the curve up to 32"),
+            (
+                ["--c_min_override", "10", "--system_description", str(described)],
+                "--c_min_override 10: --system_description has 8; remove one of the two",
+            ),
+        ):
+            assert main([*command, *more]) == 2
+            assert message in capsys.readouterr().err
+        assert main([*command, "--c_min_override", "8"]) == 0
+        assert "no point in" not in capsys.readouterr().out
+        curve = tmp_path / "made/Us/1/results/Box/llama3_1-8b"
+        regions = {}
+        for folder in curve.iterdir():
+            point = yaml.safe_load((folder / "point.yaml").read_text())
+            regions[folder.name] = point["region"]
+            assert json.loads((folder / "system_desc.json").read_text())["c_min_override"] == 8
+        # 8 + 40 ** (1/3) = 11.4, 8 + 40 ** (2/3) = 19.7
+        low = {"r1": "low_latency", "r8": "low_latency", "r10": "low_concurrency"}
+        assert regions == low | {"r18": "med_concurrency", "r48": "high_concurrency"}
+        scored = {file.parent.name for file in curve.glob("r*/accuracy_results.json")}
+        assert scored == {"r1", "r10", "r18", "r48"}
+        files = {path: path.read_bytes() for path in curve.rglob("*") if path.is_file()}
+        assert main([*command, "--system_description", str(described)]) == 0
+        assert {path: path.read_bytes() for path in curve.rglob("*") if path.is_file()} == files
+        described.write_text('{"c_min_override": 8.0}')
+        assert main([*command, "--system_description", str(described)]) == 2
+        assert "c_min_override: 8.0; expected a whole number" in capsys.readouterr().err
+
+
 def test_points_without_a_steady_state_may_take_longer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -228,7 +269,7 @@ def test_each_option_belongs_to_a_point_or_is_said_anew() -> None:
     of_points |= {"seed_sets", "seed_set", "offline"}
     folders = {"output", "submitter", "submission_id", "system_name"}
     written_anew = {"division", "system_description", "system_power", "disclosure", "src", "docs"}
-    written_anew |= {"target_cohort", "max_supported_concurrency"}
+    written_anew |= {"target_cohort", "max_supported_concurrency", "c_min_override"}
     waits = {"ready_deadline", "stall_timeout"}
     every = {field.name for field in endpoints_submission._Options.declared()}
     assert every == of_points | folders | written_anew | waits
