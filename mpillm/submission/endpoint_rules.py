@@ -6,7 +6,7 @@ Source: MLCommons' endpoints-submission-cli 1.5.3, and the paragraphs of the rul
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,15 +65,36 @@ class Regions:
             first = end + 1
         return lines
 
-    def accuracy_points(self, concurrencies: Sequence[int], offline_run: bool = False) -> list[int]:
-        """Return the points whose accuracy is measured, one in each region (§4.3, §5.7.2).
+    def accuracy_points(
+        self,
+        concurrencies: Sequence[int],
+        offline_run: bool = False,
+        scored: Set[int] = frozenset(),
+    ) -> list[int]:
+        """Return the points whose accuracy is measured, exactly one in each region (§4.3, §5.7.2).
 
         Without a separate Offline run, the last one is at the curve's end and also counts for Offline.
+
+        Args:
+            scored: Points that have an accuracy result. They are chosen.
+
+        Raises: ConfigError if two of them are in one region.
         """
-        first = {self.region(c): c for c in sorted(concurrencies, reverse=True)}
-        if offline_run:
-            return sorted(first.values())
-        return sorted({*first.values()} - {first.get("high_concurrency")} | {max(concurrencies)})
+        elected = None if offline_run else max(concurrencies)
+        chosen: dict[str | None, int] = {}
+        for c in sorted(concurrencies):
+            region = self.region(c)
+            earlier = chosen.get(region)
+            if c in scored and earlier in scored and c != elected:
+                raise ConfigError(
+                    f"r{earlier} and r{c} have accuracy results in {region}, and the rules (4.3) allow one:"
+                    " remove the accuracy_results.json of one of them"
+                )
+            if earlier is None or (c in scored and earlier not in scored):
+                chosen[region] = c
+        if elected is not None:
+            chosen[self.region(elected)] = elected
+        return sorted(chosen.values())
 
 
 def default_points(c_max: int) -> list[int]:

@@ -268,20 +268,24 @@ def _measure(options: _Options, curve: Curve, workload: Workload) -> list[str]:
     """Measure the points. Returns a line for each failure."""
     failed: list[str] = []
     _check_measured(options, curve)
-    scored = curve.regions.accuracy_points(curve.points, curve.offline_run)
+    earlier = {c for c in curve.points if (curve.folder(c) / ACCURACY).exists()}
+    scored = curve.regions.accuracy_points(curve.points, curve.offline_run, earlier)
     scored += [curve.min_samples] if curve.offline_run else []
     if workload.accuracy.metric == "by_reference":
         failed.append(f"no accuracy: {workload.name} is scored by {workload.accuracy.evaluator}")
         scored = []
-    unmeasured = []
+    todo = []
     for c in curve.runs:
         if not _is_measured(curve.folder(c)):
-            unmeasured.append(c)
+            todo.append(c)
         elif _may_become_steady(options, curve.folder(c), c):
             print(f"{curve.title(c):>17}  without a steady state; measured again with a longer time")
-            unmeasured.append(c)
-    unscored = [c for c in scored if not (curve.folder(c) / ACCURACY).exists()]
-    todo = sorted({*unmeasured, *unscored})
+            todo.append(c)
+        elif c in scored and not (curve.folder(c) / ACCURACY).exists():
+            print(
+                f"{curve.title(c):>17}  without its accuracy run, which must follow directly; measured again"
+            )
+            todo.append(c)
     for c in sorted({*curve.runs} - {*todo}):
         print(f"{curve.title(c):>17}  measured earlier")
     if not todo:
@@ -309,9 +313,10 @@ def _measure(options: _Options, curve: Curve, workload: Workload) -> list[str]:
     ) as client:
         _check_model(curve, client.endpoint.model)
         for c in todo:
-            if c in unmeasured:
-                failed += _point(options, curve, c, client, dataset, workload)
-            if c in unscored:
+            if c in scored:
+                (curve.folder(c) / ACCURACY).unlink(missing_ok=True)
+            failed += _point(options, curve, c, client, dataset, workload)
+            if c in scored:
                 failed += _accuracy(curve, c, client, dataset, rows, workload)
     return failed
 

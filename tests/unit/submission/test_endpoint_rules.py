@@ -59,6 +59,22 @@ def test_the_points_by_default_lie_in_all_regions(c_max: int) -> None:
     assert {regions.region(c) for c in points} == {*vars(regions)}
     scored = regions.accuracy_points(points)
     assert [regions.region(c) for c in scored] == [*vars(regions)] and scored[-1] == c_max
+    # With a separate Offline run, the fifth is its own.
+    assert regions.accuracy_points(points, offline_run=True)[:3] == scored[:3]
+
+
+def test_accuracy_results_stay_where_they_are() -> None:
+    regions = Regions.of(256, 8)  # 8, 14, 47, 256
+    points = [8, 10, 12, 20, 30, 100, 200, 256]
+    assert regions.accuracy_points(points) == [8, 10, 20, 256]
+    assert regions.accuracy_points(points, offline_run=True) == [8, 10, 20, 100]
+    assert regions.accuracy_points(points, scored={12, 30, 200}) == [8, 12, 30, 256]
+    assert regions.accuracy_points(points, offline_run=True, scored={12, 30, 200}) == [8, 12, 30, 200]
+    # An elected last point counts for Offline, and another one for its region.
+    assert regions.accuracy_points(points, scored={200, 256}) == [8, 10, 20, 256]
+    for both, offline_run in (({10, 12}, False), ({200, 256}, True), ({100, 200}, False)):
+        with pytest.raises(ConfigError, match="have accuracy results in "):
+            regions.accuracy_points(points, offline_run, both)
 
 
 def test_durations() -> None:

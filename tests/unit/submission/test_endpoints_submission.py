@@ -68,20 +68,26 @@ def test_a_curve_is_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[
             rates.append((summary["system_tps"], system["tps_utilization"]))
         assert max(rates)[1] == 1.0 and all(rate / max(rates)[0] == pytest.approx(u) for rate, u in rates)
         before = (curve / "r4" / "result_summary.json").read_bytes()
+        scored = (curve / "r10" / "accuracy_results.json").stat()
         (curve / "r10" / "result_summary.json").unlink()
         assert main(command) == 0
         out = capsys.readouterr().out
         assert out.count("measured earlier") == 3 and re.search(r"concurrency 10  \d+ requests", out)
         assert (curve / "r4" / "result_summary.json").read_bytes() == before
+        after = (curve / "r10" / "accuracy_results.json").stat()
+        assert after.st_mtime_ns > scored.st_mtime_ns, "the accuracy belongs to the new measurement"
         (curve / "r4" / "accuracy_results.json").unlink()
         failed = curve / "r48" / "result_summary.json"
         failed.write_text(json.dumps({**json.loads(failed.read_text()), "n_samples_failed": 1}))
         assert main(command) == 0
         out = capsys.readouterr().out
-        assert (
-            out.count("measured earlier") == 2 and "concurrency 48" in out and "concurrency 4  26" not in out
-        )
-        assert (curve / "r4" / "result_summary.json").read_bytes() == before
+        assert out.count("measured earlier") == 2
+        assert "concurrency 4  without its accuracy run, which must follow directly; measured again" in out
+        order = [
+            line.split()[:2] for line in out.splitlines() if " requests in " in line or "accuracy:" in line
+        ]
+        assert [words[0] for words in order] == ["concurrency", "accuracy:"] * 2
+        assert (curve / "r4" / "result_summary.json").read_bytes() != before
         assert (curve / "r4" / "accuracy_results.json").exists()
         assert json.loads(failed.read_text())["n_samples_failed"] == 0
         found = {"status": "windowable", "verdict": "STEADY STATE", "window": {}, "state": {}}
@@ -159,6 +165,28 @@ def test_a_point_ends_with_its_steady_state(
             assert summary["steady_state"]["system_tps"] > 0
         assert main([*command, "--max_duration", "90"]) == 0
         assert capsys.readouterr().out.count("measured earlier") == 2, "a longer time changes nothing"
+
+
+def test_each_region_has_one_accuracy_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Points that are added later do not move the accuracy runs (rules, 4.3: exactly one in a region)."""
+    words = [*WORDS, "--output", str(tmp_path / "made"), "--max_supported_concurrency", "48"]
+    words += ["--min_duration", "0.01"]
+    curve = tmp_path / "made/Us/1/results/Box/llama3_1-8b"
+
+    def scored() -> set[str]:
+        return {file.parent.name for file in curve.glob("r*/accuracy_results.json")}
+
+    with null_server() as url:
+        command = ["endpoints-submission", *words, "--url", url]
+        assert main([*command, "--concurrency", "1,4,10,48"]) == 0
+        assert scored() == {"r1", "r4", "r10", "r48"}
+        assert main([*command, "--concurrency", "1,2,4,8,10,24,48"]) == 0
+        assert scored() == {"r1", "r4", "r10", "r48"}
+        assert capsys.readouterr().out.count("accuracy: ") == 4
+        copied = (curve / "r4" / "accuracy_results.json").read_bytes()
+        (curve / "r2" / "accuracy_results.json").write_bytes(copied)
+        assert main([*command, "--concurrency", "1,2,4,8,10,24,48"]) == 2
+        assert "r2 and r4 have accuracy results in low_concurrency" in capsys.readouterr().err
 
 
 def test_a_separate_offline_run(
@@ -240,9 +268,8 @@ def test_the_lowest_region_may_end_at_a_higher_point(
         assert regions == low | {"r18": "med_concurrency", "r48": "high_concurrency"}
         scored = {file.parent.name for file in curve.glob("r*/accuracy_results.json")}
         assert scored == {"r1", "r10", "r18", "r48"}
-        files = {path: path.read_bytes() for path in curve.rglob("*") if path.is_file()}
         assert main([*command, "--system_description", str(described)]) == 0
-        assert {path: path.read_bytes() for path in curve.rglob("*") if path.is_file()} == files
+        assert capsys.readouterr().out.count("measured earlier") == 5
         described.write_text('{"c_min_override": 8.0}')
         assert main([*command, "--system_description", str(described)]) == 2
         assert "c_min_override: 8.0; expected a whole number" in capsys.readouterr().err
