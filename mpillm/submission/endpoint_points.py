@@ -39,6 +39,8 @@ from mpillm.workloads.workload import Endpoints
 POINT, SYSTEM, POWER, WARMUP = "point.yaml", "system_desc.json", "system_power.json", "warmup.json"
 NOTES = "measured.yaml"
 """Options of a point's measurement, if its `config.yaml` comes from MLCommons' client."""
+SALT = "salt"
+"""Key of the salts in the options of a measurement, and in the runtime settings of point.yaml."""
 C_MIN = "c_min_override"
 """Field of system_desc.json, and option."""
 STEADY_STATE = "steady_state"
@@ -161,6 +163,7 @@ class Curve:
                 summary = read_object(folder / SUMMARY)
                 block = config.get(STEADY_STATE) or self.steady_state(summary, concurrency)
         fields = self.point(concurrency, config["min_duration"], config["warmup"])
+        fields["runtime_settings"] |= {SALT: config[SALT]} if SALT in config else {}
         shared = {name: value for name, value in self.disclosure.items() if not _POINT_KEY.fullmatch(name)}
         fields |= {"steady_state": block} if block else {}
         if not isinstance(own := self.disclosure.get(f"r{concurrency}", {}), dict):

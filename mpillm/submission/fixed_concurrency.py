@@ -15,6 +15,7 @@ from mpillm.cores.openai_client.dialect import Sampling
 from mpillm.cores.openai_client.endpoint import EndpointError
 from mpillm.experiments.loadtest.load_test import LoadTest, Record
 from mpillm.report.console import LoadProgress
+from mpillm.submission.salts import Salts
 from mpillm.submission.steady_state import SuperPasses, find_steady_state
 
 _GROWTH = 1.05  # of the elapsed time between two searches for the steady state, which take time of the client
@@ -32,7 +33,7 @@ class Goal(Protocol):
         """Add the record of an ended request, numbered in the order of issue."""
 
 
-class WholePasses:
+class FullPasses:
     """Goal of whole passes over the data set for a minimum time."""
 
     def __init__(self, size: int, min_s: float) -> None:
@@ -85,6 +86,7 @@ class FixedConcurrency(LoadTest):
         n_requests: int = 0,
         goal: Goal | None = None,
         drained_after: int = 0,
+        salts: Salts | None = None,
     ) -> None:
         """Create a test.
 
@@ -92,6 +94,7 @@ class FixedConcurrency(LoadTest):
             order: Indices of prompts, for all requests.
             n_requests: Requests of a test without a goal.
             drained_after: Requests after which the next ones wait until all have ended; 0: never.
+            salts: Added to the prompts as they are sent.
         """
         super().__init__((), np.zeros(0), sampling, concurrency)
         self.indices: list[int] = []  # prompt of each record
@@ -99,7 +102,7 @@ class FixedConcurrency(LoadTest):
         self._order = order
         self._n_requests = n_requests
         self._goal = goal
-        self._drained_after = drained_after
+        self._drained_after, self._salts = drained_after, salts
         self._is_over = False
 
     async def run(self, client: Client) -> float:
@@ -121,7 +124,7 @@ class FixedConcurrency(LoadTest):
         assert self.client is not None
         while len(self.client.calls) < self._max_concurrency and not self._drains() and not self._over():
             index = next(self._order)
-            prompt = self._prompts[index]
+            prompt = self._salts.add(self._prompts[index]) if self._salts else self._prompts[index]
             self.indices.append(index)
             self.records.append(Record(len(prompt)))
             self._issued += 1

@@ -32,7 +32,7 @@ class Cohort(NamedTuple):
 
     year: int
     month: int
-    index: int
+    ordinal: int
 
     @staticmethod
     def of(text: str) -> Cohort:
@@ -46,17 +46,17 @@ class Cohort(NamedTuple):
     def day(self) -> date:
         """The publication date."""
         first = date(self.year, self.month, 1)
-        return first + timedelta((_WEDNESDAY - first.weekday()) % 7 + 14 * self.index)
+        return first + timedelta((_WEDNESDAY - first.weekday()) % 7 + 14 * self.ordinal)
 
     def next(self) -> Cohort:
         """Return the following cohort."""
-        if self.index == 0:
-            return self._replace(index=1)
+        if self.ordinal == 0:
+            return self._replace(ordinal=1)
         year, month = (self.year + 1, 1) if self.month == 12 else (self.year, self.month + 1)
         return Cohort(year, month, 0)
 
     def __str__(self) -> str:
-        return f"{self.year:04d}-{self.month:02d}-C{self.index}"
+        return f"{self.year:04d}-{self.month:02d}-C{self.ordinal}"
 
 
 def next_cohort(today: date) -> Cohort:
@@ -126,7 +126,7 @@ def read_seed_sets(path: str) -> list[SeedSet]:
     entries = block.get("seed_sets") if isinstance(block, dict) else None
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{where}: expected {_FORM}")
-    published = block.get("cohort-id") if block is cohort else None
+    published = cohort.get("cohort-id") if isinstance(cohort, dict) else None
     common = _adoption(where, published) if published is not None else ()
     sets = [_seed_set(f"{where}: seed_sets[{i}]", entry, common) for i, entry in enumerate(entries)]
     if twice := {one.name for one in sets if sum(other.name == one.name for other in sets) > 1}:

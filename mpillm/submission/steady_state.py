@@ -27,7 +27,7 @@ MIN_ALL = MIN_PASSES + 1
 
 _MAX_ANALYZED = 256  # super-passes; more passes than this are grouped, so that the search stays short
 _MAX_VARIATION = 0.08  # coefficient of variation of a plateau
-_MIN_DRIFT = 0.05  # a smaller change over a window is no drift, whatever its significance
+_MIN_DRIFT = 0.05  # a window with a smaller change does not drift, whatever its significance
 _MAX_RAMP = 0.05  # deviation of a leading super-pass from the later level
 _MIN_SHIFT = 0.05  # between the means of two plateaus
 _SIGNIFICANCE, _Z_95 = 0.05, 1.96
@@ -163,8 +163,11 @@ def find_steady_state(passes: Sequence[SuperPass], size: int, min_s: float) -> S
         passes = [SuperPass.merged(passes[i * group : (i + 1) * group]) for i in range(n)]
     series = {f"{name}_p{p}": _series(passes, name, p) for name in ("tpot", "ttft") for p in (50, 90)}
     gating = {name: values for name, values in series.items() if name.startswith("tpot")}
-    ramp = _ramp(gating["tpot_p50"])
-    plateaus = [(ramp + a, ramp + b) for a, b in _plateaus([values[ramp:] for values in gating.values()])]
+    plateaus, ramp = _plateaus([*gating.values()], 1), _ramp(gating["tpot_p50"])
+    if any(end <= ramp for _, end in plateaus):  # a plateau is not a ramp
+        ramp = 1
+    else:
+        plateaus = _plateaus([*gating.values()], ramp)
     if not plateaus:
         state = {name: _trend(values[ramp:]) for name, values in gating.items()}
         verdict = next((_VERDICTS[one] for one in state.values() if one in _VERDICTS), "not found")
@@ -210,9 +213,9 @@ def _ramp(tpot: Array) -> int:
     return max(1, n)
 
 
-def _plateaus(metrics: Sequence[Array]) -> list[tuple[int, int]]:
-    """Return the longest plateaus from left to right, as [first, end)."""
-    n, start = len(metrics[0]), 0
+def _plateaus(metrics: Sequence[Array], start: int) -> list[tuple[int, int]]:
+    """Return the longest plateaus from `start` to the right, as [first, end)."""
+    n = len(metrics[0])
     plateaus = []
     while start + MIN_PASSES <= n:
         end = start + MIN_PASSES

@@ -22,7 +22,7 @@ from mpillm.cores.openai_client.endpoint import EndpointError
 from mpillm.data.dataset import Dataset, PromptLimits, load_dataset
 from mpillm.data.preprocessed.loader import loader_of
 from mpillm.data.tiny_dataset import REFERENCES, write_dataset
-from mpillm.data.tokenizer import NoTokenizer, load_tokenizer
+from mpillm.data.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from mpillm.errors import ExitCode, RunError, StageError
 from mpillm.experiments.loadtest.endpoint_client import EndpointClient
 from mpillm.files import as_written, read_object, write_json
@@ -42,6 +42,7 @@ from mpillm.submission.endpoint_points import (
     C_MIN,
     NOTES,
     POWER,
+    SALT,
     STEADY_STATE,
     WARMUP,
     Curve,
@@ -65,10 +66,11 @@ from mpillm.submission.endpoint_rules import (
     sample_order,
     warm_up_prompts,
 )
-from mpillm.submission.fixed_concurrency import FixedConcurrency, SteadyStateGoal, WholePasses
+from mpillm.submission.fixed_concurrency import FixedConcurrency, FullPasses, SteadyStateGoal
 from mpillm.submission.references import read_references
 from mpillm.submission.rouge import need_libraries
 from mpillm.submission.rules import folder_name
+from mpillm.submission.salts import Salts
 from mpillm.submission.scores import METRICS, Row, ScoredResponse
 from mpillm.submission.seed_sets import (
     MODEL,
@@ -194,6 +196,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"flagged     {violation}")
     for line in curve.missing_disclosures(options.system_power is not None):
         print(f"yours       {line}")
+    if options.harness:
+        print("yours       salts (rules, 2.9.5): the client gets token ids, to which it adds none")
     for line in failed:
         print(f"mpillm: {line}", file=sys.stderr)
     return ExitCode.TEST_FAILED if failed else ExitCode.DONE
@@ -315,7 +319,7 @@ def _measure(options: _Options, curve: Curve, workload: Workload) -> list[str]:
         for c in todo:
             if c in scored:
                 (curve.folder(c) / ACCURACY).unlink(missing_ok=True)
-            failed += _point(options, curve, c, client, dataset, workload)
+            failed += _point(options, curve, c, client, dataset, workload, tokenizer)
             if c in scored:
                 failed += _accuracy(curve, c, client, dataset, rows, workload)
     return failed
@@ -346,6 +350,8 @@ def _check_measured(options: _Options, curve: Curve) -> None:
                 option = f"without --{name}" if earlier is None else f"with --{name} {earlier}"
                 this = "without" if value is None else value
                 raise ConfigError(f"{folder} was measured {option}, this is {this}: {_REMEDY}")
+        if SALT not in config and not options.harness:
+            raise ConfigError(f"{folder} was measured without salts (rules, 2.9.5): {_REMEDY}")
         if (seeds := config.get(_SEEDS, curve.seed_set.seeds)) != curve.seed_set.seeds:
             of_set = f"other seeds of set {curve.seed_set.name}"
             raise ConfigError(f"{folder} was measured with {of_set}: {seeds}: {_REMEDY}")
@@ -418,7 +424,13 @@ def per_user(summary: Mapping[str, Any]) -> str:
 
 
 def _point(
-    options: _Options, curve: Curve, c: int, client: EndpointClient, dataset: Dataset, workload: Workload
+    options: _Options,
+    curve: Curve,
+    c: int,
+    client: EndpointClient,
+    dataset: Dataset,
+    workload: Workload,
+    tokenizer: Tokenizer,
 ) -> list[str]:
     folder = curve.folder(c)
     folder.mkdir(parents=True, exist_ok=True)
@@ -463,7 +475,9 @@ def _point(
             state = find_steady_state(passes.complete(), size, min_duration_s(c))
         write_yaml(folder / NOTES, notes | ({STEADY_STATE: state.block()} if state else {}))
     else:
-        test, passes = _own_test(curve, c, prompts, order, sampling, lasts, max_s)
+        salts = Salts(prompts, tokenizer, seeds[MODEL])
+        notes[SALT] = salts.description()
+        test, passes = _own_test(curve, c, prompts, order, sampling, salts, lasts, max_s)
         started = time.time()
         duration = client.run(test)
         summary = result_summary(test.records, duration, started)
@@ -491,6 +505,7 @@ def _own_test(
     prompts: Sequence[NDArray[np.int32]],
     order: Iterator[int],
     sampling: Sampling,
+    salts: Salts,
     min_s: float,
     max_s: float,
 ) -> tuple[FixedConcurrency, SuperPasses | None]:
@@ -498,12 +513,11 @@ def _own_test(
     size = len(prompts)
     if curve.is_offline(c):
         # Requests of two passes must not be in one batch (5.7.1), so a pass begins after the end of another.
-        test = FixedConcurrency(
-            prompts, order, sampling, c, goal=WholePasses(size, min_s), drained_after=size
-        )
+        full = FullPasses(size, min_s)
+        test = FixedConcurrency(prompts, order, sampling, c, goal=full, drained_after=size, salts=salts)
         return test, None
     goal = SteadyStateGoal(size, min_s, max_s)
-    return FixedConcurrency(prompts, order, sampling, c, goal=goal), goal.passes
+    return FixedConcurrency(prompts, order, sampling, c, goal=goal, salts=salts), goal.passes
 
 
 def steady_state_line(state: SteadyState, lasted_s: float) -> str:

@@ -52,6 +52,8 @@ def test_a_curve_is_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[
             point = yaml.safe_load((folder / "point.yaml").read_text())
             assert f"r{point['concurrency']}" == folder.name
             assert point["offline"] == ("elected" if folder.name == "r48" else "none")
+            salt = point["runtime_settings"]["salt"]
+            assert salt == {"bits": 64, "after_tokens": 0, "seed": 9315206023656308754}
             assert point["model_precision"] == "fp8" and point["region"] == "submitters_choice"
             summary = json.loads((folder / "result_summary.json").read_text())
             assert summary["n_samples_completed"] == summary["n_samples_issued"] >= 26
@@ -128,6 +130,10 @@ def test_a_point_belongs_to_the_options_it_was_measured_with(
         assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == files
         noted = yaml.safe_load((folder / "r1" / "config.yaml").read_text())
         assert noted["served_model"]
+        unsalted = {name: value for name, value in noted.items() if name != "salt"}
+        (folder / "r1" / "config.yaml").write_text(yaml.safe_dump(unsalted))
+        assert main([*command, "--min_duration", "0.01"]) == 2
+        assert "r1 was measured without salts (rules, 2.9.5)" in capsys.readouterr().err
         (folder / "r1" / "config.yaml").write_text(yaml.safe_dump(noted | {"served_model": "another"}))
         (folder / "r48" / "result_summary.json").unlink()
         assert main([*command, "--min_duration", "0.01"]) == 2
@@ -202,7 +208,7 @@ def test_a_separate_offline_run(
         assert "the size of the data set, 26, which must be more than --max_supported_concurrency 48" in error
         get = workloads.get
         with_60 = lambda *names: replace(get(*names), n_samples=60)  # noqa: E731
-        monkeypatch.setattr(endpoints_submission.workloads, "get", with_60)
+        monkeypatch.setattr(workloads, "get", with_60)
         assert main(command) == 0
         out = capsys.readouterr().out
         assert re.search(r" {10}Offline  \d+ requests in [0-9.]+ s  [0-9.]+ tokens/s\n", out), out

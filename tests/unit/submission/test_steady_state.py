@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from mpillm.submission.fixed_concurrency import FixedConcurrency, SteadyStateGoal, WholePasses
+from mpillm.submission.fixed_concurrency import FixedConcurrency, FullPasses, SteadyStateGoal
 from mpillm.submission.steady_state import (
     SteadyState,
     SuperPass,
@@ -90,15 +90,18 @@ def test_of_two_plateaus_the_first_counts() -> None:
     assert state.is_official and state.verdict == "anomaly" and (state.start, len(state.passes)) == (1, 8)
     shift = state.block()["anomaly"]
     assert shift["super_pass"] == 9 and shift["tpot_change_percent"] == pytest.approx(30, abs=1)
-    # The first one is too short: the later one is.
+    # So does a first one that is shorter than half of the test.
+    state = search([10.0] * 6 + [13.0] * 20)
+    assert state.is_official and (state.start, len(state.passes)) == (1, 5) and state.verdict == "anomaly"
+    # If the first one is too short, the later one counts.
     state = search([10.0] * 6 + [13.0] * 20, min_s=2000)
     assert state.is_official and state.start == 6 and state.verdict == "STEADY STATE"
 
 
 def test_a_drift_after_the_window_is_disclosed() -> None:
-    """A level that climbs slowly: each short window is flat, the test as a whole is not."""
-    state = search([10 * 1.006**i for i in range(40)], noise=0.001)
-    assert state.is_official and state.verdict == "drifting_up"
+    """The level climbs after the window, and reaches no other one."""
+    state = search([10.0] * 12 + [10 * 1.06**i for i in range(1, 9)])
+    assert state.is_official and state.verdict == "drifting_up" and state.start + len(state.passes) <= 14
     assert set(state.state.values()) == {"Plateau"}
 
 
@@ -183,7 +186,7 @@ def test_a_pass_of_offline_begins_after_the_end_of_another() -> None:
     server = Server(lambda i: 0.001 * (i % 8))
     asyncio.run(test.run(cast(Any, server)))
     assert server.open_at_submission == [*range(8)] * 3
-    goal = WholePasses(8, 10.0)
+    goal = FullPasses(8, 10.0)
     assert [goal.is_reached(*at) for at in ((0, 11), (8, 9), (15, 11), (16, 11))] == [False] * 3 + [True]
 
 
