@@ -6,12 +6,10 @@ import json
 import math
 import re
 import shutil
-import threading
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import yaml
@@ -19,20 +17,13 @@ import yaml
 from disagg.errors import ConfigError
 from disagg.text_file import read_text
 from disagg.yaml_text import value_of
-from launch.owned_server import OwnedServer
-from mpillm.errors import StageError
 from mpillm.experiments.loadtest.load_test import Record
 from mpillm.files import as_written, read_object, write_json, write_text
-from mpillm.programs.load_clients.inference_endpoint import CONFIG_LEFT, SUMMARY_LEFT
-from mpillm.programs.load_clients.kind import LoadReport, LoadSpec
-from mpillm.programs.load_clients.kinds import kind_of
-from mpillm.report.run_directory import display_path
-from mpillm.roles.client_program import command_of
 from mpillm.submission.client_form import CONFIG, SUMMARY
 from mpillm.submission.endpoint_rules import OFFLINE_MARGIN, Regions, min_duration_s
 from mpillm.submission.scores import Scores
 from mpillm.submission.seed_sets import SeedSet
-from mpillm.submission.steady_state import MIN_ALL, MIN_PASSES, SuperPasses, find_steady_state
+from mpillm.submission.steady_state import MIN_PASSES
 from mpillm.version import __version__
 from mpillm.workloads.workload import Endpoints
 
@@ -130,6 +121,7 @@ class Curve:
     disclosure: Mapping[str, Any]  # from the submitter, for point.yaml
     offline_run: bool = False  # a separate run (5.7); otherwise the last point also represents Offline
     c_min: int | None = None  # the stated end of the region of lowest concurrency
+    agentic: bool = False  # points of conversations
 
     @property
     def runs(self) -> list[int]:
@@ -159,7 +151,7 @@ class Curve:
         config = read_measurement(folder)
         with as_written(folder / SUMMARY):
             block = None
-            if not self.is_offline(concurrency):
+            if not self.is_offline(concurrency) and not self.agentic:
                 summary = read_object(folder / SUMMARY)
                 block = config.get(STEADY_STATE) or self.steady_state(summary, concurrency)
         fields = self.point(concurrency, config["min_duration"], config["warmup"])
@@ -187,7 +179,8 @@ class Curve:
     def point(self, concurrency: int, min_duration_s: float, warmup: Mapping[str, Any]) -> dict[str, Any]:
         """Return `point.yaml` without the submitter's disclosures."""
         is_offline = self.is_offline(concurrency)
-        is_elected = concurrency == self.c_max and not self.offline_run
+        is_elected = concurrency == self.c_max and not self.offline_run and not self.agentic
+        pattern = "agentic_inference" if self.agentic else "concurrency"
         return {
             "concurrency": concurrency,
             "region": "submitters_choice" if is_offline else self.regions.region(concurrency),
@@ -205,7 +198,7 @@ class Curve:
             "shared_src": "src/endpoint",
             "shared_docs": "docs",
             "runtime_settings": {
-                "load_pattern": "max_throughput" if is_offline else "concurrency",
+                "load_pattern": "max_throughput" if is_offline else pattern,
                 "min_duration_ms": round(1000 * min_duration_s),
                 "min_sample_count": self.min_samples,
                 "stream_all_chunks": True,
@@ -218,7 +211,7 @@ class Curve:
         """Return a line for each value that the submitter must still provide."""
         lines = []
         lacks = [c for c in self.points if "steady_state" not in read_yaml(self.folder(c) / POINT)]
-        if lacks:
+        if lacks and not self.agentic:
             lines.append(
                 f"point.yaml: steady_state of {', '.join(f'r{c}' for c in lacks)}, from MLCommons'"
                 " steady_state_diagnostics.py on the client's events.jsonl (--disclosure, under"
@@ -304,111 +297,3 @@ def write_shared(root: Path, source: Path | None, docs: Path | None, readme: str
             shutil.copytree(folder, place, dirs_exist_ok=True)
         if not (place / "README.md").exists():
             write_text(place / "README.md", readme)
-
-
-_TRIES = 3
-_MARGIN = 1.3  # factor on the number of requests that the rate so far requires
-_MAX_POINT_S = 86400.0
-_GRACE_S = 5.0
-_POLL_S = 0.5
-
-
-class ClientPoint(NamedTuple):
-    """Measurement of a point by MLCommons' client."""
-
-    summary: dict[str, Any]
-    passes: SuperPasses | None  # None: the client left no times of requests
-
-
-def measured_point(load: LoadSpec, folder: Path, min_s: float, max_s: float, rate: float) -> ClientPoint:
-    """Measure a point with `load`, and copy the client's summary and configuration to `folder`.
-
-    The client accepts a number of requests and no duration. A point without a steady state is measured again
-    with more passes over the data set if that can help.
-
-    Args:
-        load: `load.order` is one pass over the data set.
-        min_s: Issue time of the steady state.
-        max_s: Time after which no further pass begins.
-        rate: Estimated requests per second.
-
-    Raises: ConfigError if the client is not installed, StageError if it fails.
-    """
-    size = len(load.order)
-    n = _n_passes(_MARGIN * min_s * rate / size, max_s * rate / size)
-    for tries_left in reversed(range(_TRIES)):
-        if load.folder.exists():  # has the report of an earlier try
-            shutil.rmtree(load.folder)
-        report = run_client(replace(load, order=range(n * size)), load.folder.with_suffix(".log"))
-        summary = read_object(load.folder / SUMMARY_LEFT)
-        passes = client_passes(report, size)
-        seconds = (summary["duration_ns"] or 0) / _NS
-        is_fixed = load.concurrency is not None  # Offline has no steady state
-        state = find_steady_state(passes.complete(), size, min_s) if passes and is_fixed else None
-        covered = state.duration_s if state and state.passes else seconds
-        is_steady = seconds >= min_s if state is None else state.is_official
-        more = _n_passes(_MARGIN * n * min_s / max(covered, 1e-3), max_s * n / max(seconds, 1e-3))
-        if is_steady or (seconds >= min_s and (more <= n or not tries_left)):
-            shutil.copyfile(load.folder / SUMMARY_LEFT, folder / SUMMARY)
-            shutil.copyfile(load.folder / CONFIG_LEFT, folder / CONFIG)
-            return ClientPoint(summary, passes)
-        n = max(more, n + 1)
-    raise StageError(f"{n:,} passes over the data set would still take less than {min_s:g} s")
-
-
-def _n_passes(needed: float, allowed: float) -> int:
-    """Return the passes of a test: enough for a steady state if the time allows; at least one."""
-    return max(1, min(max(MIN_ALL, math.ceil(needed) + 1), math.floor(allowed) + 1))
-
-
-def client_passes(report: LoadReport, size: int) -> SuperPasses | None:
-    """Return the super-passes of a client's test; None: it left no times of requests."""
-    if not report.requests:
-        return None
-    passes = SuperPasses(size)
-    for i, record in enumerate(sorted(report.requests, key=lambda one: one.issued)):
-        if record.error:
-            passes.of(i).add_failure(record.issued)
-        else:
-            passes.of(i).add(record.issued, record.ttft, record.tpot, record.tokens)
-    return passes
-
-
-def run_client(load: LoadSpec, log: Path) -> LoadReport:
-    """Run MLCommons' client and return its report.
-
-    Raises: ConfigError if the client is not installed, StageError if it fails.
-    """
-    kind = kind_of("inference-endpoint")
-    command = command_of(kind, load)
-    load.folder.mkdir(parents=True, exist_ok=True)
-    kind.write(load)
-    ended = threading.Event()
-    program = OwnedServer(command, log, ended.set, _GRACE_S, outlives_s=_GRACE_S)
-    until = time.monotonic() + _MAX_POINT_S
-    try:
-        while not ended.wait(_POLL_S):
-            if time.monotonic() > until:
-                raise StageError(
-                    f"{kind.title} did not end within {_MAX_POINT_S:g} s; see {display_path(log)}"
-                )
-        if program.code != 0:
-            known = kind.explain(program.tail(1000))
-            lines = [f"{kind.title}: {program.ended()}", *([known] if known else []), program.tail()]
-            raise StageError("\n".join(lines))
-    finally:
-        program.stop(_GRACE_S)
-    try:
-        report = kind.report(load)
-    except ConfigError as error:
-        raise StageError(f"{kind.title}: {error}") from error
-    if problems := [*report.problems, *_count_problems(report.completed, report.failed, load.order)]:
-        raise StageError(f"{kind.title}: {'; '.join(problems)}; see {display_path(log)}")
-    return report
-
-
-def _count_problems(completed: int, failed: int, order: Sequence[int]) -> list[str]:
-    problems = [f"{failed:,} requests failed"] if failed else []
-    if completed + failed < len(order):
-        problems.append(f"{completed:,} of {len(order):,} requests were completed")
-    return problems

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -25,43 +23,46 @@ from mpillm.data.tiny_dataset import REFERENCES, write_dataset
 from mpillm.data.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from mpillm.errors import ExitCode, RunError, StageError
 from mpillm.experiments.loadtest.endpoint_client import EndpointClient
-from mpillm.files import as_written, read_object, write_json
+from mpillm.files import as_written, write_json
 from mpillm.options.command_line import Parser
 from mpillm.options.field import option
 from mpillm.options.fields.deadlines import DeadlineFields
-from mpillm.options.fields.general import GeneralFields
 from mpillm.options.fields.model import ModelFields
-from mpillm.options.fields.results import OutputFields
-from mpillm.options.parsers import integers, one_of, positive, seconds
-from mpillm.options.values import Values, collect
+from mpillm.options.parsers import one_of, seconds
+from mpillm.options.values import collect
 from mpillm.programs.load_clients.kind import LoadSpec, PromptSample, Seeds
 from mpillm.programs.load_clients.kinds import kind_of
-from mpillm.report.run_directory import display_path
 from mpillm.submission.client_form import ACCURACY, CONFIG, SUMMARY
+from mpillm.submission.client_points import measured_point
+from mpillm.submission.curve_command import (
+    GROUP,
+    SEEDS,
+    SERVED_MODEL,
+    CurveOptions,
+    check_point,
+    exit_code,
+    finish,
+    is_measured,
+    make_curve,
+    measured_points,
+    need,
+    print_seed_set,
+    refuse,
+)
 from mpillm.submission.endpoint_points import (
-    C_MIN,
     NOTES,
-    POWER,
     SALT,
     STEADY_STATE,
     WARMUP,
     Curve,
     accuracy_results,
-    measured_point,
     read_measurement,
     request_logs,
     result_summary,
     system_tps,
-    write_shared,
     write_yaml,
 )
 from mpillm.submission.endpoint_rules import (
-    DIVISIONS,
-    MAX_POINTS,
-    MIN_POINTS,
-    ULTRA_LOW,
-    Regions,
-    default_points,
     min_duration_s,
     sample_order,
     warm_up_prompts,
@@ -69,44 +70,28 @@ from mpillm.submission.endpoint_rules import (
 from mpillm.submission.fixed_concurrency import FixedConcurrency, FullPasses, SteadyStateGoal
 from mpillm.submission.references import read_references
 from mpillm.submission.rouge import need_libraries
-from mpillm.submission.rules import folder_name
 from mpillm.submission.salts import Salts
 from mpillm.submission.scores import METRICS, Row, ScoredResponse
 from mpillm.submission.seed_sets import (
     MODEL,
-    PUBLISHED,
     SAMPLES,
     SCHEDULER,
-    Cohort,
-    choose,
-    cohort_name,
-    next_cohort,
-    read_seed_sets,
 )
 from mpillm.submission.steady_state import SteadyState, SuperPasses, find_steady_state
 from mpillm.workloads import WORKLOADS
 from mpillm.workloads.workload import Workload
 
-_GROUP = "submission"
 _BENCHMARKS = {name: named for name, workload in WORKLOADS.items() if (named := workload.endpoints)}
 
 
-class _Options(Values, group=_GROUP):
+class _Options(CurveOptions, group=GROUP):
     """Options of ``endpoints-submission``."""
 
-    url = option("the server: host:port, or a URL of http or https")
     model = option("the model's name at the server [default: the only one]")
-    model_path = ModelFields.model_path.but("a folder with the model's tokenizer, for text", group=_GROUP)
+    model_path = ModelFields.model_path.but("a folder with the model's tokenizer, for text", group=GROUP)
     benchmarks = option("the workload", one_of(*_BENCHMARKS))
     model_scale = option("tiny: a scaled-down data set", one_of("full", "tiny"), default="full")
     dataset_path = option("the data set, with its reference answers")
-    max_supported_concurrency = option("the highest concurrency of the curve", positive)
-    concurrency = option(
-        "the points, with commas between them [default: seven, evenly on a log scale]", integers
-    )
-    c_min_override = option(
-        "the end of the region of lowest concurrency, one of the points [default: the lowest point]", positive
-    )
     offline = option(
         "elected: the point of the highest concurrency also represents Offline; dedicated: a separate run,"
         " which sends a whole data set together",
@@ -121,29 +106,13 @@ class _Options(Values, group=_GROUP):
         " min_duration]",
         seconds,
     )
-    submitter = OutputFields.submitter.but("your organisation, and its folder's name", group=_GROUP)
-    system_name = GeneralFields.system_name.but("the system's name, and its folder's", group=_GROUP)
-    submission_id = option("the folder below the submitter's", default="1")
-    division = option("the division", one_of(*DIVISIONS), default=DIVISIONS[0])
-    system_description = option("a JSON file with the fields of system_desc.json about the hardware")
-    system_power = option("a JSON file with the system's power, system_power.json")
-    disclosure = option("a JSON file with more fields for each point.yaml, and under r8 for concurrency 8")
-    src = option("a folder with the implementation's code and its README.md")
-    docs = option("a folder with documents")
-    seed_sets = option(
-        "a file of seed sets that MLCommons published later, like seedset.yaml [default: set A]"
-    )
-    seed_set = option("the set of seeds [default: the newest that counts in the target cohort]")
-    target_cohort = option("YYYY-MM-C0 or C1 [default: the next one]", cohort_name)
-    output = OutputFields.output.but("the folder that the submission is made in", group=_GROUP)
-    ready_deadline = option("longest time until the server is ready", seconds, default=60.0)
     harness = option(
         "measure points with MLCommons' client as it is, which Standardized entries need; it must be in PATH"
         " [default: mpillm's own client]",
         one_of("inference-endpoint"),
     )
     stall_timeout = DeadlineFields.stall_timeout.but(
-        "longest silence of a server with outstanding requests", default=300.0, group=_GROUP
+        "longest silence of a server with outstanding requests", default=300.0, group=GROUP
     )
 
 
@@ -164,11 +133,9 @@ def main(argv: Sequence[str]) -> int:
         " --system_description system.json --system_power power.json --output build/endpoints",
     )
     options = collect(argv, _Options, parser)
-    needed = ("url", "benchmarks", "max_supported_concurrency", "submitter", "system_name", "output")
-    if missing := [name for name in needed if not options.values[name]]:
-        raise ConfigError(f"endpoints-submission needs --{', --'.join(missing)}")
+    need(options, "endpoints-submission", "benchmarks")
     curve, workload = _curve(options)
-    print(f"seed set    {curve.seed_set.line(Cohort.of(curve.target_cohort))}")
+    print_seed_set(curve)
     if options.harness:
         if not options.model_path:
             raise ConfigError("--harness needs --model_path: the client counts tokens with its tokenizer")
@@ -178,94 +145,30 @@ def main(argv: Sequence[str]) -> int:
     except EndpointError as error:
         print(f"mpillm: {error}", file=sys.stderr)
         return ExitCode.NOT_READY
-    curve.finish()
-    root = curve.root
     readme = f"{options.benchmarks} on {options.url}, measured with `mpillm endpoints-submission`.\n"
-    write_shared(root, _folder(options.src), _folder(options.docs), readme)
-    if options.system_power:
-        write_json(root / "results" / curve.system / POWER, read_object(Path(options.system_power)))
-    checker = f"endpoints-submission-cli check-submission {root}"
-    if options.seed_sets:  # the command has no option for the file
-        checker = f"MLPERF_ENDPOINTS_SEED_SETS={shlex.quote(options.seed_sets)} {checker}"
-    print(f"\nsubmission  {display_path(root)}\ncheck it    {checker}")
+    finish(options, curve, readme)
     if workload.scaled:
         full = workloads.get(options.benchmarks or "").n_samples
         samples = f"{workload.n_samples} of the benchmark's {full:,} samples"
         print(f"tiny        {samples}: no submission, and the checker rejects it")
-    if violation := curve.offline_violation():
-        print(f"flagged     {violation}")
-    for line in curve.missing_disclosures(options.system_power is not None):
-        print(f"yours       {line}")
     if options.harness:
         print("yours       salts (rules, 2.9.5): the client gets token ids, to which it adds none")
-    for line in failed:
-        print(f"mpillm: {line}", file=sys.stderr)
-    return ExitCode.TEST_FAILED if failed else ExitCode.DONE
+    return exit_code(failed)
 
 
 def _curve(options: _Options) -> tuple[Curve, Workload]:
     name, c_max = options.benchmarks or "", options.max_supported_concurrency or 0
-    points = sorted({*(options.concurrency or default_points(c_max))})
-    if points[-1] != c_max:
-        raise ConfigError(
-            f"--concurrency: the highest is {points[-1]}; must be {c_max}, which stands for Offline"
-        )
-    files = {
-        option: read_object(Path(file)) if (file := options.values[option]) else {}
-        for option in ("system_description", "disclosure")
-    }
-    c_min = _c_min(options, points, files["system_description"])
-    regions = Regions.of(c_max, c_min or points[0])
-    for line in regions.uncovered(points):
-        print(line)
-    for c in points:
-        _max_duration(options, c)  # raises ConfigError
-    is_dedicated = options.offline == "dedicated"
-    if (n_runs := len(points) + is_dedicated) > MAX_POINTS:
-        raise ConfigError(f"--concurrency: {n_runs} points; {MAX_POINTS} are the most")
-    if len(points) < MIN_POINTS:
-        print(f"{len(points)} points: a submission needs {MIN_POINTS}")
     workload = workloads.get(name, options.model_scale)
+    is_dedicated = options.offline == "dedicated"
     if is_dedicated and workload.n_samples <= c_max:
         raise ConfigError(
             f"--offline dedicated: its concurrency is the size of the data set, {workload.n_samples:,}, which"
             f" must be more than --max_supported_concurrency {c_max}; use --offline elected"
         )
-    cohort = Cohort.of(options.target_cohort) if options.target_cohort else next_cohort(date.today())
-    sets = read_seed_sets(options.seed_sets) if options.seed_sets else PUBLISHED
-    curve = Curve(
-        Path(options.output or ""),
-        points,
-        folder_name("submitter", options.submitter),
-        folder_name("submission_id", options.submission_id),
-        folder_name("system_name", options.system_name),
-        options.division,
-        _BENCHMARKS[name],
-        c_max,
-        regions,
-        choose(sets, options.seed_set, cohort),
-        str(cohort),
-        workload.n_samples,
-        files["system_description"],
-        files["disclosure"],
-        is_dedicated,
-        c_min,
-    )
+    curve = make_curve(options, _BENCHMARKS[name], workload.n_samples, offline_run=is_dedicated)
+    for c in curve.points:
+        _max_duration(options, c)  # raises ConfigError
     return curve, workload
-
-
-def _c_min(options: _Options, points: Sequence[int], description: Mapping[str, Any]) -> int | None:
-    """Return the stated end of the region of lowest concurrency (5.4); None: the lowest point."""
-    described, c_min = description.get(C_MIN), options.c_min_override
-    if described is not None and type(described) is not int:
-        raise ConfigError(f"--system_description: {C_MIN}: {described!r}; expected a whole number")
-    if None not in (described, c_min) and described != c_min:
-        raise ConfigError(f"--{C_MIN} {c_min}: --system_description has {described}; remove one of the two")
-    c_min = described if c_min is None else c_min
-    if c_min is not None and not (1 <= c_min <= ULTRA_LOW and c_min in points):
-        expected = ", ".join(str(c) for c in points if c <= ULTRA_LOW) or "a point of 1 to 32"
-        raise ConfigError(f"--{C_MIN} {c_min}: must be a point of the curve up to {ULTRA_LOW}: {expected}")
-    return c_min
 
 
 def _measure(options: _Options, curve: Curve, workload: Workload) -> list[str]:
@@ -280,7 +183,7 @@ def _measure(options: _Options, curve: Curve, workload: Workload) -> list[str]:
         scored = []
     todo = []
     for c in curve.runs:
-        if not _is_measured(curve.folder(c)):
+        if not is_measured(curve.folder(c)):
             todo.append(c)
         elif _may_become_steady(options, curve.folder(c), c):
             print(f"{curve.title(c):>17}  without a steady state; measured again with a longer time")
@@ -332,38 +235,22 @@ _MEASURED = (
 )
 _MAX_DURATION = 3  # times min_duration
 _TOO_SHORT = ("partial_dataset", "insufficient_passes", "insufficient_duration")
-_SERVED_MODEL, _SEEDS = "served_model", "seeds"  # keys in the point's notes
-_REMEDY = "remove it, or choose another --submission_id"
 
 
 def _check_measured(options: _Options, curve: Curve) -> None:
     """Raise ConfigError if a point in the folder has other options, or is not part of the curve."""
-    for file in sorted(curve.folder(1).parent.glob(f"r[0-9]*/{CONFIG}")):
-        folder, config = file.parent, read_measurement(file.parent)
-        c = int(folder.name[1:])
-        if c not in curve.runs:
-            raise ConfigError(f"{folder} is not a point of this curve (--concurrency, --offline): {_REMEDY}")
+    for c, config in measured_points(curve).items():
         present = {name: options.values[name] for name in _MEASURED} | {"min_duration": _lasts(options, c)}
-        present["seed_set"] = curve.seed_set.name
-        for name, value in present.items():
-            if (earlier := config.get(name)) != value:
-                option = f"without --{name}" if earlier is None else f"with --{name} {earlier}"
-                this = "without" if value is None else value
-                raise ConfigError(f"{folder} was measured {option}, this is {this}: {_REMEDY}")
+        check_point(curve, curve.folder(c), config, present)
         if SALT not in config and not options.harness:
-            raise ConfigError(f"{folder} was measured without salts (rules, 2.9.5): {_REMEDY}")
-        if (seeds := config.get(_SEEDS, curve.seed_set.seeds)) != curve.seed_set.seeds:
-            of_set = f"other seeds of set {curve.seed_set.name}"
-            raise ConfigError(f"{folder} was measured with {of_set}: {seeds}: {_REMEDY}")
+            raise refuse(curve.folder(c), "was measured without salts (rules, 2.9.5)")
 
 
 def _check_model(curve: Curve, model: str) -> None:
     """Raise ConfigError if the server had another model during the measurement of a point."""
     for folder in map(curve.folder, curve.runs):
-        if _is_measured(folder) and (was := read_measurement(folder).get(_SERVED_MODEL, model)) != model:
-            raise ConfigError(
-                f"{folder} was measured with the server's model {was}, now it has {model}: {_REMEDY}"
-            )
+        if is_measured(folder) and (was := read_measurement(folder).get(SERVED_MODEL, model)) != model:
+            raise refuse(folder, f"was measured with the server's model {was}, now it has {model}")
 
 
 def _lasts(options: _Options, c: int) -> float:
@@ -382,13 +269,6 @@ def _max_duration(options: _Options, c: int) -> float:
             f" {min_s:g} s (--min_duration)"
         )
     return options.max_duration
-
-
-def _is_measured(folder: Path) -> bool:
-    """Return whether a point has a result without failed requests."""
-    file = folder / SUMMARY
-    with as_written(file):
-        return file.exists() and not read_object(file)["n_samples_failed"]
 
 
 def _may_become_steady(options: _Options, folder: Path, c: int) -> bool:
@@ -459,9 +339,9 @@ def _point(
         "min_duration": lasts,
         "max_duration": max_s,
         "warmup": warmed_up,
-        _SERVED_MODEL: client.endpoint.model,
+        SERVED_MODEL: client.endpoint.model,
     }
-    notes |= {"seed_set": curve.seed_set.name, _SEEDS: dict(seeds)}
+    notes |= {"seed_set": curve.seed_set.name, SEEDS: dict(seeds)}
     (folder / NOTES).unlink(missing_ok=True)
     failed: list[str] = []
     state: SteadyState | None = None
@@ -597,11 +477,3 @@ def _dataset_path(options: _Options, workload: Workload, tiny: Path) -> Path:
         write_dataset(workload, tiny)
         return tiny
     return Path(workload.dataset_path)
-
-
-def _folder(text: str | None) -> Path | None:
-    if text is None:
-        return None
-    if not Path(text).is_dir():
-        raise ConfigError(f"{text}: no such folder")
-    return Path(text)

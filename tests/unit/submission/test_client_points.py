@@ -13,7 +13,7 @@ import pytest
 from mpillm.errors import StageError
 from mpillm.programs.load_clients.inference_endpoint import CONFIG_LEFT, SUMMARY_LEFT
 from mpillm.programs.load_clients.kind import LoadReport, LoadSpec, RequestRecord, Seeds
-from mpillm.submission import endpoint_points
+from mpillm.submission import client_points
 from mpillm.submission.steady_state import find_steady_state
 
 REQUEST_S = 0.1  # a request of this client; they follow each other
@@ -44,9 +44,9 @@ class Measurement:
         self.passes: list[int] = []  # of each test
         self._tpot, self._times, self._lasts_s = tpot, times, lasts_s
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(endpoint_points, "run_client", self._run)
+            patch.setattr(client_points, "run_client", self._run)
             load = load_of(folder, concurrency)
-            self.point = endpoint_points.measured_point(load, folder, min_s, max_s, 1 / REQUEST_S)
+            self.point = client_points.measured_point(load, folder, min_s, max_s, 1 / REQUEST_S)
         assert json.loads((folder / "result_summary.json").read_text()) == self.point.summary
         if self.point.passes:
             self.state = find_steady_state(self.point.passes.complete(), SIZE, min_s)
@@ -116,7 +116,7 @@ def test_offline_takes_the_duration_alone(tmp_path: Path) -> None:
 
 def test_a_failed_request_has_no_times(tmp_path: Path) -> None:
     records = [RequestRecord(1.0, 1.1, 2.0, 0, 10), RequestRecord(0.0, math.nan, 0.5, 1, 0, "500: no")]
-    passes = endpoint_points.client_passes(LoadReport("1", 1, 1, 2.0, requests=records), 2)
+    passes = client_points.client_passes(LoadReport("1", 1, 1, 2.0, requests=records), 2)
     assert passes is not None
     (only,) = passes.complete()
     assert (only.ended, only.completed, only.tokens, only.first) == (2, 1, 10, 0.0)
