@@ -28,6 +28,7 @@ from mpillm.submission.endpoint_rules import (
     Regions,
     default_points,
 )
+from mpillm.submission.power import draft_line, is_draft, is_local, power_draft
 from mpillm.submission.rules import folder_name
 from mpillm.submission.seed_sets import (
     PUBLISHED,
@@ -205,16 +206,36 @@ def finish(options: CurveOptions, curve: Curve, readme: str) -> None:
     curve.finish()
     root = curve.root
     write_shared(root, _folder(options.src), _folder(options.docs), readme)
-    if options.system_power:
-        write_json(root / "results" / curve.system / POWER, read_object(Path(options.system_power)))
+    draft = _write_power(options, root / "results" / curve.system / POWER, curve)
     checker = f"endpoints-submission-cli check-submission {root}"
     if options.seed_sets:  # the command has no option for the file
         checker = f"MLPERF_ENDPOINTS_SEED_SETS={shlex.quote(options.seed_sets)} {checker}"
     print(f"\nsubmission  {display_path(root)}\ncheck it    {checker}")
     if violation := curve.offline_violation():
         print(f"flagged     {violation}")
-    for line in curve.missing_disclosures(options.system_power is not None):
+    for line in curve.missing_disclosures((root / "results" / curve.system / POWER).exists()):
         print(f"yours       {line}")
+    if draft:
+        print(f"yours       {draft_line(draft)}")
+
+
+def _write_power(options: CurveOptions, file: Path, curve: Curve) -> dict[str, Any] | None:
+    """Write the submitter's power description, or else a draft, which is returned.
+
+    Only the Standardized division requires the file, and a draft has errors for the checker.
+    """
+    if options.system_power:
+        write_json(file, read_object(Path(options.system_power)))
+        return None
+    if curve.division != "Standardized" or not is_local(options.url or ""):
+        if file.exists() and is_draft(file):
+            file.unlink()
+        return None
+    if file.exists() and not is_draft(file):
+        return None
+    if draft := power_draft(curve.system, curve.system_description):
+        write_json(file, draft)
+    return draft
 
 
 def exit_code(failed: Sequence[str]) -> int:

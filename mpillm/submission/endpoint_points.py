@@ -21,6 +21,7 @@ from mpillm.experiments.loadtest.load_test import Record
 from mpillm.files import as_written, read_object, write_json, write_text
 from mpillm.submission.client_form import CONFIG, SUMMARY
 from mpillm.submission.endpoint_rules import OFFLINE_MARGIN, Regions, min_duration_s
+from mpillm.submission.power import MEASURED
 from mpillm.submission.scores import Scores
 from mpillm.submission.seed_sets import SeedSet
 from mpillm.submission.steady_state import MIN_PASSES
@@ -156,6 +157,7 @@ class Curve:
                 block = config.get(STEADY_STATE) or self.steady_state(summary, concurrency)
         fields = self.point(concurrency, config["min_duration"], config["warmup"])
         fields["runtime_settings"] |= {SALT: config[SALT]} if SALT in config else {}
+        fields |= {MEASURED: config[MEASURED]} if MEASURED in config else {}
         shared = {name: value for name, value in self.disclosure.items() if not _POINT_KEY.fullmatch(name)}
         fields |= {"steady_state": block} if block else {}
         if not isinstance(own := self.disclosure.get(f"r{concurrency}", {}), dict):

@@ -26,7 +26,7 @@ Prompt = NDArray[np.int32]
 class Salts:
     """Sequence of salts, the same for a seed."""
 
-    def __init__(self, prompts: Sequence[Prompt], tokenizer: Tokenizer, seed: int) -> None:
+    def __init__(self, prompts: Sequence[Prompt], tokenizer: Tokenizer, seed: str) -> None:
         """`prompts`: of the whole data set. `tokenizer`: without one, salts are tokens of the prompts."""
         self.after = shared_beginning(prompts)
         self._random = random.Random(seed)
@@ -54,6 +54,20 @@ class Salts:
     def description(self) -> dict[str, Any]:
         """Return the parameters, for the options of a point."""
         return {"bits": BITS, "after_tokens": self.after, "seed": self._seed}
+
+
+def salt_seed(model_seed: int, concurrency: int, earlier: str) -> str:
+    """Return the seed of a point's salts, from the published one.
+
+    Each measurement has another one. Otherwise, a server could have the prompts of an earlier point in its
+    prefix cache.
+
+    Args:
+        earlier: Seed of the point's previous measurement; "" if there is none.
+    """
+    number = earlier.rpartition("/")[2]
+    measurement = int(number[:9]) + 1 if number.isdecimal() else 1
+    return f"{model_seed}/r{concurrency}/{measurement}"
 
 
 def shared_beginning(prompts: Sequence[Prompt]) -> int:

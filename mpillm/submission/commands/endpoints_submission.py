@@ -68,9 +68,10 @@ from mpillm.submission.endpoint_rules import (
     warm_up_prompts,
 )
 from mpillm.submission.fixed_concurrency import FixedConcurrency, FullPasses, SteadyStateGoal
+from mpillm.submission.power import MEASURED, PowerWatch, local_meters
 from mpillm.submission.references import read_references
 from mpillm.submission.rouge import need_libraries
-from mpillm.submission.salts import Salts
+from mpillm.submission.salts import Salts, salt_seed
 from mpillm.submission.scores import METRICS, Row, ScoredResponse
 from mpillm.submission.seed_sets import (
     MODEL,
@@ -345,6 +346,7 @@ def _point(
     (folder / NOTES).unlink(missing_ok=True)
     failed: list[str] = []
     state: SteadyState | None = None
+    power: dict[str, Any] | None = None
     if options.harness:
         load = _load_of(options, curve, c, client, dataset, sampling)
         try:
@@ -355,11 +357,14 @@ def _point(
             state = find_steady_state(passes.complete(), size, min_duration_s(c))
         write_yaml(folder / NOTES, notes | ({STEADY_STATE: state.block()} if state else {}))
     else:
-        salts = Salts(prompts, tokenizer, seeds[MODEL])
+        salts = Salts(prompts, tokenizer, salt_seed(seeds[MODEL], c, _salt_seed(folder)))
         notes[SALT] = salts.description()
         test, passes = _own_test(curve, c, prompts, order, sampling, salts, lasts, max_s)
+        watch = PowerWatch(local_meters(options.url or ""))
         started = time.time()
         duration = client.run(test)
+        power = watch.result()
+        notes |= {MEASURED: power} if power else {}
         summary = result_summary(test.records, duration, started)
         if passes:
             state = find_steady_state(passes.complete(), size, min_duration_s(c))
@@ -368,15 +373,25 @@ def _point(
         write_json(folder / SUMMARY, summary)
         failed = _errors(test, curve.title(c))
     curve.write_point(c)
+    watts = f"  {power['mean_w']:.4g} W (NVML)" if power else ""
     print(
         f"{curve.title(c):>17}  {summary['n_samples_issued']:,} requests"
         f" in {summary['duration_ns'] / 1e9:.1f} s  {system_tps(summary):.4g} tokens/s"
-        f"{'' if curve.is_offline(c) else per_user(summary)}",
+        f"{'' if curve.is_offline(c) else per_user(summary)}"
+        f"{watts}",
         flush=True,
     )
     if state:
         print(f"{'':>18} {steady_state_line(state, summary['duration_ns'] / 1e9)}", flush=True)
     return failed
+
+
+def _salt_seed(folder: Path) -> str:
+    """Return the seed of the salts in a point's earlier measurement; "" if there is none."""
+    if not (folder / CONFIG).exists():
+        return ""
+    with as_written(folder / CONFIG):
+        return str(read_measurement(folder).get(SALT, {}).get("seed", ""))
 
 
 def _own_test(

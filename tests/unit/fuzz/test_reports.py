@@ -308,7 +308,7 @@ NOTES = {
     "model_scale": "full",
     "seed_set": "A",
     "min_duration": 600.0,
-    "salt": {"bits": 64, "after_tokens": 1, "seed": 3},
+    "salt": {"bits": 64, "after_tokens": 1, "seed": "3/r1/1"},
     "warmup": {"concurrency": 1, "logs_retained": True},
 }
 OF_A_CURVE = (

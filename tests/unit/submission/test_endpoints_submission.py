@@ -53,7 +53,8 @@ def test_a_curve_is_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[
             assert f"r{point['concurrency']}" == folder.name
             assert point["offline"] == ("elected" if folder.name == "r48" else "none")
             salt = point["runtime_settings"]["salt"]
-            assert salt == {"bits": 64, "after_tokens": 0, "seed": 9315206023656308754}
+            seed = f"9315206023656308754/{folder.name}/1"
+            assert salt == {"bits": 64, "after_tokens": 0, "seed": seed}, "another one at each point"
             assert point["model_precision"] == "fp8" and point["region"] == "submitters_choice"
             summary = json.loads((folder / "result_summary.json").read_text())
             assert summary["n_samples_completed"] == summary["n_samples_issued"] >= 26
@@ -90,6 +91,8 @@ def test_a_curve_is_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[
         ]
         assert [words[0] for words in order] == ["concurrency", "accuracy:"] * 2
         assert (curve / "r4" / "result_summary.json").read_bytes() != before
+        again = yaml.safe_load((curve / "r4" / "point.yaml").read_text())["runtime_settings"]["salt"]
+        assert again["seed"] == "9315206023656308754/r4/2", "a server may have the prompts of the first"
         assert (curve / "r4" / "accuracy_results.json").exists()
         assert json.loads(failed.read_text())["n_samples_failed"] == 0
         found = {"status": "windowable", "verdict": "STEADY STATE", "window": {}, "state": {}}
