@@ -205,8 +205,8 @@ def shortfalls(
             yield f"r{c}: {mean:.0f} tokens in a response, must be {low:g} to {high:g}"
     results = [one[SWE_BENCH_NAME] for one in scores.values() if SWE_BENCH_NAME in one]
     if len(results) == N_ACCURACY and (mean := sum(results) / len(results)) < benchmark.swe_bench:
-        least = f"must be at least {benchmark.swe_bench:g} %"
-        yield f"SWE-bench: the mean of {N_ACCURACY} is {mean:.2f} %, {least}"
+        limit = f"must be at least {benchmark.swe_bench:g} %"
+        yield f"SWE-bench: the mean of {N_ACCURACY} is {mean:.2f} %, {limit}"
 
 
 def swe_bench_line(benchmark: Agentic, scores: Sequence[Mapping[str, float]]) -> str | None:
