@@ -423,8 +423,9 @@ def steady_state_line(state: SteadyState, lasted_s: float) -> str:
         user = f", {figures['tps_per_user']:.4g} per user" if "tps_per_user" in figures else ""
         verdict = "" if state.verdict == "STEADY STATE" else f" ({state.verdict})"
         return f"steady state{verdict}: {seen}: {figures['system_tps']:.4g} tokens/s{user}"
-    line = f"no steady state: {state.status}, {state.verdict}"
-    line += f"; the longest plateau is {seen}" if state.passes else ""
+    verdict = f", {state.verdict}" if state.verdict.startswith("drifting") else ""
+    line = f"no steady state ({state.status}{verdict})"
+    line += f": the longest plateau is {seen}" if state.passes else ""
     return f"{line}; the figures of all {lasted_s:.1f} s count (longer tests: --max_duration)"
 
 

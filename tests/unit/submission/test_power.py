@@ -57,7 +57,7 @@ def test_only_this_host_is_measured(url: str, local: bool) -> None:
 
 def test_the_mean_is_that_of_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter((10.0, 12.0))
-    monkeypatch.setattr(power.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr("mpillm.submission.power.time.monotonic", lambda: next(times))
     result = power.PowerWatch(meters(5.0, 100.0, 0.0)).result()
     assert result is not None
     assert (result["gpus"], result["mean_w"]) == (3, 1.5), "three joules in two seconds"
