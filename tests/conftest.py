@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
+
+from launch.launcher import find_launcher
+from tests.helpers.lone_mpi import leaving_nothing
 
 # They keep all cores busy: several at a time would take as long, and the others wait most of their time.
 BUSY = {
@@ -56,13 +58,9 @@ os.environ.pop("MAKEFLAGS", None)
 # As `mpillm.triton.grpc_fork` sets it. Some tests import gRPC first.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
-# Modules under test import MPI, which starts it. A process without mpirun needs no shared memory: Open MPI
-# would leave 16 MB of it in /dev/shm, and its session folder in /tmp.
-if not {"OMPI_COMM_WORLD_RANK", "PMI_RANK"} & os.environ.keys():
-    with (
-        tempfile.TemporaryDirectory(prefix="mpillm-") as _folder,
-        mock.patch.dict(os.environ, OMPI_MCA_btl="self", TMPDIR=_folder),
-    ):
+# Modules under test import MPI, which starts it.
+if find_launcher() is None:
+    with leaving_nothing() as _variables, mock.patch.dict(os.environ, _variables):
         from mpi4py import MPI  # noqa: F401
 
 # What the engine compiles for CPUs, tests and what they start leave here, not in the user's cache.

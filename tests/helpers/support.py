@@ -52,21 +52,6 @@ PATIENCE = 5
 """Factor of the times after which a test assumes that something hangs: other tests may use the CPU cores."""
 
 
-def run_program(program: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python program that imports MPI, as one process without mpirun.
-
-    Open MPI would leave 16 MB in /dev/shm for ranks that this process does not have.
-    """
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "OMPI_MCA_btl": "self"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
 def has_ended(pid: int) -> bool:
     """Return whether a process has ended, also if its parent, which may be this process, has not waited."""
     try:

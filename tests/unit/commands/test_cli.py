@@ -18,7 +18,7 @@ from launch.children import Children
 from launch.signals import stop_signals
 from mpillm import cli
 from mpillm.core_names import PLUGIN_PACKAGES
-from tests.helpers.support import run_program
+from tests.helpers.lone_mpi import run_program
 
 ROOT = Path(__file__).parents[3]
 

@@ -97,7 +97,7 @@ def test_what_a_server_does_that_says_nothing(tmp_path: Path) -> None:
     try:
         wait_until(lambda: server.cpu_s >= 0.5, "its CPU time")
         assert re.fullmatch(r"server 0 \(x\): starts, \d+ s of CPU so far", doing("server 0 (x)", "", server))
-        os.utime(server.log)  # it may have taken long
+        os.utime(server.log)  # that CPU time may have taken more than 10 s
         assert doing("server 0 (x)", "Loads", server) == "server 0 (x): Loads"
         os.utime(server.log, (time.time() - 30,) * 2)
         assert re.fullmatch(r"server 0 \(x\), silent \d+ s: Loads", doing("server 0 (x)", "Loads", server))

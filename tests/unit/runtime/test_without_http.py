@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.support import run_program
+from tests.helpers.lone_mpi import run_program
 
 
 @pytest.mark.parametrize("session", ["serve_session", "harness_session"])
