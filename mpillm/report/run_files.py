@@ -19,6 +19,8 @@ from mpillm.report.run_directory import REQUESTS, TELEMETRY, TIMELINE, failures_
 from mpillm.telemetry.rank_log import log_name
 
 T = TypeVar("T")
+SERVERS = ("trtllm_server_urls", "triton_server_urls")
+"""Options with the addresses of servers that a run has not started."""
 _INTERRUPTED = "interrupted ("
 # Tests from this duration on have a timeline: instances report twice a second, and get a line each second.
 _MIN_TIMELINE_S = 2.0

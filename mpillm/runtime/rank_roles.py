@@ -114,6 +114,7 @@ def make_roles(
                 report,
                 prefix_routing(config),
                 all_at_once=not serves and config.scenario == "Offline",
+                max_local_prefill_length=0 if serves else config.max_local_prefill_length,
             )
         )
     if route is not None and session is not None:

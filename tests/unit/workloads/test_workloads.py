@@ -207,7 +207,7 @@ def test_tiny(name: str, tmp_path: Path) -> None:
         workload.stop_words,
     )
     dataset = load_dataset(loader, ByteTokenizer(), limits)
-    assert len(dataset) == full.n_samples // 512 and dataset.lengths().max() == workload.max_input_len
+    assert len(dataset) == full.n_samples // 512 and dataset.n_tokens.max() == workload.max_input_len
     assert (dataset.ignores_stop is not None) == (name == "mixtral-8x7b")
     if dataset.ignores_stop is not None:
         assert 0 < dataset.ignores_stop.sum() < len(dataset)
