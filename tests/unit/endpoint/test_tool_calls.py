@@ -20,7 +20,8 @@ from tests.helpers.http_api import api, run
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "</b> ü"}}\n</tool_call>'
 LIST = '<tool_call>[{"name": "f"}, {"name": "g", "arguments": {}}]</tool_call>'
-F, BOTH = ("f", {"x": "</b> ü"}), [("f", {}), ("g", {})]
+F = ("f", {"x": "</b> ü"})
+BOTH: list[tuple[str, dict[str, Any]]] = [("f", {}), ("g", {})]
 CASES: list[tuple[str, str, list[tuple[str, dict[str, Any]]]]] = [
     ("", "", []),
     ("a < b", "a < b", []),
