@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
 
     @property
     def writes_tool_calls(self) -> bool:
-        """Whether the chat template tells the model to write calls of tools between `<tool_call>` tags."""
+        """Whether the chat template asks for calls of tools between `<tool_call>` tags."""
 
     def encode(self, prompt: str) -> list[int]:
         """Return the model's input. With a chat template, `prompt` is the one message of a chat."""

@@ -26,43 +26,43 @@ class ToolCallReader:
     """Separates the calls from the other text of an answer while it grows."""
 
     def __init__(self) -> None:
-        self._held = ""  # text that is, or may become, a call
+        self._pending = ""  # text that is, or may become, a call
         self._searched = 0  # characters of it without the end of a call
         self._after_call = False  # nothing but white space since the last call
 
     def add(self, piece: str, is_last: bool) -> tuple[str, list[ToolCall]]:
         """Return the text outside of calls, and the calls, that are complete with this piece of the answer.
 
-        White space after a call is dropped. What is no call in this format stays text, with its tags.
+        White space after a call is dropped. What has not this format stays text, with its tags.
         """
-        self._held += piece
+        self._pending += piece
         text, calls = "", list[ToolCall]()
-        while self._held:
-            if not self._held.startswith(OPEN):
+        while self._pending:
+            if not self._pending.startswith(OPEN):
                 start = self._start(is_last)
-                text += self._outside(self._held[:start])
-                self._held, self._searched = self._held[start:], len(OPEN)
-                if not self._held.startswith(OPEN):
+                text += self._outside(self._pending[:start])
+                self._pending, self._searched = self._pending[start:], len(OPEN)
+                if not self._pending.startswith(OPEN):
                     break
-            end = self._held.find(CLOSE, self._searched)
+            end = self._pending.find(CLOSE, self._searched)
             if end < 0 and not is_last:
-                self._searched = max(len(OPEN), len(self._held) - len(CLOSE) + 1)
+                self._searched = max(len(OPEN), len(self._pending) - len(CLOSE) + 1)
                 break
-            stop = len(self._held) if end < 0 else end + len(CLOSE)
-            found = () if end < 0 else _calls(self._held[len(OPEN) : end])
-            calls += found
-            if not found:
-                text += self._outside(self._held[:stop])
-            self._after_call = bool(found)
-            self._held = self._held[stop:]
+            stop = len(self._pending) if end < 0 else end + len(CLOSE)
+            new = () if end < 0 else _calls(self._pending[len(OPEN) : end])
+            calls += new
+            if not new:
+                text += self._outside(self._pending[:stop])
+            self._after_call = bool(new)
+            self._pending = self._pending[stop:]
         return text, calls
 
     def _start(self, is_last: bool) -> int:
-        """Return where the held text has the first tag, or may have its beginning."""
-        if (start := self._held.find(OPEN)) >= 0:
+        """Return where the pending text has the first tag, or may have its beginning."""
+        if (start := self._pending.find(OPEN)) >= 0:
             return start
-        lengths = () if is_last else range(min(len(OPEN) - 1, len(self._held)), 0, -1)
-        return len(self._held) - next((n for n in lengths if self._held.endswith(OPEN[:n])), 0)
+        lengths = () if is_last else range(min(len(OPEN) - 1, len(self._pending)), 0, -1)
+        return len(self._pending) - next((n for n in lengths if self._pending.endswith(OPEN[:n])), 0)
 
     def _outside(self, text: str) -> str:
         if self._after_call:
