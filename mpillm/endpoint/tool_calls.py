@@ -27,7 +27,7 @@ class ToolCallReader:
 
     def __init__(self) -> None:
         self._pending = ""  # text that is, or may become, a call
-        self._searched = 0  # characters of it without the end of a call
+        self._searched = len(OPEN)  # characters of it without the end of a call
         self._after_call = False  # nothing but white space since the last call
 
     def add(self, piece: str, is_last: bool) -> tuple[str, list[ToolCall]]:
@@ -41,7 +41,7 @@ class ToolCallReader:
             if not self._pending.startswith(OPEN):
                 start = self._start(is_last)
                 text += self._outside(self._pending[:start])
-                self._pending, self._searched = self._pending[start:], len(OPEN)
+                self._pending = self._pending[start:]
                 if not self._pending.startswith(OPEN):
                     break
             end = self._pending.find(CLOSE, self._searched)
@@ -54,7 +54,7 @@ class ToolCallReader:
             if not new:
                 text += self._outside(self._pending[:stop])
             self._after_call = bool(new)
-            self._pending = self._pending[stop:]
+            self._pending, self._searched = self._pending[stop:], len(OPEN)
         return text, calls
 
     def _start(self, is_last: bool) -> int:

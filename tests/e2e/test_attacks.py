@@ -19,8 +19,9 @@ import pytest
 
 from tests.helpers import disaggregated_servers as disaggregated
 from tests.helpers.make_folder import make_folder
+from tests.helpers.ports import free_ports
 from tests.helpers.serve_command import answer, serve
-from tests.helpers.support import DONE, Starter, free_ports
+from tests.helpers.support import DONE, Starter
 
 FILES = 300
 HELD_S = 2.0  # longer than rank 0 goes without looking at the other ranks' processes

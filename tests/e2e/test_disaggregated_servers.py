@@ -30,6 +30,7 @@ from tests.helpers.disaggregated_servers import (
     write_yaml,
 )
 from tests.helpers.make_folder import make_folder
+from tests.helpers.ports import free_ports
 from tests.helpers.support import (
     DONE,
     NOT_READY,
@@ -37,7 +38,6 @@ from tests.helpers.support import (
     USAGE,
     Command,
     Starter,
-    free_ports,
     wait_until,
 )
 

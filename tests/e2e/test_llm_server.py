@@ -15,8 +15,9 @@ import pytest
 
 from tests.helpers.make_checkpoint import make_tokenizer
 from tests.helpers.make_folder import make_folder
+from tests.helpers.ports import free_port, free_ports
 from tests.helpers.serving_place import make_serving_place
-from tests.helpers.support import DONE, INSTANCE_LOST, NOT_READY, USAGE, Starter, free_ports, wait_until
+from tests.helpers.support import DONE, INSTANCE_LOST, NOT_READY, USAGE, Starter, wait_until
 
 SERVER = f"""#!{sys.executable}
 import http.server, os, re, socketserver, subprocess, sys, time
@@ -145,7 +146,7 @@ def test_a_taken_port(place: Path, one: Starter) -> None:
 
 
 def test_endpoints(place: Path, one: Starter) -> None:
-    (port,) = free_ports(1)
+    port = free_port()
     options = (
         "run-llm-server",
         "--core_type=trtllm_endpoint",

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from mpillm.triton.pbtxt import EnumName, dump
+from tests.helpers.ports import free_port
 from tests.helpers.real_triton import MARKS, TRITONSERVER
-from tests.helpers.support import Starter, free_ports, wait_until
+from tests.helpers.support import Starter, wait_until
 
 pytestmark = MARKS
 
@@ -100,7 +101,7 @@ def test_a_generated_repository_has_what_the_backend_needs(tmp_path: Path, one: 
 def serving(one: Starter, repo: str, model: str) -> Iterator[dict[str, Any]]:
     """Run a tritonserver with the model's configuration, started by run-llm-server, and stop it
     afterwards."""
-    (port,) = free_ports(1)
+    port = free_port()
     options = (
         "--harness_type=triton",
         f"--triton_model_repo={repo}",

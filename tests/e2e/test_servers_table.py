@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.helpers.ports import free_port
 from tests.helpers.scripted_server import Reply, Request, ScriptedServer, choice, good, head, plain
-from tests.helpers.support import DONE, NOT_READY, ROOT, USAGE, Starter, free_ports
+from tests.helpers.support import DONE, NOT_READY, ROOT, USAGE, Starter
 
 PAGE = b"<!DOCTYPE html><html><body>Welcome</body></html>"
 READY = ("/health", "/v1/models")
@@ -88,7 +89,7 @@ def test_each_row(one: Starter, monkeypatch: pytest.MonkeyPatch, name: str) -> N
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     case = CASES[name]
     with ScriptedServer(case.completions, case.others or {}) as server:
-        places = {"url": server.url, "closed": f"127.0.0.1:{free_ports(1)[0]}"}
+        places = {"url": server.url, "closed": f"127.0.0.1:{free_port()}"}
         words: list[Any] = [word.format(**places) for word in case.words]
         command = [one.python, "-m", "mpillm", "mpirun", "-n", 2, "run", *words, "--min_query_count", 8]
         ended = one.command([*command, "--log_dir", one.folder / "run"]).end(120)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.failures import ENDLESS, GRACE
+from tests.helpers.ports import free_port
 from tests.helpers.screen import screen
 from tests.helpers.support import (
     DONE,
@@ -20,7 +21,6 @@ from tests.helpers.support import (
     Command,
     Ended,
     Starter,
-    free_ports,
     wait_until,
 )
 
@@ -162,7 +162,7 @@ def test_runs_that_another_command_starts(one: Starter) -> None:
 
 def test_a_server_that_is_not_there(one: Starter) -> None:
     """It is named within seconds, with what it says: on a terminal, and in a log."""
-    url = f"127.0.0.1:{free_ports(1)[0]}"
+    url = f"127.0.0.1:{free_port()}"
     options = ["--trtllm_server_urls", f"http://{url}/v1"]
     for terminal in (True, False):
         command = one.start(2, *options, core="trtllm_endpoint", terminal=terminal, one_terminal=terminal)

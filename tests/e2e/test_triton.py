@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.ports import free_port, free_ports
 from tests.helpers.real_triton import (
     CURL,
     EMBEDDED,
@@ -31,7 +32,6 @@ from tests.helpers.support import (
     INSTANCE_LOST,
     NOT_READY,
     Starter,
-    free_ports,
     make_samples,
 )
 from tests.helpers.traced_options import OF_A_CLIENT, lies, read_by
@@ -213,7 +213,7 @@ def test_a_request_that_is_refused_does_not_end_a_test(one: Starter) -> None:
 
 
 def test_a_missing_server_and_the_wrong_port(one: Starter) -> None:
-    (port,) = free_ports(1)
+    port = free_port()
     options = ("--load_deadline", 10, "--triton_server_urls", f"localhost:{port}")
     ended = one.run(3, *options, core="triton_grpc", timeout=TIMEOUT_S).must(NOT_READY)
     assert f"tritonserver localhost:{port} was not ready within 9 s: UNAVAILABLE" in ended.message

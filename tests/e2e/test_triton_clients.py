@@ -12,8 +12,9 @@ from pathlib import Path
 import tokenizers
 
 from tests.helpers.make_checkpoint import make_tokenizer
+from tests.helpers.ports import free_ports
 from tests.helpers.real_triton import MARKS, generate, serving
-from tests.helpers.support import DONE, NOT_READY, TEST_FAILED, USAGE, Starter, free_ports
+from tests.helpers.support import DONE, NOT_READY, TEST_FAILED, USAGE, Starter
 
 pytestmark = MARKS
 

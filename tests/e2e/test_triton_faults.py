@@ -11,6 +11,7 @@ import re
 import signal
 from pathlib import Path
 
+from tests.helpers.ports import free_port
 from tests.helpers.real_triton import EMBEDDED, MARKS, generate, start, until_ready
 from tests.helpers.support import (
     DONE,
@@ -20,7 +21,6 @@ from tests.helpers.support import (
     Command,
     Ended,
     Starter,
-    free_ports,
     wait_until,
 )
 
@@ -71,7 +71,7 @@ def test_faults(one: Starter) -> None:
     (program,) = (one.folder / "repo_0").glob("*/1/model.py")
     lines = program.read_text().splitlines()
     program.write_text("\n".join([*lines[:-1], FAULTY]))
-    (port,) = free_ports(1)
+    port = free_port()
     servers = until_ready(start(one, [port]))
     address = ("--triton_grpc_ports", f"localhost:{port}")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.ports import free_port, free_ports
 from tests.helpers.real_triton import (
     MARKS,
     N_OUTPUT,
@@ -21,7 +22,7 @@ from tests.helpers.real_triton import (
     start,
     until_ready,
 )
-from tests.helpers.support import INSTANCE_LOST, Command, Starter, free_ports, wait_until
+from tests.helpers.support import INSTANCE_LOST, Command, Starter, wait_until
 from tests.helpers.triton_requests import Asker, Refusal
 
 pytestmark = MARKS
@@ -94,7 +95,7 @@ def test_a_server_that_dies(rank: int | None, options: tuple[str, ...], says: st
     import grpc
 
     repository(one)
-    (port,) = free_ports(1)
+    port = free_port()
     servers = until_ready(start(one, [port], *options))
     pid = server_of(servers, rank)
     asker = Asker(port, "tensorrt_llm")

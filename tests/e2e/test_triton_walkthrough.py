@@ -9,8 +9,9 @@ import json
 import signal
 
 from tests.helpers.make_checkpoint import make_checkpoint
+from tests.helpers.ports import free_port
 from tests.helpers.real_triton import CURL, MARKS, start, until_ready
-from tests.helpers.support import DONE, Starter, free_ports
+from tests.helpers.support import DONE, Starter
 
 pytestmark = MARKS
 
@@ -40,7 +41,7 @@ def test_from_a_checkpoint_to_twenty_curls(one: Starter) -> None:
     for value in ("inflight_fused_batching", "max_utilization", "0.9"):
         assert f'string_value: "{value}"' in configs["tensorrt_llm"]
 
-    (port,) = free_ports(1)
+    port = free_port()
     command = until_ready(start(one, [port]))
     lines = [line.strip() for line in command.out.splitlines()]
     edge = "+------------------+---------+--------+"

@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Iterator
 
+from tests.helpers.ports import free_port
+
 _MOST_S = 60.0  # that it goes on with a client that stays
 
 
@@ -36,7 +38,7 @@ def endless_server(first: bytes, piece: bytes, pause_s: float = 0.0) -> Iterator
             thread.start()
 
     threads: list[threading.Thread] = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server(("127.0.0.1", free_port())) as listener:
         threads.append(thread := threading.Thread(target=accept, daemon=True))
         thread.start()
         try:

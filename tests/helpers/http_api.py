@@ -18,6 +18,7 @@ from mpillm.endpoint.app import Service
 from mpillm.endpoint.connections import Connections
 from mpillm.endpoint.http_thread import bind, listen, url
 from mpillm.endpoint.protocol import ServedModel
+from tests.helpers.ports import free_port
 from tests.helpers.served import World
 
 DEADLINE_S = 120.0
@@ -90,7 +91,7 @@ async def api(
 ) -> AsyncIterator[Api]:
     world = World(7, disaggregated, **core or {})
     service = Service(served, world.open, guard=Guard(api_key, max_body_bytes, host, body_s), **options)
-    bound = bind("127.0.0.1", 0)
+    bound = bind("127.0.0.1", free_port())
     runner, _ = await listen(service.app(), bound, connections, idle_s)
 
     async def turn() -> None:

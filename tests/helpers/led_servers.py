@@ -16,6 +16,7 @@ from mpillm.endpoint.http_thread import bind, listen, url
 from mpillm.endpoint.leader.leader_service import LeaderService
 from mpillm.endpoint.leader.workers import Pool, Worker, new_session, wait_ready
 from mpillm.roles.pool import InstancePool
+from tests.helpers.ports import free_port
 from tests.helpers.scripted_server import (
     DONE,
     STREAM,
@@ -103,7 +104,7 @@ async def led(
                 )
                 if services is not None:
                     services.append(service)
-                bound = bind("127.0.0.1", 0)
+                bound = bind("127.0.0.1", free_port())
                 runner, _ = await listen(service.app(), bound)
                 try:
                     yield Led(

@@ -8,6 +8,7 @@ import threading
 from functools import cache
 
 from tests.helpers.fuzzing import json_bytes
+from tests.helpers.ports import free_port
 
 JSON_WORDS = [
     b"1e999",
@@ -60,7 +61,7 @@ class RawServer:
 
     def __init__(self) -> None:
         self.says = b""
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(("127.0.0.1", free_port()))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._serve, daemon=True).start()
 

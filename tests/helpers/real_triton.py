@@ -14,12 +14,12 @@ import pytest
 
 from mpillm.triton.tritonserver import triton_prefix
 from tests.helpers.oracle import Oracle
+from tests.helpers.ports import free_ports
 from tests.helpers.presets import save_preset
 from tests.helpers.support import (
     DONE,
     Command,
     Starter,
-    free_ports,
     wait_until,
 )
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+from tests.helpers.ports import free_port
+
 MODEL = "scripted"
 
 
@@ -91,7 +93,7 @@ def good(request: Request) -> Reply:
 
 @dataclass
 class ScriptedServer:
-    """Listens on a port of the kernel's choice, or on `port`.
+    """Listens on `port`.
 
     `completions` answers requests for completions, `others` every other path that it names.
     """
@@ -99,7 +101,7 @@ class ScriptedServer:
     completions: Callable[[Request], Reply] = good
     others: dict[str, Callable[[Request], Reply]] = field(default_factory=dict)
     tls: ssl.SSLContext | None = None
-    port: int = 0
+    port: int = field(default_factory=free_port)
     host: str = "127.0.0.1"
 
     def __post_init__(self) -> None:

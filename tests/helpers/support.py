@@ -7,11 +7,9 @@ import fcntl
 import json
 import os
 import pty
-import random
 import re
 import select
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -19,7 +17,6 @@ import termios
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,31 +77,6 @@ def descendants(pid: int) -> list[int]:
             for child in map(int, file.read_text().split()):
                 found += [child, *descendants(child)]
     return found
-
-
-# By these names, test processes on one machine never choose the same port, even before a server binds it. The
-# kernel releases a name with its process.
-_PORT_NAME = "\0mpillm-test-port-{}"
-_NAMED: deque[contextlib.ExitStack] = deque()  # the sockets of each call, which have these names
-_MAX_NAMED = 64  # calls; their servers have started long before that many others
-
-
-def free_ports(n: int) -> list[int]:
-    """Return `n` free ports in a row, below those that the system gives out by itself."""
-    while True:
-        first = random.randrange(10_000, 32_768 - n)
-        ports = list(range(first, first + n))
-        with contextlib.ExitStack() as named, contextlib.ExitStack() as probes:
-            try:
-                for port in ports:
-                    named.enter_context(socket.socket(socket.AF_UNIX)).bind(_PORT_NAME.format(port))
-                    probes.enter_context(socket.socket()).bind(("", port))
-            except OSError:
-                continue
-            _NAMED.append(named.pop_all())
-        if len(_NAMED) > _MAX_NAMED:
-            _NAMED.popleft().close()
-        return ports
 
 
 @dataclass(repr=False)

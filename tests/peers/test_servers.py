@@ -22,7 +22,8 @@ from tests.helpers.peer_programs import (
     peer_environment,
     server,
 )
-from tests.helpers.support import DONE, Command, Starter, free_ports, wait_until
+from tests.helpers.ports import free_port
+from tests.helpers.support import DONE, Command, Starter, wait_until
 
 pytestmark = pytest.mark.peers
 
@@ -44,7 +45,7 @@ def _start(start: Starter, url: str, *words: object) -> Command:
 
 
 def _address() -> tuple[str, int]:
-    (port,) = free_ports(1)
+    port = free_port()
     return "127.0.0.1", port
 
 

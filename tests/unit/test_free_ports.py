@@ -6,9 +6,10 @@ import random
 import subprocess
 import sys
 
-from tests.helpers.support import ROOT, free_ports
+from tests.helpers.ports import free_ports
+from tests.helpers.support import ROOT
 
-CHILD = "import random; random.seed(5); from tests.helpers.support import free_ports; print(*free_ports(3))"
+CHILD = "import random; random.seed(5); from tests.helpers.ports import free_ports; print(*free_ports(3))"
 
 
 def test_two_processes_choose_different_ports() -> None:

@@ -27,6 +27,7 @@ from mpillm.endpoint.http_thread import HttpThread, bind, url
 from mpillm.endpoint.open_requests import OpenRequests
 from mpillm.endpoint.protocol import ServedModel
 from mpillm.errors import RunError
+from tests.helpers.ports import free_port
 from tests.helpers.route import Network
 
 DEADLINE_S = 120.0
@@ -57,7 +58,7 @@ class Rank0:
         )
         mailbox = Mailbox()
         self.open = OpenRequests(False, mailbox.out.append)
-        self.socket = bind("127.0.0.1", 0)
+        self.socket = bind("127.0.0.1", free_port())
         served = ServedModel(("m",), ByteTokenizer(), PromptLimits(256, 100))
         service = Service(
             served, self.open, guard=guard, reset_prefix_cache=partial(mailbox.put, None) if resets else None

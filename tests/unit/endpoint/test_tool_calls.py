@@ -28,6 +28,7 @@ CASES: list[tuple[str, str, list[tuple[str, dict[str, Any]]]]] = [
     (CALL, "", [F]),
     (f"I look.\n{CALL}", "I look.\n", [F]),
     (f"{CALL}\n{CALL}\n", "", [F, F]),
+    (f"{CALL}{LIST}{CALL}", "", [F, *BOTH, F]),
     (f"{LIST} and\n", "and\n", BOTH),
     (f"a{CALL}b {LIST}", "ab ", [F, *BOTH]),
     # What is no call stays text.
@@ -55,6 +56,8 @@ def read(*pieces: str) -> tuple[str, list[tuple[str, Any]]]:
 def test_calls_are_separated_from_text(answer: str, text: str, calls: list[Any]) -> None:
     assert read(answer) == (text, calls)
     assert read(*answer[:2000], answer[2000:]) == (text, calls)
+    for n in range(min(len(answer), 300)):
+        assert read(answer[:n], answer[n:]) == (text, calls)
 
 
 @given(st.lists(st.sampled_from([CALL, LIST, "<tool_call>", "</tool_call>", "<", "a", " ", "{}"])), st.data())

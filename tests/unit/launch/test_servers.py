@@ -20,7 +20,8 @@ from launch.children import Child
 from launch.command import Command
 from launch.health_check import HealthCheck
 from mpillm.stages.servers import Server, ServerFailed, Servers, check_ports, files_of, write_files
-from tests.helpers.support import free_ports, wait_until
+from tests.helpers.ports import free_port
+from tests.helpers.support import wait_until
 
 # Answers this many health checks on its port, and then does what the next words say.
 ANSWERS = """
@@ -53,7 +54,7 @@ def taken() -> Iterator[int]:
 
 
 def answering(then: str, times: int = 1, name: str = "one") -> Server:
-    (port,) = free_ports(1)
+    port = free_port()
     command = Command((sys.executable, "-c", ANSWERS, str(port), str(times), then))
     return Server(name, command, {"HTTP": port}, (f"http://localhost:{port}/",), (f"localhost:{port}",))
 
@@ -109,7 +110,7 @@ def test_it_is_never_ready(tmp_path: Path, taken: int) -> None:
         "one",
         Command((sys.executable, "-c", "import time; time.sleep(600)")),
         {},
-        (f"http://localhost:{free_ports(1)[0]}/",),
+        (f"http://localhost:{free_port()}/",),
     )
     with servers(tmp_path) as running:
         running.start_server(hangs)
@@ -243,7 +244,7 @@ def test_an_answer_between_two_looks_counts(tmp_path: Path) -> None:
 
 
 def test_a_port_for_two() -> None:
-    (port,) = free_ports(1)
+    port = free_port()
     one, two = (Server(name, Command(("x",)), {"HTTP": port}, ()) for name in ("one", "two"))
     with pytest.raises(ConfigError, match=f"port {port} is given to both HTTP of two and HTTP of one"):
         check_ports([one, two])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from mpillm.triton.client.connection import GrpcConnection, InferError
-from tests.helpers.support import free_ports
+from tests.helpers.ports import free_port
 
 
 def test_a_server_that_is_not_there() -> None:
-    (port,) = free_ports(1)
+    port = free_port()
     with (
         GrpcConnection(f"localhost:{port}", 60.0) as connection,
         pytest.raises(InferError, match="failed to connect"),
