@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 REQUIREMENTS = Path(__file__).parents[1] / "tests" / "peers" / "requirements.txt"
-_CPU_BUILDS = "https://download.pytorch.org/whl/cpu"  # of PyTorch
 # vLLM requires them for images and sound. They are CUDA builds, with which its import fails.
 _UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 
@@ -68,7 +67,7 @@ def why(output: str) -> str:
     """Return why an installation failed, from pip's output."""
     last = output.strip().rpartition("\n")[2]
     if requirement := re.search(r"torch==[0-9.]+\+cpu", output):
-        last += f"; PyPI does not have {requirement[0]}: start with PIP_EXTRA_INDEX_URL={_CPU_BUILDS}"
+        last += f"; set PIP_EXTRA_INDEX_URL to an index with PyTorch's CPU builds, which has {requirement[0]}"
     return last
 
 

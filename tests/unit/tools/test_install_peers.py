@@ -19,7 +19,7 @@ def test_the_source_that_is_missing_is_named() -> None:
         "ERROR: No matching distribution found for torch==2.13.0+cpu\n"
     )
     assert why(said) == (
-        "ERROR: No matching distribution found for torch==2.13.0+cpu; PyPI does not have torch==2.13.0+cpu"
-        ": start with PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
+        "ERROR: No matching distribution found for torch==2.13.0+cpu"
+        "; set PIP_EXTRA_INDEX_URL to an index with PyTorch's CPU builds, which has torch==2.13.0+cpu"
     )
     assert why("a\nERROR: no space left\n") == "ERROR: no space left"
