@@ -117,10 +117,6 @@ class ComparedRun:
     def scenario(self) -> str:
         return str(self.files.result.get("scenario"))
 
-    @property
-    def has_conversations(self) -> bool:
-        return "conversations" in self.files.result
-
     def _of_turns(self, turns: str) -> Rows:
         """Return the records of first or later turns of conversations; of "all", or "", all records."""
         if turns in ("", "all"):
@@ -130,10 +126,9 @@ class ComparedRun:
 
     def estimate(self, figure: Figure) -> Estimate | None:
         """Return a figure; None if it is meaningless for this run."""
-        all_at_start = self.scenario == "Offline" and not self.has_conversations
-        if all_at_start and figure.issued_over_time and not figure.rate:
+        if self.files.all_at_once and figure.issued_over_time and not figure.rate:
             return None
-        if figure.turns and not self.has_conversations:
+        if figure.turns and not self.files.has_conversations:
             return None
         if figure.rate:
             issued, ended = self.rows["issued"], self.rows["issued"] + self.rows["latency"]

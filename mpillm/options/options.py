@@ -128,8 +128,9 @@ def without(argv: Sequence[str], names: Collection[str]) -> list[str]:
 
 
 def run_name(config: RunConfig) -> str:
-    """Return ``<workload or model>-<scenario>``, for the run directory's name."""
-    return plain_name(f"{model_name(config)}-{config.scenario}")
+    """Return ``<workload or model>-<scenario or conversations>``, for the run directory's name."""
+    load = config.harness if config.has_conversations else config.scenario
+    return plain_name(f"{model_name(config)}-{load}")
 
 
 def model_name(config: RunConfig) -> str:

@@ -60,6 +60,11 @@ class RunConfig(Values, AllFields):
         return LOADGEN if not self.harness else CONVERSATIONS if self.has_conversations else LOAD_CLIENTS
 
     @property
+    def issues_all_at_once(self) -> bool:
+        """Whether every request exists when the test starts: LoadGen's Offline."""
+        return self.load == LOADGEN and self.scenario == "Offline"
+
+    @property
     def has_conversations(self) -> bool:
         """Whether the load is that of conversations, in the place of LoadGen's."""
         return bool(self.harness == CONVERSATIONS)

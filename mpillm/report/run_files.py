@@ -87,6 +87,16 @@ class RunFiles:
         return [str(doubt) for doubt in doubts] if isinstance(doubts, list) else []
 
     @property
+    def has_conversations(self) -> bool:
+        """Whether the load was that of conversations."""
+        return "conversations" in self.result
+
+    @property
+    def all_at_once(self) -> bool:
+        """Whether every request existed when the test started: LoadGen's Offline."""
+        return self.result.get("scenario") == "Offline" and not self.has_conversations
+
+    @property
     def world_size(self) -> int:
         """The number of ranks. Raises ConfigError if it is not known."""
         ranks = self.result.get("world_size", self.plan.get("world_size"))

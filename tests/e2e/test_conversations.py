@@ -76,6 +76,14 @@ def test_recorded_conversations(both: Starter, talks: Path, mode: str) -> None:
     assert "3 conversations, 2 at a time; responses in later prompts are those recorded" in ended.flowing
 
 
+def test_instances_share_the_requests(one: Starter) -> None:
+    """A request that comes later does not look like the last one of a test whose requests all exist."""
+    words = ["--synthetic_conversations", "turns=5,input=9,output=5", "--num_conversations", 20]
+    ended = one.run(3, *CONVERSATIONS[:-1], *words, "--concurrency", 4).must(DONE)
+    counts = [instance["samples"] for instance in ended.result["per_instance"]]
+    assert sum(counts) == 100 and min(counts) >= 25
+
+
 def test_answers_in_one_piece_have_no_times_of_first_tokens(one: Starter, talks: Path) -> None:
     core, env = "tests.helpers.plugin_cores:Whole", {"PYTHONPATH": str(ROOT)}
     load = ("--dataset_path", talks, "--num_conversations", 30, "--concurrency", 3)

@@ -148,8 +148,8 @@ class Facts:
 
     @property
     def _as_clients_like(self) -> bool:
-        """Whether clients decide when requests come: in a Server test, and in a run that serves."""
-        return self.run.result.get("scenario") in ("Server", None)
+        """Whether requests come as clients send them: in all tests but Offline and SingleStream."""
+        return self.run.has_conversations or self.run.result.get("scenario") in ("Server", None)
 
     @property
     def _keeps_up(self) -> bool:

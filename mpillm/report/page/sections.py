@@ -62,8 +62,7 @@ def head(facts: Facts) -> str:
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if started else ""
     subtitle = (
         result.get("workload") or model or result.get("core_type"),
-        result.get("scenario"),
-        result.get("test_mode"),
+        *(["conversations"] if run.has_conversations else [result.get("scenario"), result.get("test_mode")]),
         result.get("mode"),
         f"core {result['core_type']}" if result.get("core_type") else "",
         _server(run),

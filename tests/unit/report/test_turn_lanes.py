@@ -57,6 +57,13 @@ def test_a_bar_spans_a_request_and_changes_at_its_first_token(tmp_path: Path) ->
     assert "2.0 s</span><span>12.0 s" in text and "first 1 of" not in text
 
 
+def test_the_page_does_not_call_them_offline(tmp_path: Path) -> None:
+    """LoadGen's Offline has all requests at once, so that an instance that always has one limits the test."""
+    run = run_of(tmp_path, many(1, 3))
+    assert not run.all_at_once
+    assert " · Offline" not in page(run) and " · conversations" in page(run)
+
+
 def test_rows_are_in_order_of_start(tmp_path: Path) -> None:
     rows = many(3, 1)
     rows["session"] = [7, 8, 9]
