@@ -61,7 +61,7 @@ def test_the_page_does_not_call_them_offline(tmp_path: Path) -> None:
     """LoadGen's Offline has all requests at once, so that an instance that always has one limits the test."""
     run = run_of(tmp_path, many(1, 3))
     assert not run.all_at_once
-    assert " · Offline" not in page(run) and " · conversations" in page(run)
+    assert "<p>conversations · 3 ranks</p>" in page(run)
 
 
 def test_rows_are_in_order_of_start(tmp_path: Path) -> None:
