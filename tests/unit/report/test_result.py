@@ -268,6 +268,17 @@ def test_who_holds_requests_all_the_time_is_not_no_bottleneck() -> None:
             assert facts.limit() == limit, (scenario, grew, waiting)
 
 
+def test_who_rarely_holds_requests_is_no_bottleneck() -> None:
+    """A core may count waiting requests only when one comes."""
+    plan = {"ranks": [{"rank": 1, "instance": 0, "roles": ["executor"]}]}
+    rows = [{"seconds": s, "instance": 0, "running": 0, "waiting": 1} for s in TIMES]
+    for share, limit in ((0.01, ""), (0.9, "bottleneck: executor 0")):
+        instance = {"instance": 0, "busy_fraction": share}
+        result = {"scenario": "Offline", "conversations": {}, "test_s": 2.0, "per_instance": [instance]}
+        facts = Facts(RunFiles(Path("run"), result, plan=plan, timeline=rows))
+        assert facts.limit() == limit, share
+
+
 @pytest.mark.parametrize(
     ("ttft", "unsatisfied", "missed"),
     [
