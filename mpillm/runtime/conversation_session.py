@@ -14,11 +14,13 @@ from mpillm.comms.messages import DrainReport
 from mpillm.comms.rank0_control import Rank0Control
 from mpillm.data.dataset import Turns
 from mpillm.options.run_config import RunConfig
+from mpillm.programs.load_clients.kind import LATENCIES
 from mpillm.programs.load_clients.kinds import CONVERSATIONS
 from mpillm.report.console import Console
 from mpillm.report.conversation_figures import conversation_figures, conversation_goodput
 from mpillm.report.goodput import goodput
 from mpillm.report.page.run_analysis import Facts
+from mpillm.report.percentiles import enough
 from mpillm.report.request_log import read_requests
 from mpillm.report.result import conversation_rows
 from mpillm.report.run_directory import MEASURED, RunRecord
@@ -92,6 +94,8 @@ class ConversationSession(LoadSession):
         result, load = self._record.result, self._load
         assert load is not None
         result |= {"status": MEASURED, **self.figures(reports)}
+        n = self._totals.samples
+        result |= {name: enough(latency, n) for name in LATENCIES if (latency := result[name]) is not None}
         rows = read_requests(self._record.path) if self._totals.samples else None
         result["conversations"] = {
             "started": load.n_started,

@@ -67,6 +67,7 @@ def test_recorded_conversations(both: Starter, talks: Path, mode: str) -> None:
         "recorded",
     )
     assert figures["first_turns"]["requests"] + figures["later_turns"]["requests"] <= 6
+    assert result["latency_ms"]["p50"] > 0 and result["latency_ms"]["p99"] is None, "six requests are too few"
     check_order(ended)
     head, *lines = table.read_text().splitlines()
     assert head.startswith("sample,conversation,turn,issued_s,ttft_s") and len(lines) == 6
@@ -152,6 +153,7 @@ def test_synthetic_conversations(one: Starter, history: str) -> None:
     assert (figures["ended"], figures["failed"], figures["history"]) == (4, 0, history)
     assert figures["synthetic"] == {
         **dict(pair.split("=") for pair in SHAPE.split(",")),
+        "zipf": "0",
         "num_conversations": 4,
         "seed": 3,
     }
@@ -254,8 +256,7 @@ def test_salts_separate_cached_prompts(one: Starter, tmp_path: Path, salt: str, 
         ),
         (
             ["--harness", "conversations", "--synthetic_conversations", "turns=2", "--dataset_path", "x"],
-            "--synthetic_conversations turns=2,input=128,output=32,delay=0,system=0,groups=1,prefix=0 and"
-            " --dataset_path x exclude each other",
+            "groups=1,prefix=0,zipf=0 and --dataset_path x exclude each other",
         ),
         (
             ["--synthetic_conversations", "turns=2"],
