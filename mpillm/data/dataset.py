@@ -268,11 +268,10 @@ def check_traces(
     Call it before the prompts are made. `where(sample)`: its place.
     """
     indices = [i for i, prompt in enumerate(prompts) if isinstance(prompt, Trace)]
-    lengths = np.zeros(len(prompts), np.int64)
-    lengths[indices] = [prompt.length for prompt in prompts if isinstance(prompt, Trace)]
+    lengths = np.array([prompt.length for prompt in prompts if isinstance(prompt, Trace)], np.int64)
     if lengths.sum() > _MAX_TRACE_TOKENS:
         raise ConfigError(f"{file}: its prompts have {lengths.sum()} tokens; at most {_MAX_TRACE_TOKENS} fit")
-    check_lengths(lengths, limits, where)
+    check_lengths(lengths, limits, lambda sample: where(indices[sample]))
 
 
 def unused_lengths(dataset: Dataset) -> str:
