@@ -132,7 +132,7 @@ def test_sequence_length(tmp_path: Path) -> None:
         ConfigError, match=r"jsonl:3: .* max_seq_len 16 with max_output_len 1 \(2 of 3 samples are too long"
     ):
         load_dataset(file, BYTES, PromptLimits(max_seq_len=16))
-    with pytest.raises(ConfigError, match="jsonl:3: the prompt has 30 tokens .* max_seq_len 5 with"):
+    with pytest.raises(ConfigError, match=r"jsonl:3: the prompt has 30 tokens .* max_seq_len 5 with"):
         load_dataset(file, BYTES, PromptLimits(max_seq_len=5, max_output_len=10))
 
 
