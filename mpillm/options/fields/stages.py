@@ -103,13 +103,13 @@ class HarnessFields(Options, group="harness"):
         'fields that are added to each request, as JSON: {"priority": 1}',
         body_fields,
         default={},
-        effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG, commands=[RUN]),
+        effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG),
     )
     extra_headers = option(
         'headers that are added to each request, as JSON: {"X-Tenant": "a"}',
         headers,
         default={},
-        effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG, commands=[RUN]),
+        effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG),
     )
     endpoint_path = option(
         "the path of requests after the URL's, in place of /v1/completions or /v1/chat/completions",
