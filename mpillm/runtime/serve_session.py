@@ -250,8 +250,8 @@ def _served(planned: RunPlan, takes_text: bool) -> ServedModel:
 
 def _counts_cached(planned: RunPlan) -> bool:
     """Return whether the instances report the prompt tokens that were in their KV caches."""
-    config, core_class = planned.config, BackendRegistry.get(planned.config.core_type)
-    return not config.disagg_role and (core_class.reports_reuse or _reuses_nothing(planned))
+    reports_reuse = BackendRegistry.get(planned.config.core_type).reports_reuse
+    return _reuses_nothing(planned) or (reports_reuse and not planned.config.disagg_role)
 
 
 def _reuses_nothing(planned: RunPlan) -> bool:

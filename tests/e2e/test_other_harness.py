@@ -225,7 +225,7 @@ def test_what_is_doubtful(one: Starter, options: tuple[object, ...], doubt: str)
     [
         (
             ("--harness", "jmeter"),
-            "expected inference-endpoint, aiperf, guidellm, vllm-bench, or command:WORDS",
+            "expected conversations, inference-endpoint, aiperf, guidellm, vllm-bench, or command:WORDS",
         ),
         (("--harness", "command:x {url}"), "expected command:WORDS, with {url} and {report} in them"),
         (("--harness", "command:x {url} {report} {color}"), "{color} is none of {url}, {urls}"),

@@ -46,6 +46,7 @@ EXEMPT = {
     # read of the CoreConfig that calibration makes, and of a run, whose conversations are streamed
     "generate-engines": {"kv_cache_dtype", "harness"},
     "generate-triton-config": {"harness"},
+    "generate-disagg-config": {"harness"},
     # It shares the modules of `run`, which read them of a test.
     "serve": {
         field.name
