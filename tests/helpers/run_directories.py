@@ -57,6 +57,8 @@ FULL_SIZE = {
     "result_completed_samples_per_sec": 50.0,
     "result_completed_tokens_per_second": 5000.0,
     "result_mean_latency_ns": 10**9,
+    "early_stopping_latency_ss": 10**9,
+    "result_90.00_percentile_latency_ns": 10**9,
     "result_99.00_percentile_latency_ns": 10**9,
     "result_first_token_99.00_percentile_latency_ns": 1_000_000_000,
     "result_time_per_output_token_99.00_percentile_ns": 100_000_000,

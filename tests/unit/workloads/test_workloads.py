@@ -35,6 +35,8 @@ OFFICIAL = {
     "llama3.1-405b-interactive": ("llama3_1-405b-interactive", 8313, 2000, 4500, 80),
     "llama3.1-8b": ("llama3_1-8b", 13368, 128, 2000, 100),
     "llama3.1-8b-interactive": ("llama3_1-8b-interactive", 13368, 128, 500, 30),
+    # It has no Server test: the limits are what LoadGen has for every model.
+    "llama3.1-8b-edge": ("llama3_1-8b-edge", 5000, 128, 100, 100),
     "deepseek-r1": ("deepseek-r1", 4388, 20000, 2000, 80),
     "deepseek-r1-interactive": ("deepseek-r1-interactive", 4388, 20000, 1500, 15),
     "gpt-oss-120b": ("gpt-oss-120b", 6396, 10240, 3000, 80),
