@@ -184,8 +184,11 @@ def scores_of(results: Mapping[str, Any]) -> dict[str, float]:
     scores = {}
     for entry in results["accuracy_scores"]:
         name = "" if entry.get("dataset_type") == "performance" else str(entry["dataset_name"])
-        if entry["score"] is not None:
-            scores[name] = 100 * float(entry["score"])
+        if entry["score"] is None:
+            continue
+        if not 0 <= (score := float(entry["score"])) <= 1:  # or not a number
+            raise ValueError(f"score {score:g}; must be from 0 to 1")
+        scores[name] = 100 * score
     return scores
 
 

@@ -290,3 +290,11 @@ def test_without_swe_bench_the_submitter_adds_it(
     out = capsys.readouterr().out
     assert "yours       SWE-bench: --client_config has no data set for it" in out
     assert {run["mode"] for run in setting.runs()} == {"perf"}
+
+
+@pytest.mark.parametrize("score", [1.8e306, -0.1, float("nan")])
+def test_a_score_is_a_part_of_one(score: float) -> None:
+    """A larger one could become infinite in percent."""
+    entry = {"dataset_name": "d", "dataset_type": "performance", "score": score}
+    with pytest.raises(ValueError, match="must be from 0 to 1"):
+        scores_of({"accuracy_scores": [entry]})
