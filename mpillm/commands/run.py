@@ -39,6 +39,10 @@ def start(argv: Sequence[str]) -> tuple[int, str]:
 
 
 def _test(config: RunConfig | None) -> type[RunSession]:
+    if config is not None and config.has_conversations:
+        from mpillm.runtime.conversation_session import ConversationSession
+
+        return ConversationSession
     if config is not None and config.harness:
         from mpillm.runtime.harness_session import HarnessSession
 

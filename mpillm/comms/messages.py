@@ -50,18 +50,23 @@ REQUEST = np.dtype(
         ("flags", "<u4"),  # RequestFlags
         ("generation", "<u4"),  # the instance that receives the KV cache, or NO_INSTANCE
         ("logprobs", "<u4"),  # 0: off. 1 + k: log probability of each token, and the k likeliest tokens
+        ("session", "<u4"),  # the conversation, or 0: the leader's policy `conversation` uses it
+        ("salt", "<u8"),  # requests with different salts share no cached blocks; 0: none
     ]
 )
 
 RESPONSE = np.dtype(
     [
         ("id", "<u4"),
-        # FIRST: 1. FINAL: all tokens, including the first and the end token. TIMES: 3 numbers.
+        # FIRST: 1. FINAL: all tokens, including the first and the end token. TIMES: 2 numbers.
         # CONTEXT_DONE: 1 number if the request has TIMES, otherwise 0. LOGPROBS: see the flag.
         ("n_tokens", "<u4"),
         ("flags", "<u4"),  # a ResponseFlag
     ]
 )
+
+PROMPT_COUNTS = np.dtype([("prompt", "<i4"), ("cached", "<i4")])
+"""Tokens of a prompt, and how many of them were in a KV cache; -1: unknown."""
 
 
 class RequestFlag(enum.IntFlag):
@@ -71,6 +76,9 @@ class RequestFlag(enum.IntFlag):
     IGNORE_END = 2  # the end token does not end the response
     STREAM = 4  # send tokens as they are generated
     TIMES = 8  # send TIMES responses
+    MESSAGE = 16  # to a chat endpoint: send a MESSAGE response
+    PROMPT_COUNTS = 32  # send a PROMPT_COUNTS response
+    MAY_BE_REFUSED = 64  # a server that refuses the request's content (status 400, 413 or 422) fails only it
     CONTEXT_ONLY = 256  # another run generates, and fetches the KV cache (`serve --server_role`)
     GENERATION_ONLY = 512  # another run has computed the context; the KV cache has been fetched
 
@@ -92,7 +100,7 @@ class ResponseFlag(enum.IntFlag):
     PARTIAL = 32  # with STREAM: the next tokens; FINAL contains all tokens again
     CANCEL_DONE = 64  # no CANCEL or DROP of this id is in transit (set alone, or with FINAL or LOST)
     # If the request has the flag TIMES, immediately before FIRST. In place of tokens: µs since the request
-    # arrived at the instance, µs since its first step began, reused KV cache blocks of its prompt.
+    # arrived at the instance, µs since its first step began.
     TIMES = 128
     # If the request has `logprobs` 1 + k, immediately before FIRST, PARTIAL or FINAL. In place of tokens: the
     # position of the first of these tokens in the response. Then 1 + 2k numbers for each token: its log
@@ -104,9 +112,22 @@ class ResponseFlag(enum.IntFlag):
     LOST = 512
     # In a run that serves, immediately before FINAL with ERROR. In place of tokens: a `Refusal`.
     REFUSED = 1024
+    # If the request has MESSAGE, immediately before FINAL. In place of tokens: the bytes of the response's
+    # JSON as a message of a chat.
+    MESSAGE = 2048
+    # If the request has PROMPT_COUNTS, immediately before FIRST, or before FINAL from a generation instance
+    # (a context instance's FIRST may come later) and from a client of a server that reports them at the end.
+    # In place of tokens: tokens of the prompt, and how many of them were in the KV cache, or -1.
+    PROMPT_COUNTS = 4096
 
 
-NO_TOKENS = ResponseFlag.TIMES | ResponseFlag.LOGPROBS | ResponseFlag.REFUSED
+NO_TOKENS = (
+    ResponseFlag.TIMES
+    | ResponseFlag.LOGPROBS
+    | ResponseFlag.REFUSED
+    | ResponseFlag.MESSAGE
+    | ResponseFlag.PROMPT_COUNTS
+)
 """Rows with one of these flags have other numbers in place of tokens."""
 
 
@@ -343,7 +364,7 @@ class Grant(NamedTuple):
 
 
 NO_SLOT = NO_TOKEN = -1
-Pairs = Sequence[Sequence[int]]  # plain lists: named tuples take three times as long to make
+NumberRows = Sequence[Sequence[int]]  # plain lists: named tuples take three times as long to make
 
 
 T = TypeVar("T")
@@ -394,9 +415,8 @@ def _read_number(buffer: Buffer) -> int:
     return int(buffer.view(np.int64)[0])
 
 
-def _read_pairs(buffer: Buffer) -> Pairs:
-    pairs: list[list[int]] = buffer.view(np.int64).reshape(-1, 2).tolist()
-    return pairs
+def _number_rows(tag: Tag, width: int) -> Message[NumberRows]:
+    return Message(tag, _numbers, lambda buffer: buffer.view(np.int64).reshape(-1, width).tolist())
 
 
 def object_message(tag: Tag) -> Message[Any]:
@@ -435,13 +455,15 @@ GRANT: Message[Grant] = Message(Tag.GRANT, _numbers, lambda buffer: Grant(*buffe
 WINDOW = _number(Tag.WINDOW)  # requests
 CANCEL = _ids(Tag.CANCEL)
 DROP = _ids(Tag.DROP)
+RESET_CACHE: Message[None] = object_message(Tag.RESET_CACHE)
 # (id, lost context instance) of each request of that instance; see roles/retries.py.
-SETTLE: Message[Pairs] = Message(Tag.SETTLE, _numbers, _read_pairs)
+SETTLE = _number_rows(Tag.SETTLE, 2)
 # Handoff, over the route: see roles/handoff.py.
 OFFER = _batch(Tag.OFFER, REQUEST)
 # (id, slot): the request is accepted; send its KV cache under this slot. NO_SLOT: the generation instance has
 # dropped a request that ended with its first token.
-ACCEPT: Message[Pairs] = Message(Tag.ACCEPT, _numbers, _read_pairs)
-# (id, token): the request's first token. NO_TOKEN: the response ended with it.
-FIRST: Message[Pairs] = Message(Tag.FIRST, _numbers, _read_pairs)
+ACCEPT = _number_rows(Tag.ACCEPT, 2)
+# (id, token, cached): the request's first token, and the number of its prompt tokens that were in a KV cache.
+# NO_TOKEN: the response ended with it. cached -1: not requested, or unknown.
+FIRST = _number_rows(Tag.FIRST, 3)
 WARM_UP = _number(Tag.WARM_UP)  # requests

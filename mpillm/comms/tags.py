@@ -40,14 +40,15 @@ class Tag(enum.IntEnum):
     ACCEPT = 21  # the slots for sending them
     FIRST = 22  # first tokens
     WARM_UP = 23  # number of warm-up requests
+    RESET_CACHE = 24  # empty the prefix caches; frontend to leader, leader to instance
     # instance and pp communicators: inside the engine
-    PLAN = 24  # a step; root rank to the other ranks of its instance
-    TOKENS = 25  # the tokens that a step sampled; first rank of the last stage to root rank
-    HIDDEN = 26  # the activations of a step; stage to stage
-    MOVED = 27  # completed KV cache transfers; rank to root rank
+    PLAN = 25  # a step; root rank to the other ranks of its instance
+    TOKENS = 26  # the tokens that a step sampled; first rank of the last stage to root rank
+    HIDDEN = 27  # the activations of a step; stage to stage
+    MOVED = 28  # completed KV cache transfers; rank to root rank
     # handoff, up to the last slot
-    NCCL_ID = 28  # the id of an NCCL communicator between two ranks; sender to receiver
-    NOTICE = 29  # the next transfer over NCCL; sender to receiver
-    TARGETS = 30  # target blocks of caches, on a GPU that the cache's sender reaches; receiver to sender
-    PUT = 31  # completed puts of caches; sender to receiver
-    KV = 32  # + slot: pieces of a KV cache
+    NCCL_ID = 29  # the id of an NCCL communicator between two ranks; sender to receiver
+    NOTICE = 30  # the next transfer over NCCL; sender to receiver
+    TARGETS = 31  # target blocks of caches, on a GPU that the cache's sender reaches; receiver to sender
+    PUT = 32  # completed puts of caches; sender to receiver
+    KV = 33  # + slot: pieces of a KV cache

@@ -38,6 +38,7 @@ class ClientConfig:
     n_clients: int = 1  # of this server
     restarts: bool = False  # the run starts the server again if it fails in the test
     context_servers: tuple[int, ...] = ()  # indices of the run's context servers, for a generation server
+    profiler_stop_s: float | None = None  # profile the servers in the test; longest wait for the traces
     protocol: str = ""  # between context and generation servers: see `cores.openai_client.disagg_protocol`
 
 
@@ -52,6 +53,7 @@ class CoreConfig:
     serves: bool = False  # requests come from HTTP clients: each may fail alone, and latency matters
     client: ClientConfig = ClientConfig()  # for a core whose model is in a server
     settings: Any = None  # what `LLMCore.settings` returned
+    resets_prefix_cache: bool = False  # `start_test` empties the prefix cache
 
     @property
     def role(self) -> str:
@@ -205,7 +207,10 @@ class LLMCore(ABC):
         return short_requests(2, min_output=4)
 
     def start_test(self) -> None:  # noqa: B027 - optional: not every core counts
-        """Reset counters of requests: the warm-up is over, and nothing is in flight."""
+        """Reset counters of requests: the warm-up is over, and nothing is in flight.
+
+        With `CoreConfig.resets_prefix_cache`, also empty the prefix cache.
+        """
 
     def statistics(self) -> dict[str, Any]:
         """Return further counts of the test for `result.json`, such as preemptions."""

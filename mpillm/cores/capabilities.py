@@ -67,6 +67,14 @@ class ReceivesKv(Protocol):
 
 
 @runtime_checkable
+class ResetsPrefixCache(Protocol):
+    """Can empty the prefix cache of its instance: see `CoreConfig.resets_prefix_cache`."""
+
+    def reset_prefix_cache(self) -> None:
+        """Let no later request find a prompt that is cached now. Called on the root rank."""
+
+
+@runtime_checkable
 class TransfersKv(SendsKv, ReceivesKv, Protocol):
     """Transfers KV caches to other instances, and receives them."""
 

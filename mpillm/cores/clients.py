@@ -108,7 +108,11 @@ class Answers:
 
     def add(self, id_: int, flags: int, tokens: Sequence[int]) -> int:
         """Add a row; `flags`: of `ResponseFlag`. Return the number of queued rows."""
-        self._rows.append((id_, len(tokens), int(flags), tokens))
+        return self.add_rows(id_, [(flags, tokens)])
+
+    def add_rows(self, id_: int, rows: Sequence[tuple[int, Sequence[int]]]) -> int:
+        """Add rows of one request (flags, tokens), and return the number of queued rows."""
+        self._rows.extend([(id_, len(tokens), int(flags), tokens) for flags, tokens in rows])
         return len(self._rows)
 
     def take(self) -> Batch | None:

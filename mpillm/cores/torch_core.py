@@ -23,6 +23,7 @@ from disagg.errors import ConfigError
 from mpillm.comms.messages import Batch
 from mpillm.core_names import provided
 from mpillm.cores.base import CoreConfig, Credits, LLMCore, Metrics, short_requests
+from mpillm.cores.draft_counts import ACCEPTED, DRAFTED, VERIFICATIONS, accepted_at
 from mpillm.cores.torch_rows import new_sequence, responses
 from mpillm.devices import Gpu
 from mpillm.engine.run import compilations
@@ -266,7 +267,12 @@ class TorchCore(LLMCore):
         n = max(1, min(scheduler.max_batch_size, _MAX_WARM_UP, n_fit))
         return short_requests(n, n_prompt, n_output, n_output)
 
+    def reset_prefix_cache(self) -> None:
+        self.engine.reset_prefix_cache()
+
     def start_test(self) -> None:
+        if self._leads and self.config.resets_prefix_cache:
+            self.reset_prefix_cache()
         self._compiled_before_test = compilations.count()
         if self._leads:
             self._before_test = self._counts()
@@ -305,12 +311,16 @@ class TorchCore(LLMCore):
         if isinstance(blocks := self.engine.blocks, PrefixCache):
             counts["reused_blocks"] = blocks.reused_blocks
             counts["reused_tokens"] = blocks.reused_blocks * self.config.engine.scheduler.tokens_per_block
+            if blocks.host is not None:
+                counts["loaded_blocks"] = blocks.host.loaded_blocks
         if self.config.role == "context":
             token_bytes = self.info.config.kv_bytes_per_token(self.info.kv_dtype)
             counts["kv_bytes"] = self.engine.handoffs.sent_tokens * token_bytes
         if (speculation := self.engine.speculation) is not None:
-            counts["drafted_tokens"] = speculation.drafted_tokens
-            counts["accepted_tokens"] = speculation.accepted_tokens
+            counts[DRAFTED] = speculation.drafted_tokens
+            counts[ACCEPTED] = speculation.accepted_tokens
+            counts[VERIFICATIONS] = speculation.verifications
+            counts |= {accepted_at(i): n for i, n in enumerate(speculation.accepted_at)}
         return counts
 
     @property

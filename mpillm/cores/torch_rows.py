@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # Plain ints: operations on enum flags take longer than all other work for a row.
 _FINAL, _ERROR, _CANCELLED = int(ResponseFlag.FINAL), int(ResponseFlag.ERROR), int(ResponseFlag.CANCELLED)
 _TIMES, _LOGPROBS = int(ResponseFlag.TIMES), int(ResponseFlag.LOGPROBS)
+_PROMPT_COUNTS = int(ResponseFlag.PROMPT_COUNTS)
 _FLAGS = {  # by whether a row has the first and the last token
     (False, False): int(ResponseFlag.PARTIAL),
     (False, True): _FINAL,
@@ -45,7 +46,9 @@ def new_sequence(row: NDArray[np.void], tokens: NDArray[np.int32]) -> Sequence:
         ignore_end=bool(flags & RequestFlag.IGNORE_END),
         stream=bool(flags & RequestFlag.STREAM),
         times=bool(flags & RequestFlag.TIMES),
+        wants_reused=bool(flags & RequestFlag.PROMPT_COUNTS),
         wants_logprobs=int(row["logprobs"]),
+        salt=row["salt"].tobytes() if row["salt"] else b"",
         added_at=time.perf_counter(),
     )
 
@@ -65,8 +68,11 @@ def responses(progress: Iterable[Progress], refused: Iterable[int]) -> Batch:
         else:  # if the answer has ended, its last row sends the other tokens
             new_tokens = [] if sequence.is_done else sequence.output[sequence.n_passed_on :]
         if is_first and sequence.times:
-            rows.append((sequence.id, 3, _TIMES))
+            rows.append((sequence.id, 2, _TIMES))
             tokens += _times(sequence)
+        if is_first and sequence.wants_reused:
+            rows.append((sequence.id, 2, _PROMPT_COUNTS))
+            tokens += len(sequence.prompt), sequence.n_reused
         if sequence.logprobs:
             numbers = [sequence.n_logprobs_sent, *itertools.chain(*sequence.logprobs)]
             rows.append((sequence.id, len(numbers), _LOGPROBS))
@@ -87,4 +93,4 @@ def _times(sequence: Sequence) -> list[int]:
     waited, computed = (
         min(int(1e6 * (now - at)), 2**31 - 1) for at in (sequence.added_at, sequence.started_at)
     )
-    return [waited, computed, sequence.n_reused]
+    return [waited, computed]

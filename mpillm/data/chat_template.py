@@ -24,6 +24,7 @@ from launch.exits import how_ended
 from launch.safe_text import one_line
 
 Messages = Sequence[Mapping[str, Any]]  # a chat in the format of OpenAI's API
+Tools = Sequence[Any] | None  # that the model may call, in the same format
 
 _MAX_CPU_S = 10.0  # for one chat
 _MAX_BYTES = 1 << 30  # memory of the child process
@@ -50,17 +51,18 @@ class ChatTemplate:
         if importlib.util.find_spec("jinja2") is None:
             raise ConfigError("the model's chat template needs jinja2: pip install 'mpillm[tokenizer]'")
         self._template = {"template": source, "special": dict(special_tokens)}
+        self.writes_tool_calls = "<tool_call>" in source
         self._limits = (max_cpu_s, max_bytes)
         self._lock = threading.Lock()
         self._process: _Process | None = None
         self.render([])
 
-    def render(self, chats: Sequence[Messages]) -> list[str]:
-        """Return the text of each chat. Raises ConfigError if the template fails on one."""
+    def render(self, chats: Sequence[Messages], tools: Tools = None) -> list[str]:
+        """Return the text of each chat, with these tools. Raises ConfigError if the template fails on one."""
         texts: list[str] = []
         with self._lock:
             self._process = process = self._process or self._started()
-            for batch in _batches(chats):
+            for batch in _batches(chats, tools):
                 texts += self._exchange(process, batch, "fails on these messages")
         return texts
 
@@ -85,21 +87,26 @@ class ChatTemplate:
         raise ConfigError(f"the model's chat template {failure}: {one_line(cause)}")
 
 
-def _batches(chats: Sequence[Messages]) -> Iterator[bytes]:
+def _batches(chats: Sequence[Messages], tools: Tools) -> Iterator[bytes]:
     """Yield messages with the chats. A message is limited in size, because it is in memory as a whole."""
     batch, size = list[bytes](), 0
+    encoded_tools = _encoded(tools)
     for chat in chats:
-        try:
-            data = encode(chat)
-        except (RecursionError, ValueError) as error:
-            raise ConfigError(f"the messages can't be written as JSON: {error}") from None
+        data = _encoded(chat)
         if batch and size + len(data) > _BATCH_BYTES:
-            yield b"[%b]" % b",".join(batch)
+            yield b'{"chats":[%b],"tools":%b}' % (b",".join(batch), encoded_tools)
             batch, size = [], 0
         batch.append(data)
         size += len(data)
     if batch:
-        yield b"[%b]" % b",".join(batch)
+        yield b'{"chats":[%b],"tools":%b}' % (b",".join(batch), encoded_tools)
+
+
+def _encoded(value: Any) -> bytes:
+    try:
+        return encode(value)
+    except (RecursionError, ValueError) as error:
+        raise ConfigError(f"the messages can't be written as JSON: {error}") from None
 
 
 class _Process:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import shlex
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,56 +23,94 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, about
 from mpillm.comms.messages import index_of, ragged_take
+from mpillm.data.chat_request import TOKENS_AS_CHAT, ChatRequests
+from mpillm.data.chat_template import Tools
+from mpillm.data.conversations import Conversation
 from mpillm.data.data_loader import LLMDataLoader, Samples
-from mpillm.data.records import KNOWN, Columns, Sample, Trace, sample_of
+from mpillm.data.random_tokens import MAX_LENGTH, draw_lengths, draw_tokens, token_source
+from mpillm.data.records import KNOWN, Columns, Prompt, Sample, Trace, sample_of
 from mpillm.data.row_files import read_rows
 from mpillm.data.tokenizer import NoTokenizer, Tokenizer
+from mpillm.data.traces import trace_tokens
+from mpillm.options.synthetic_conversations import Normal
 
 BUILTIN_PROMPTS = Path(__file__).parent / "prompts.jsonl"
 
-_MAX_LENGTH = 1 << 40  # tokens of a synthetic prompt or answer, so that sums of lengths do not overflow
-_TRACE_BLOCK = 512  # tokens per hash in Mooncake's traces
 _MAX_TRACE_TOKENS = 1 << 31  # in all prompts of a trace
 _ENCODE_BATCH = 4096  # prompts tokenized in one call, which bounds the memory of the results
 
 
 @dataclass(frozen=True, slots=True)
+class Turns:
+    """The samples of a data set as the requests of conversations, one conversation after another."""
+
+    conversations: Sequence[Conversation]
+    first: NDArray[np.int64]  # sample of each conversation's first request; shape [conversations + 1]
+    delay_s: NDArray[np.float64]  # from the previous response to the request; shape [samples]
+    at_s: NDArray[np.float64]  # time stamp of the request; NaN: it has none; shape [samples]
+    # Whether prompts have the responses generated in the test, in place of recorded ones. Then the data set
+    # has only the prompts of first turns.
+    are_generated: bool = False
+
+    def __len__(self) -> int:
+        return len(self.conversations)
+
+    def with_gaps(self, longest_s: float) -> Turns:
+        """Return the turns with limited delays, and limited gaps between a conversation's time stamps."""
+        stamped = np.flatnonzero(~np.isnan(self.at_s))
+        owner = np.searchsorted(self.first, stamped, side="right")
+        excess = np.maximum(np.diff(self.at_s[stamped]) - longest_s, 0.0) * (np.diff(owner) == 0)
+        total = np.concatenate([[0.0], excess.cumsum()])[: len(stamped)]
+        at_s = self.at_s.copy()
+        at_s[stamped] -= total - total[np.searchsorted(owner, owner)]
+        return replace(self, delay_s=np.minimum(self.delay_s, longest_s), at_s=at_s)
+
+
+@dataclass(frozen=True, slots=True)
 class Dataset:
-    """A data set; sample i's prompt is ``tokens[offsets[i]:offsets[i + 1]]``."""
+    """A data set; sample i's prompt is ``tokens[starts[i] : starts[i] + n_tokens[i]]``."""
 
     name: str  # the file's name, or `synthetic`
-    tokens: NDArray[np.int32]
-    offsets: NDArray[np.int64]  # shape [samples + 1]
+    tokens: NDArray[np.int32]  # prompts that begin alike may share them
+    starts: NDArray[np.int64]  # shape [samples]
+    n_tokens: NDArray[np.int64]  # shape [samples]
     output_lengths: NDArray[np.int64] | None = None  # tokens to generate, by sample; None: not in the data
+    exact_lengths: bool = False  # no end token ends a response before its output length
     texts: Mapping[int, str] = field(default_factory=dict)  # text prompts by sample
     ignores_stop: NDArray[np.bool_] | None = None  # True: the sample has no stop word; None: not in the data
     sends_text: bool = False  # the tokens are bytes of text, which servers tokenize
     note: str = ""  # for the user: omitted prompts, or the path of the converted file
 
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
+    turns: Turns | None = None  # of conversations; None: the samples do not follow each other
 
-    def lengths(self) -> NDArray[np.int64]:
-        """Return the number of prompt tokens of each sample."""
-        return np.diff(self.offsets)
+    @classmethod
+    def packed(
+        cls, name: str, tokens: NDArray[np.int32], n_tokens: NDArray[np.int64], **fields: Any
+    ) -> Dataset:
+        """Return a data set whose prompts are back to back in `tokens`. `fields`: as of the class."""
+        return cls(name, tokens, n_tokens.cumsum() - n_tokens, n_tokens, **fields)
+
+    def __len__(self) -> int:
+        return len(self.starts)
 
     def sample(self, index: int) -> NDArray[np.int32]:
         """Return the prompt of one sample, as a view."""
-        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+        start = self.starts[index]
+        return self.tokens[start : start + self.n_tokens[index]]
 
     def gather(self, indices: NDArray[np.integer[Any]]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Return the lengths and the concatenated tokens of samples, in the order of `indices`."""
         at = index_of(indices)
-        starts = self.offsets[at]
-        lengths = self.offsets[1:][at] - starts
-        return lengths, ragged_take(self.tokens, starts, lengths)
+        lengths = self.n_tokens[at]
+        return lengths, ragged_take(self.tokens, self.starts[at], lengths)
 
 
 @dataclass(frozen=True, slots=True)
 class Synthetic:
     """Random prompts: normally distributed lengths, and tokens uniform over `Tokenizer.plain_tokens`.
 
-    The fields are the options of the same names.
+    The fields are the options of the same names. `text_file` is `synthetic_text`: the prompts, one after
+    another, are then its text from a random place on.
     """
 
     input_mean: float
@@ -81,6 +119,7 @@ class Synthetic:
     output_stdev: float = 0.0
     num_samples: int = 1024
     seed: int = 0
+    text_file: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +164,7 @@ def load_dataset(
     dataset, lines = _of_rows(file, tokenizer, vocab_size, columns, limits)
     if source is None:
         dataset = _fitting(dataset, limits)
-    _check_lengths(dataset.lengths(), limits, lambda sample: f"{file}:{lines[sample]}")
+    check_lengths(dataset.n_tokens, limits, lambda sample: f"{file}:{lines[sample]}")
     return dataset
 
 
@@ -140,17 +179,13 @@ def _of_rows(
     for first in range(0, len(texts), _ENCODE_BATCH):
         batch = list(texts)[first : first + _ENCODE_BATCH]
         rows |= zip(batch, map(_as_array, tokenizer.encode_batch([texts[i] for i in batch])), strict=True)
-    _check_trace(file, samples, limits)
+    check_traces(file, [sample.prompt for sample in samples], limits, where.__getitem__)
     for i, sample in enumerate(samples):
-        if isinstance(sample.prompt, Trace):
-            rows[i] = _trace_tokens(sample.prompt, tokenizer, vocab_size)
-        elif isinstance(sample.prompt, list):
+        if i not in rows:
             try:
-                rows[i] = _as_array(tokenizer.encode_chat(sample.prompt))
+                rows[i] = tokens_of(sample.prompt, tokenizer, vocab_size, sample=i)
             except ConfigError as error:
                 raise ConfigError(f"{where[i]}: {error}", about=["apply_chat_template"]) from error
-        elif isinstance(sample.prompt, array):
-            rows[i] = sample.prompt
     for i, tokens in rows.items():
         if not tokens:
             raise ConfigError(f"{where[i]}: the tokenizer makes no token of the prompt {texts.get(i, '')!r}")
@@ -160,9 +195,25 @@ def _of_rows(
             )
     lengths = None
     if any(sample.output_len is not None for sample in samples):
-        lengths = np.array([sample.output_len or _MAX_LENGTH for sample in samples], np.int64)
+        lengths = np.array([sample.output_len or MAX_LENGTH for sample in samples], np.int64)
     packed = _pack(file.name, [rows[i] for i in range(len(samples))], texts)
     return replace(packed, output_lengths=lengths, note=_note(samples, lengths, limits)), lines
+
+
+def tokens_of(
+    prompt: Prompt, tokenizer: Tokenizer, vocab_size: int, tools: Tools = None, sample: int = 0
+) -> array[int]:
+    """Return the tokens of a row's prompt. Raises ConfigError as the tokenizer's methods.
+
+    `tools`: that the model may call, if the prompt is a chat. `sample`: see `trace_tokens`.
+    """
+    if isinstance(tokenizer, ChatRequests) and not isinstance(prompt, (str, list)):
+        raise ConfigError(TOKENS_AS_CHAT)
+    if isinstance(prompt, Trace):
+        return _as_array(trace_tokens(prompt, tokenizer, vocab_size, sample).tolist())
+    if isinstance(prompt, list):
+        return _as_array(tokenizer.encode_chats([prompt], tools)[0])
+    return _as_array(tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
 
 
 def _as_array(tokens: Sequence[int]) -> array[int]:
@@ -185,44 +236,42 @@ def _samples(file: Path, vocab_size: int, columns: Columns) -> tuple[list[int], 
 
 def _note(samples: Sequence[Sample], lengths: NDArray[np.int64] | None, limits: PromptLimits) -> str:
     """Return a note for the user about parts of the rows that have no effect."""
-    notes = []
-    if lengths is not None:
-        over = lengths[(lengths > limits.max_output_len) & (lengths < _MAX_LENGTH)]
-        if len(over):
-            notes.append(
-                f"{len(over)} of its {len(samples)} samples exceed --max_output_len {limits.max_output_len}"
-                f" with at most {over.max()} tokens: their answers are cut"
-            )
-    if unused := sorted(frozenset().union(*(sample.unused for sample in samples))):
-        notes.append(f"its {', '.join(unused)} {'has' if len(unused) == 1 else 'have'} no effect")
+    notes = [cut_note(lengths, limits), unused_note(sample.unused for sample in samples)]
     if any(isinstance(sample.prompt, Trace) for sample in samples):
         notes.append("its prompts are random tokens, with the trace's lengths, and equal for equal hash_ids")
-    return "; ".join(notes)
+    return "; ".join(filter(None, notes))
 
 
-def _check_trace(file: Path, samples: Sequence[Sample], limits: PromptLimits) -> None:
-    """Raise ConfigError for a trace whose lengths exceed the limits of the model or of the memory."""
-    lengths = np.array([sample.prompt.length for sample in samples if isinstance(sample.prompt, Trace)])
-    if len(lengths) and lengths.sum() > _MAX_TRACE_TOKENS:
+def cut_note(lengths: NDArray[np.int64] | None, limits: PromptLimits) -> str:
+    """Return that --max_output_len cuts answers, whose `lengths` are in the data; "" if it cuts none."""
+    lengths = np.zeros(0, np.int64) if lengths is None else lengths
+    over = lengths[(lengths > limits.max_output_len) & (lengths < MAX_LENGTH)]
+    if not len(over):
+        return ""
+    return (
+        f"{len(over)} of its {len(lengths)} samples exceed --max_output_len {limits.max_output_len}"
+        f" with at most {over.max()} tokens: their answers are cut"
+    )
+
+
+def unused_note(each: Iterable[frozenset[str]]) -> str:
+    """Return which keys of rows have no effect; "" if all have one. `each`: these keys, by row."""
+    unused = sorted(frozenset[str]().union(*each))
+    return f"its {', '.join(unused)} {'has' if len(unused) == 1 else 'have'} no effect" if unused else ""
+
+
+def check_traces(
+    file: Path, prompts: Sequence[Prompt], limits: PromptLimits, where: Callable[[int], str]
+) -> None:
+    """Raise ConfigError for a trace with lengths that exceed the model's or the memory's limits.
+
+    Call it before the prompts are made. `where(sample)`: its place.
+    """
+    indices = [i for i, prompt in enumerate(prompts) if isinstance(prompt, Trace)]
+    lengths = np.array([prompt.length for prompt in prompts if isinstance(prompt, Trace)], np.int64)
+    if lengths.sum() > _MAX_TRACE_TOKENS:
         raise ConfigError(f"{file}: its prompts have {lengths.sum()} tokens; at most {_MAX_TRACE_TOKENS} fit")
-    for i, sample in enumerate(samples):
-        if isinstance(sample.prompt, Trace):
-            for max_length, name, options in _allowed(limits):
-                if sample.prompt.length > max_length:
-                    raise ConfigError(
-                        f"{file}: sample {i} has {sample.prompt.length} tokens and does not fit {name}",
-                        about=options,
-                    )
-
-
-def _trace_tokens(trace: Trace, tokenizer: Tokenizer, vocab_size: int) -> array[int]:
-    """Return random tokens; blocks with equal hashes are equal."""
-    plain = range(vocab_size)[tokenizer.plain_tokens.start : tokenizer.plain_tokens.stop] or range(vocab_size)
-    n_blocks = -(-trace.length // _TRACE_BLOCK)
-    ids = [*trace.hash_ids[:n_blocks], *range(n_blocks - len(trace.hash_ids))]
-    random = (np.random.default_rng([number, i >= len(trace.hash_ids)]) for i, number in enumerate(ids))
-    blocks = [one.integers(plain.start, plain.stop, _TRACE_BLOCK, np.int32) for one in random]
-    return _as_array(np.concatenate(blocks)[: trace.length].tolist())
+    check_lengths(lengths, limits, lambda sample: where(indices[sample]))
 
 
 def unused_lengths(dataset: Dataset) -> str:
@@ -230,7 +279,7 @@ def unused_lengths(dataset: Dataset) -> str:
     return f"the lengths of answers in {dataset.name} have no effect: --output_len decides"
 
 
-def _check_lengths(lengths: NDArray[np.int64], limits: PromptLimits, where: Callable[[int], str]) -> None:
+def check_lengths(lengths: NDArray[np.int64], limits: PromptLimits, where: Callable[[int], str]) -> None:
     """Raise ConfigError if the longest prompt exceeds a limit. `where(sample)`: the sample's place."""
     for max_length, name, options in _allowed(limits):
         over = np.flatnonzero(lengths > max_length)
@@ -257,7 +306,7 @@ def _allowed(limits: PromptLimits) -> Iterator[tuple[int, str, Sequence[str]]]:
 
 def _fitting(dataset: Dataset, limits: PromptLimits) -> Dataset:
     """Remove the samples that exceed the limits. If all exceed them, return all; the caller rejects them."""
-    lengths, allowed = dataset.lengths(), list(_allowed(limits))
+    lengths, allowed = dataset.n_tokens, list(_allowed(limits))
     max_length = min((max_length for max_length, *_ in allowed), default=lengths.max())
     indices = np.flatnonzero(lengths <= max_length)
     if len(indices) in (0, len(lengths)):
@@ -267,27 +316,25 @@ def _fitting(dataset: Dataset, limits: PromptLimits) -> Dataset:
         f"{len(lengths) - len(indices)} of its {len(lengths)} prompts are left out: they do not fit {names}"
     )
     new_lengths, tokens = dataset.gather(indices)
-    offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(new_lengths)))
     texts = {new: dataset.texts[int(old)] for new, old in enumerate(indices)}
-    return Dataset(dataset.name, tokens, offsets, texts=texts, note=note)
+    return Dataset.packed(dataset.name, tokens, new_lengths, texts=texts, note=note)
 
 
 def _preprocessed(samples: Samples, vocab_size: int, limits: PromptLimits) -> Dataset:
     """Check the samples against the vocabulary and the limits. Raises ConfigError."""
     file, tokens = samples.file, samples.tokens
-    offsets = np.zeros(len(samples.lengths) + 1, np.int64)
-    np.cumsum(samples.lengths, out=offsets[1:])
     for place in (int(tokens.argmin()), int(tokens.argmax())):
         if not 0 <= tokens[place] < vocab_size:
-            sample = int(np.searchsorted(offsets, place, "right")) - 1
+            sample = int(np.searchsorted(np.cumsum(samples.lengths), place, "right"))
             raise ConfigError(
                 f"{file}: sample {sample} has token {tokens[place]}; the model's are 0 to {vocab_size - 1}"
             )
-    _check_lengths(samples.lengths, limits, lambda sample: f"{file}: sample {sample}")
+    check_lengths(samples.lengths, limits, lambda sample: f"{file}: sample {sample}")
     ignores_stop = None
     if samples.stop_words is not None and limits.any_stop_words:
         ignores_stop = _ignores_stop(samples.stop_words, limits, file)
-    return Dataset(file.name, tokens, offsets, ignores_stop=ignores_stop, note=samples.note)
+    lengths = samples.lengths
+    return Dataset.packed(file.name, tokens, lengths, ignores_stop=ignores_stop, note=samples.note)
 
 
 def _ignores_stop(stop_words: NDArray[np.int32], limits: PromptLimits, file: Path) -> NDArray[np.bool_]:
@@ -310,19 +357,16 @@ def _ignores_stop(stop_words: NDArray[np.int32], limits: PromptLimits, file: Pat
 
 
 def _pack(name: str, rows: list[array[int]], texts: Mapping[int, str]) -> Dataset:
-    offsets = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum([len(row) for row in rows], out=offsets[1:])
-    return Dataset(name, np.concatenate([np.frombuffer(row, np.int32) for row in rows]), offsets, texts=texts)
+    lengths = np.array([len(row) for row in rows], np.int64)
+    tokens = np.concatenate([np.frombuffer(row, np.int32) for row in rows])
+    return Dataset.packed(name, tokens, lengths, texts=texts)
 
 
 @about("dataset")
 def _synthetic(spec: Synthetic, tokenizer: Tokenizer, vocab_size: int, max_seq_len: int | None) -> Dataset:
-    random = np.random.default_rng(spec.seed)
-
-    def lengths(mean: float, stdev: float) -> NDArray[np.int64]:
-        return np.clip(np.rint(random.normal(mean, stdev, spec.num_samples)), 1, _MAX_LENGTH).astype(np.int64)
-
-    inputs, outputs = lengths(spec.input_mean, spec.input_stdev), lengths(spec.output_mean, spec.output_stdev)
+    random, n = np.random.default_rng(spec.seed), spec.num_samples
+    inputs = draw_lengths(random, Normal(spec.input_mean, spec.input_stdev), n)
+    outputs = draw_lengths(random, Normal(spec.output_mean, spec.output_stdev), n)
     worst = int(np.argmax(inputs + outputs))
     if max_seq_len is not None and inputs[worst] + outputs[worst] > max_seq_len:
         raise ConfigError(
@@ -331,15 +375,13 @@ def _synthetic(spec: Synthetic, tokenizer: Tokenizer, vocab_size: int, max_seq_l
             "lower --input_mean, --output_mean or their --…_stdev",
             about=["input_mean", "output_mean", "max_seq_len"],
         )
-    plain = range(vocab_size)[tokenizer.plain_tokens.start : tokenizer.plain_tokens.stop]
-    if not plain:
+    source = token_source(tokenizer, vocab_size, spec.text_file)
+    if not len(source):
         raise ConfigError(
             f"--dataset synthetic: none of the model's {vocab_size} tokens is free for random prompts"
         )
-    offsets = np.zeros(spec.num_samples + 1, np.int64)
-    np.cumsum(inputs, out=offsets[1:])
-    tokens = random.integers(plain.start, plain.stop, int(offsets[-1]), np.int32)
+    tokens = draw_tokens(random, source, int(inputs.sum()))
     note = ""
-    if isinstance(tokenizer, NoTokenizer):
-        note = f"its prompts are random token ids from {plain.start} to {plain.stop - 1}: no tokenizer here"
-    return Dataset("synthetic", tokens, offsets, outputs, note=note)
+    if isinstance(tokenizer, NoTokenizer) and isinstance(source, range):
+        note = f"its prompts are random token ids from {source.start} to {source.stop - 1}: no tokenizer here"
+    return Dataset.packed("synthetic", tokens, inputs, output_lengths=outputs, note=note)

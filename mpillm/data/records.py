@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from disagg.errors import nearest
 from mpillm.files import excerpt
@@ -41,10 +41,14 @@ class Trace(NamedTuple):
     hash_ids: tuple[int, ...]
 
 
-class Sample(NamedTuple):
-    """A row's prompt (text, checked tokens, a chat or an entry of a trace) and output length."""
+Prompt: TypeAlias = "str | array[int] | list[dict[str, Any]] | Trace"
+"""Text, checked tokens, a chat, or a trace's entry."""
 
-    prompt: str | array[int] | list[dict[str, Any]] | Trace
+
+class Sample(NamedTuple):
+    """A row's prompt and output length."""
+
+    prompt: Prompt
     output_len: int | None = None
     unused: frozenset[str] = frozenset()  # the row's keys that have no effect
 
@@ -59,14 +63,26 @@ def sample_of(row: Any, vocab_size: int, columns: Columns = KNOWN) -> Sample:
         return Sample(_text(row, "the line"))
     if not isinstance(row, dict):
         raise ValueError(f'a JSON {_json_type(row)}, not an object with "prompt" or "input_tokens"')
-    if isinstance(row.get("body"), dict) and columns.prompt is None:  # OpenAI's batch API
-        row = row["body"]
+    if columns.prompt is None:
+        row = body_of(row)
     if columns.prompt is not None:
         prompt = _prompt(_named(row, columns.prompt, "prompt_column"), columns.prompt, vocab_size)
     else:
         prompt = _known_prompt(row, vocab_size)
     unused = frozenset(key for key in _WITHOUT_EFFECT if key in row and key not in columns)
     return Sample(prompt, _output_len(row, columns.output_len), unused)
+
+
+def body_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the request of a row of OpenAI's batch API; any other row unchanged. Raises ValueError."""
+    body, url = row.get("body"), row.get("url")
+    if not isinstance(body, dict):
+        if "custom_id" in row and "url" in row:
+            raise ValueError(f"body is {excerpt(body)}; must be an object, the request")
+        return row
+    if isinstance(url, str) and not url.rstrip("/").endswith("completions"):
+        raise ValueError(f"url is {excerpt(url)}; must be that of a chat or a completion")
+    return body
 
 
 def _known_prompt(row: Mapping[str, Any], vocab_size: int) -> Any:
@@ -77,6 +93,8 @@ def _known_prompt(row: Mapping[str, Any], vocab_size: int) -> Any:
         raise ValueError(_SHARE)
     if not present and {"conversation_id", "turn", "role"} <= set(row):
         raise ValueError(_TURNS)
+    if not present and ("turns" in row or "prompt_0" in row):
+        raise ValueError(_CONVERSATION)
     if "prompt" in row and "input_tokens" in row:
         raise ValueError('both "prompt" and "input_tokens"')
     if not present:
@@ -86,13 +104,15 @@ def _known_prompt(row: Mapping[str, Any], vocab_size: int) -> Any:
     return _prompt(row[present[0]], present[0], vocab_size)
 
 
+_USE = "use `run --harness conversations` (for a running server: with --url)"
+_CONVERSATION = f"a conversation, not a prompt; {_USE}"
 _SHARE = (
-    "a ShareGPT conversation, not a prompt; write the first turns by\n"
+    f"a ShareGPT conversation, not a prompt; {_USE}, or write the first turns by\n"
     '  python3 -c \'import json, sys; [print(json.dumps({"prompt": c["conversations"][0]["value"]}))'
     ' for c in map(json.loads, sys.stdin) if c["conversations"]]\' < FILE > prompts.jsonl'
 )
 _TURNS = (
-    "a turn of a conversation, not a prompt; write a chat up to each user's turn by\n"
+    f"a turn of a conversation, not a prompt; {_USE}, or write a chat up to each user's turn by\n"
     '  python3 -c \'import json, sys; h = {}; [print(json.dumps({"messages": h[t["conversation_id"]]}))'
     ' for t in map(json.loads, sys.stdin) if t.get("content") and not h.setdefault(t["conversation_id"],'
     ' []).append({"role": t["role"], "content": t["content"]}) and t["role"] == "user"]\''
@@ -112,8 +132,10 @@ def _prompt(value: Any, key: str, vocab_size: int) -> Any:
     is_list = isinstance(value, list)
     if key == "input_tokens" or (is_list and value and type(value[0]) is int and key != "messages"):
         return _tokens(value, key, vocab_size)
+    if is_list and len(value) > 1 and all(isinstance(one, (str, list)) for one in value):
+        raise ValueError(f"{key} has {len(value)} prompts; must be one, in a row of its own")
     if key == "messages" or (is_list and value and all(isinstance(one, dict) for one in value)):
-        return _messages(value, key)
+        return chat_of(value, key)
     return _text(value, key)
 
 
@@ -129,7 +151,8 @@ def _text(prompt: Any, key: str) -> str:
     return prompt
 
 
-def _messages(messages: Any, key: str) -> list[dict[str, Any]]:
+def chat_of(messages: Any, key: str) -> list[dict[str, Any]]:
+    """Return checked messages, with their content as text. Raises ValueError that names `key`."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{key} is {excerpt(messages)}; must be an array of messages")
     chat = []
@@ -168,21 +191,22 @@ def _trace(row: Mapping[str, Any]) -> Trace:
     ids = row.get("hash_ids", [])
     if not isinstance(ids, list) or not all(type(one) is int and 0 <= one < 1 << 63 for one in ids):
         raise ValueError(f"hash_ids is {excerpt(ids)}; must be an array of integers")
-    return Trace(_length(row["input_length"], "input_length"), tuple(ids))
+    return Trace(length_of(row["input_length"], "input_length"), tuple(ids))
 
 
 def _output_len(row: Mapping[str, Any], column: str | None) -> int | None:
     if column is not None:
-        return _length(_named(row, column, "output_len_column"), column)
+        return length_of(_named(row, column, "output_len_column"), column)
     lengths = {key: row[key] for key in LENGTHS if row.get(key) not in (None, "")}
-    values = {_length(value, key) for key, value in lengths.items()}
+    values = {length_of(value, key) for key, value in lengths.items()}
     if len(values) > 1:
         values_text = " and ".join(f"{key} {value}" for key, value in lengths.items())
         raise ValueError(f"{values_text} differ; name one by --output_len_column")
     return next(iter(values), None)
 
 
-def _length(value: Any, key: str) -> int:
+def length_of(value: Any, key: str) -> int:
+    """Return a number of tokens, at least 1. Raises ValueError that names `key`."""
     if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit() and len(value) < 20:
         value = int(value)  # CSV has only text
     if isinstance(value, float) and value.is_integer():

@@ -23,7 +23,7 @@ from typing import IO, Any, NamedTuple
 
 from disagg.errors import ConfigError, nearest
 from disagg.text_file import check_file
-from mpillm.data.json_array import not_lines
+from mpillm.data.json_array import array_rows, not_lines
 
 Row = tuple[int, Any]  # line or number of a row, and its content: an object, or text
 TEXT_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
@@ -80,12 +80,18 @@ def is_row_file(path: Path) -> bool:
     return name.endswith((*TEXT_SUFFIXES, *TABLE_SUFFIXES))
 
 
-def read_rows(file: Path) -> Iterator[Row]:
-    """Yield the rows that are not blank. Raises ConfigError with the file and the wrong line."""
+def read_rows(file: Path, *, may_be_array: bool = False) -> Iterator[Row]:
+    """Yield the rows that are not blank. Raises ConfigError with the file and the wrong line.
+
+    `may_be_array`: the file may also be one JSON array, which has to fit the memory.
+    """
     check_file(file)
     try:
         with file.open("rb") as stream:
-            yield from _rows(file, file.name, stream)
+            if may_be_array and _begins_array(file.name, stream):
+                yield from _array_rows(file, stream)
+            else:
+                yield from _rows(file, file.name, stream)
     except FileNotFoundError as error:
         siblings = [sibling.name for sibling in file.parent.glob("*")]
         raise ConfigError(f"data set {file} does not exist{nearest(file.name, siblings)}") from error
@@ -93,6 +99,22 @@ def read_rows(file: Path) -> Iterator[Row]:
         raise ConfigError(f"data set {file} is a directory, not a JSONL file") from error
     except OSError as error:
         raise ConfigError(f"data set {file} cannot be read: {error}") from error
+
+
+def _begins_array(name: str, stream: Any) -> bool:
+    text = stream.peek(1).removeprefix(_BOM).lstrip()
+    return bool(text.startswith(b"[")) and not name.endswith((".txt", ".csv", ".tsv"))
+
+
+def _array_rows(file: Path, stream: IO[bytes]) -> Iterator[Row]:
+    try:
+        yield from array_rows(_decoded(stream.read().removeprefix(_BOM)))
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{file}:{error.lineno}: not valid JSON: {error.msg}, column {error.colno}"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{file}: {error}") from error
 
 
 def _rows(file: Path, name: str, stream: Any, *, is_unpacked: bool = False) -> Iterator[Row]:

@@ -1,12 +1,14 @@
 """The process that renders chats: ``python -m mpillm.data.template_process FD MAX_CPU_S MAX_BYTES``.
 
-FD is a socket. The first message is ``{"template": ..., "special": {...}}``; each later message is a list of
-chats. Each message has a reply: ``{"texts": [...]}`` or ``{"error": ...}``. If a chat takes more CPU time
-than MAX_CPU_S, SIGPROF ends the process, even within a single call of Python's library.
+FD is a socket. The first message is ``{"template": ..., "special": {...}}``; each later message is
+``{"chats": [...], "tools": ...}``. Each message has a reply: ``{"texts": [...]}`` or ``{"error": ...}``. If a
+chat takes more CPU time than MAX_CPU_S, SIGPROF ends the process, even within a single call of Python's
+library.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import signal
@@ -57,9 +59,9 @@ def main(fd: int, max_cpu_s: float, max_bytes: int) -> None:
                 signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
                 template, special = _compiled(message["template"]), message["special"]
             else:
-                for chat in message:
+                for chat in message["chats"]:
                     signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
-                    texts.append(_rendered(template, chat, special))
+                    texts.append(_rendered(template, chat, message["tools"], special))
             reply = encode({"texts": texts})
         except MemoryError:
             reply = encode({"error": "it takes too much memory"})
@@ -87,10 +89,21 @@ def _compiled(template: str) -> jinja2.Template:
     return environment.from_string(template)
 
 
-def _rendered(template: jinja2.Template, chat: Any, special: Mapping[str, str]) -> str:
-    text = template.render(messages=chat, tools=None, documents=None, add_generation_prompt=True, **special)
+def _rendered(template: jinja2.Template, chat: Any, tools: Any, special: Mapping[str, str]) -> str:
+    for message in chat:
+        for call in message.get("tool_calls") or ():
+            _parse_arguments(call)
+    text = template.render(messages=chat, tools=tools, documents=None, add_generation_prompt=True, **special)
     text.encode()  # raises for a lone surrogate
     return text
+
+
+def _parse_arguments(call: Any) -> None:
+    """Parse the arguments of a tool call: they are text in the API, and an object in templates."""
+    function = call.get("function", call)
+    if isinstance(arguments := function.get("arguments"), str):
+        with contextlib.suppress(ValueError):  # a model may write anything
+            function["arguments"] = json.loads(arguments)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, about
-from mpillm.data.chat_template import ChatTemplate, Messages
+from mpillm.data.chat_template import ChatTemplate, Messages, Tools
 from mpillm.files import check_files, excerpt, panics_named
 
 # mpillm cannot read these formats.
@@ -49,16 +49,23 @@ class Tokenizer(Protocol):
     def plain_tokens(self) -> range:
         """Longest range of ids without a special token, for synthetic prompts."""
 
+    @property
+    def writes_tool_calls(self) -> bool:
+        """Whether the chat template asks for calls of tools between `<tool_call>` tags."""
+
     def encode(self, prompt: str) -> list[int]:
         """Return the model's input. With a chat template, `prompt` is the one message of a chat."""
 
     def encode_batch(self, prompts: Sequence[str]) -> list[list[int]]:
         """Encode many prompts as `encode` does, on all CPU cores."""
 
-    def encode_chat(self, messages: Messages) -> list[int]:
-        """Return the model's input for a chat. Raises as `render` and `encode_plain`."""
+    def encode_chats(self, chats: Sequence[Messages], tools: Tools = None) -> list[list[int]]:
+        """Return the model's input for each chat, in less time if they are requests of one conversation.
 
-    def render(self, messages: Messages) -> str:
+        `tools`: that the model may call in these chats. Raises as `render` and `encode_plain`.
+        """
+
+    def render(self, messages: Messages, tools: Tools = None) -> str:
         """Return the text of a chat, for `encode_plain`. Waits for the process that renders all chats.
 
         Raises ConfigError without a chat template, or if the template fails on these messages.
@@ -107,6 +114,7 @@ class ByteTokenizer:
 
     vocab_size = 256
     plain_tokens = range(256)
+    writes_tool_calls = False
 
     def encode(self, prompt: str) -> list[int]:
         return list(prompt.encode())
@@ -114,12 +122,17 @@ class ByteTokenizer:
     def encode_batch(self, prompts: Sequence[str]) -> list[list[int]]:
         return [list(prompt.encode()) for prompt in prompts]
 
-    def encode_chat(self, messages: Messages) -> list[int]:
-        return self.encode_text(self.render(messages))
+    def encode_chats(self, chats: Sequence[Messages], tools: Tools = None) -> list[list[int]]:
+        return [self.encode_text(self.render(messages, tools)) for messages in chats]
 
-    def render(self, messages: Messages) -> str:
-        """Return the messages' texts, one in each line."""
-        return "\n".join(str(message["content"]) for message in messages)
+    def render(self, messages: Messages, tools: Tools = None) -> str:
+        """Return the tools, and the messages' texts and tool calls, one in each line."""
+        lines = list(map(json.dumps, tools or ()))
+        for message in messages:
+            if message.get("content"):
+                lines.append(str(message["content"]))
+            lines += map(json.dumps, message.get("tool_calls") or ())
+        return "\n".join(lines)
 
     def encode_text(self, text: str, max_tokens: int | None = None) -> list[int]:
         if _may_be_too_long(text, max_tokens):
@@ -144,6 +157,7 @@ class NoTokenizer:
 
     vocab_size = 1 << 31  # unknown
     plain_tokens = range(256)  # every model has these tokens
+    writes_tool_calls = False
 
     def __init__(self, why: str) -> None:
         self.why = why
@@ -155,7 +169,7 @@ class NoTokenizer:
             about=["model_path"],
         )
 
-    encode = encode_batch = encode_chat = encode_text = encode_plain = refuse
+    encode = encode_batch = encode_chats = encode_text = encode_plain = refuse
     render = decode = refuse
 
 
@@ -178,11 +192,15 @@ class FileTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._template = template
+        self.writes_tool_calls = template is not None and template.writes_tool_calls
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        special = sorted(
-            i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
-        )
-        edges = [-1, *special, self.vocab_size]
+        special = {
+            i: token.content
+            for i, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }
+        self._special = re.compile("|".join(map(re.escape, special.values())) or r"\Z(?!\Z)")
+        edges = [-1, *sorted(special), self.vocab_size]
         self.plain_tokens = max((range(a + 1, b) for a, b in itertools.pairwise(edges)), key=len)
 
     def encode(self, prompt: str) -> list[int]:
@@ -197,13 +215,36 @@ class FileTokenizer:
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=self._template is None)
         return [encoding.ids for encoding in encodings]
 
-    def encode_chat(self, messages: Messages) -> list[int]:
-        return self.encode_plain(self.render(messages))
+    def encode_chats(self, chats: Sequence[Messages], tools: Tools = None) -> list[list[int]]:
+        texts = self._rendered(chats, tools)
+        if len(texts) < 2:
+            return [self.encode_plain(text) for text in texts]
+        # A special token ends what the library encodes together. So a message that many chats contain is
+        # encoded once. The longest text shows whether this tokenizer encodes the rest of a text like a text.
+        pieces: dict[str, list[int]] = {}
+        encoded = [self._encode_pieces(text, pieces) for text in texts]
+        longest = max(range(len(texts)), key=lambda i: len(texts[i]))
+        if encoded[longest] != self.encode_plain(texts[longest]):
+            return [self.encode_plain(text) for text in texts]
+        return encoded
 
-    def render(self, messages: Messages) -> str:
+    def _encode_pieces(self, text: str, pieces: dict[str, list[int]]) -> list[int]:
+        tokens, start = list[int](), 0
+        for end in [*(match.end() for match in self._special.finditer(text)), len(text)]:
+            piece = text[start:end]
+            if piece and piece not in pieces:
+                pieces[piece] = self.encode_plain(piece)
+            tokens += pieces[piece] if piece else ()
+            start = end
+        return tokens
+
+    def render(self, messages: Messages, tools: Tools = None) -> str:
+        return self._rendered([messages], tools)[0]
+
+    def _rendered(self, chats: Sequence[Messages], tools: Tools = None) -> list[str]:
         if self._template is None:
             raise ConfigError("the model has no chat template, or --apply_chat_template is false")
-        return self._template.render([messages])[0]
+        return self._template.render(chats, tools)
 
     def encode_text(self, text: str, max_tokens: int | None = None) -> list[int]:
         self._check_length(text, max_tokens)

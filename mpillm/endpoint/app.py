@@ -64,26 +64,34 @@ class Service:
         max_queue_size: int = 1024,
         perf_metrics_max_requests: int = 0,
         kv_cache_usage: Callable[[], float | None] = lambda: None,
-        block_tokens: int | None = None,
+        counts_cached: bool = False,
+        tokens_per_block: int = 32,
         lost: Sequence[Mapping[str, Any]] = (),
         disagg: DisaggRoutes | None = None,
+        reset_prefix_cache: Callable[[], None] | None = None,
     ) -> None:
         """`max_queue_size`: limit of requests without a first token; beyond it, clients get 429.
 
-        `kv_cache_usage`: returns the usage of the fullest instance; None: unknown. `block_tokens`: see
-        `PendingResponse.cached_tokens`. `lost`: lost instances, as in `result.json`; it may grow.
+        `kv_cache_usage`: returns the usage of the fullest instance; None: unknown. `counts_cached`: the
+        instances report the prompt tokens that were in their KV caches. `tokens_per_block`: of the KV cache,
+        for `/perf_metrics`. `lost`: lost instances, as in `result.json`; it may grow.
+        `reset_prefix_cache`: for the route of this name; None: there is no such route.
         """
-        self.metrics = ServeMetrics(block_tokens)
+        self.metrics = ServeMetrics(counts_cached)
         self.guard = guard or Guard()
-        self.perf_metrics = PerfMetrics(self.guard, perf_metrics_max_requests)
-        self._block_tokens = block_tokens
+        self.perf_metrics = PerfMetrics(self.guard, perf_metrics_max_requests, tokens_per_block)
         self._served = served
         self._requests = requests
         self._max_queue_size = max_queue_size
         self._kv_cache_usage = kv_cache_usage
-        self._timed = bool(block_tokens) or self.perf_metrics.enabled
+        self._row_flags = RequestFlag(0)
+        if self.perf_metrics.enabled:
+            self._row_flags |= RequestFlag.TIMES | RequestFlag.PROMPT_COUNTS
+        if counts_cached:
+            self._row_flags |= RequestFlag.PROMPT_COUNTS
         self._lost = lost
         self._disagg = disagg
+        self._reset_prefix_cache = reset_prefix_cache
         self._started = int(time.time())
         self._n_open: Counter[str] = Counter()  # open answers, by client address
         self._parser = ThreadPoolExecutor(1, "mpillm-parse")
@@ -103,6 +111,8 @@ class Service:
                 *self.perf_metrics.routes(),
             ]
         )
+        if self._reset_prefix_cache is not None:
+            app.router.add_post("/reset_prefix_cache", self._reset_cache)
         if self._disagg is not None:
             app.router.add_get("/server_info", self._disagg.server_info)
         return app
@@ -152,6 +162,13 @@ class Service:
             return web.json_response({"status": "degraded", "lost": lost})
         return web.Response()
 
+    async def _reset_cache(self, request: web.Request) -> web.Response:
+        """Empty the prefix caches: requests after the answer find no earlier prompts. As vLLM's route."""
+        self.guard.check_open()
+        assert self._reset_prefix_cache is not None
+        self._reset_prefix_cache()
+        return web.Response()
+
     async def _version(self, request: web.Request) -> web.Response:
         return web.json_response({"version": __version__})
 
@@ -180,10 +197,11 @@ class Service:
         self.guard.check_open()
         loop = asyncio.get_running_loop()
         async with self.guard.body(request) as data:
+            parts = data, chat, self._served, request.headers
             if len(data) > LARGE:  # in one thread, so that other threads run between bodies
-                completion = await loop.run_in_executor(self._parser, read, data, chat, self._served)
+                completion = await loop.run_in_executor(self._parser, read, *parts)
             else:
-                completion = read(data, chat, self._served)
+                completion = read(*parts)
             _request_id.set(_id_of(request, completion.request_id or _request_id.get()))
             disagg = self._disagg if completion.disaggregated else None
             if disagg is not None:
@@ -214,7 +232,7 @@ class Service:
         disagg: DisaggRoutes | None,
     ) -> web.StreamResponse:
         each = [one for one in prompts for _ in range(completion.n)]
-        shapes = Shapes(completion, _request_id.get(), self._served.names[0], self._block_tokens)
+        shapes = Shapes(completion, _request_id.get(), self._served.names[0])
         if disagg is not None and disagg.is_context:
             return web.json_response(await self._context(disagg, completion, shapes, *prompts[0]))
         arrival = None if disagg is None else await disagg.fetch(completion, prompts[0][0], self._served)
@@ -287,8 +305,7 @@ class Service:
         row["seed"] = (
             int(row["seed"]) + index % completion.n
         ) & 0xFFFFFFFF  # otherwise, sampled answers would be the same
-        if self._timed:
-            row["flags"] = int(row["flags"]) | RequestFlag.TIMES
+        row["flags"] = int(row["flags"]) | self._row_flags
         if arrival is not None and max_tokens == 1:
             answer = PendingResponse.of(len(prompt), [arrival.first_token])
         else:

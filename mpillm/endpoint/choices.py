@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from mpillm.endpoint import logprobs
 from mpillm.endpoint.api_error import Json
 from mpillm.endpoint.open_requests import PendingResponse
 from mpillm.endpoint.protocol import CompletionRequest, ServedModel
+from mpillm.endpoint.tool_calls import ToolCall, ToolCallReader
 
 _SLICE = 2048  # tokens that are decoded together: other answers continue between slices
 
@@ -23,6 +25,7 @@ class Piece(NamedTuple):
     tokens: list[int]
     finish_reason: str | None  # stop or length; None: not the last piece
     stop_reason: str | int | None = None  # the stop string or stop token that ended the answer, if any
+    calls: Sequence[ToolCall] = ()  # of tools, complete with this piece
 
 
 class Choice:
@@ -49,6 +52,9 @@ class Choice:
         self._n_characters = 0  # characters of tokens whose log probabilities were returned
         self._stop = StopStrings(completion.stop)
         self._one_by_one = bool(completion.stop or completion.stop_token_ids)
+        self.n_calls = 0  # calls of tools that `take` has returned
+        reads_calls = bool(completion.tools) and served.tokenizer.writes_tool_calls
+        self._tool_calls = ToolCallReader() if reads_calls else None
 
     def logprobs(self, first: int, tokens: list[int]) -> Json | None:
         """Return the log probabilities of `tokens`, which start at place `first` of the answer.
@@ -70,6 +76,15 @@ class Choice:
 
     def take(self) -> Piece | None:
         """Return the next piece, or None if nothing has arrived."""
+        piece = self._next()
+        if piece is None or self._tool_calls is None:
+            return piece
+        text, calls = self._tool_calls.add(piece.text, is_last=piece.finish_reason is not None)
+        self.n_calls += len(calls)
+        return piece._replace(text=text, calls=calls)
+
+    def _next(self) -> Piece | None:
+        """Return the next piece, with calls in its text."""
         new = self.answer.tokens[self.n_tokens : self.n_tokens + _SLICE]
         if not new and not self.answer.ended:
             return None

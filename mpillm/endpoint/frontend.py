@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from mpillm.comms.messages import ANSWER, CANCEL, QUERY, RESPONSE, WINDOW, Batch, ResponseFlag, concat
+from mpillm.comms.messages import (
+    ANSWER,
+    CANCEL,
+    QUERY,
+    RESET_CACHE,
+    RESPONSE,
+    WINDOW,
+    Batch,
+    ResponseFlag,
+    concat,
+)
 from mpillm.errors import Failure, RunError
 from mpillm.phases import Phase
 from mpillm.roles.role import Role
@@ -50,15 +60,18 @@ class HttpServerHandle(Protocol):
 
 
 class Mailbox:
-    """Messages between the threads: a request is a batch of one row, a cancellation is an id."""
+    """Messages between the threads: a request is a batch of one row, a cancellation is an id.
+
+    None lets the instances empty their prefix caches before later requests.
+    """
 
     def __init__(self) -> None:
-        self.out: deque[Batch | int] = deque()  # from the HTTP thread
+        self.out: deque[Batch | int | None] = deque()  # from the HTTP thread
         self.wake: Callable[[], None] = lambda: None  # wakes the main thread; any thread may call it
         # Passes responses to the HTTP thread; called in the main thread.
         self.deliver: Callable[[Batch], None] = lambda batch: None
 
-    def put(self, item: Batch | int) -> None:
+    def put(self, item: Batch | int | None) -> None:
         """Add a message. Called in the HTTP thread."""
         self.out.append(item)
         self.wake()
@@ -118,7 +131,9 @@ class Frontend(Role):
         out, cancelled = self._mailbox.out, list[int]()
         while out:
             item = out.popleft()
-            if isinstance(item, int):
+            if item is None:  # earlier requests may follow this message, but later ones do
+                RESET_CACHE.send(self._route, self._leader, None)
+            elif isinstance(item, int):
                 cancelled.append(item)
             else:
                 self._pending.append(item)

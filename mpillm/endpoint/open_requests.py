@@ -16,6 +16,7 @@ _FIRST, _FINAL, _ERROR = int(ResponseFlag.FIRST), int(ResponseFlag.FINAL), int(R
 _CANCELLED, _PARTIAL = int(ResponseFlag.CANCELLED), int(ResponseFlag.PARTIAL)
 _CONTEXT_DONE, _CANCEL_DONE = int(ResponseFlag.CONTEXT_DONE), int(ResponseFlag.CANCEL_DONE)
 _TIMES, _LOGPROBS = int(ResponseFlag.TIMES), int(ResponseFlag.LOGPROBS)
+_PROMPT_COUNTS = int(ResponseFlag.PROMPT_COUNTS)
 _LOST, _REFUSED = int(ResponseFlag.LOST), int(ResponseFlag.REFUSED)
 _ALONE = _FIRST | _FINAL
 _FIELDS = REQUEST.names or ()
@@ -32,6 +33,7 @@ class PendingResponse:
         "_first_comes",
         "_to_repeat",
         "_waiter",
+        "cached",
         "cancelled",
         "ended",
         "failed",
@@ -62,9 +64,10 @@ class PendingResponse:
         self.cancelled = False  # by `OpenRequests.give_up`
         self.opened_at = time.perf_counter()
         self.first_at = self.last_at = 0.0
-        # If requested: `times`, the numbers of `ResponseFlag.TIMES`.
+        # If requested: `times`, the numbers of `ResponseFlag.TIMES`; `cached`, of PROMPT_COUNTS.
         # `moved`: the end of the KV cache transfer, and its µs.
         self.times: list[int] | None = None
+        self.cached: int | None = None
         self.moved: tuple[float, int] | None = None
         self.wants_logprobs = n_logprobs
         self.logprobs: dict[int, list[int]] = {}  # by place in the answer; see `ResponseFlag.LOGPROBS`
@@ -92,15 +95,6 @@ class PendingResponse:
         """Wait until there are more tokens, or the answer has ended. Only one task may wait."""
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter
-
-    def cached_tokens(self, block_tokens: int | None) -> int | None:
-        """Return how many of the prompt's tokens were in a KV cache; None: unknown.
-
-        `block_tokens`: tokens per block of the cache. 0: no instance keeps prompts. None: unknown.
-        """
-        if not block_tokens:
-            return block_tokens
-        return None if self.times is None else block_tokens * self.times[2]
 
     def begin_again(self) -> None:
         """Start again after the loss of an instance: another one computes the answer from the beginning."""
@@ -168,9 +162,15 @@ class PendingResponse:
 class OpenRequests:
     """Assigns ids to requests, and reuses an id when no rank can send more rows with it."""
 
-    def __init__(self, hands_over: bool, put: Callable[[Batch | int], None]) -> None:
-        """`hands_over`: the run has handoffs; `put`: adds to the mailbox."""
+    def __init__(
+        self, hands_over: bool, put: Callable[[Batch | int], None], cached: int | None = None
+    ) -> None:
+        """`hands_over`: the run has handoffs; `put`: adds to the mailbox.
+
+        `cached`: prompt tokens in a KV cache, if the instances do not report them.
+        """
         self._holders = 2 if hands_over else 1
+        self._cached = cached
         self._put = put
         self._free: list[int] = []
         self._n_ids = 0
@@ -211,6 +211,7 @@ class OpenRequests:
         rows = np.array([tuple(values.get(name, 0) for name in _FIELDS)], REQUEST)
         answer = self._answers[id_] = PendingResponse(id_, len(prompt), int(row.get("logprobs", 0)))
         self._n_last_rows[id_] = self._holders
+        answer.cached = self._cached
         answer.n_bytes = self.bytes_of(len(prompt), int(row["max_output"]))
         self.n_bytes += answer.n_bytes
         answer.request = Batch(rows, np.asarray(prompt, np.int32))
@@ -246,6 +247,8 @@ class OpenRequests:
                 answer.add_logprobs(tokens[at : at + n])
             elif flags & _TIMES:
                 answer.times = tokens[at : at + n]
+            elif flags & _PROMPT_COUNTS:
+                answer.cached = None if tokens[at + 1] < 0 else tokens[at + 1]
             elif flags & _REFUSED:
                 answer.refusal = Refusal.of(tokens[at : at + n])
             elif flags & _CONTEXT_DONE and n:

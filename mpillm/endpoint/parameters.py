@@ -40,7 +40,6 @@ _BODY: dict[str, tuple[Any, ...]] = {
     "truncation_side": (),
     "prompt_ignore_length": (0,),
     "prompt_embeds": (),
-    "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
     "functions": ([],),
@@ -74,26 +73,21 @@ _BODY: dict[str, tuple[Any, ...]] = {
     "routed_experts_prompt_start": (0,),
     "lora_request": (),
     "priority": (0,),
-    "cache_salt": (),
     "kv_transfer_params": ({},),
     "ec_transfer_params": ({},),
     "vllm_xargs": ({},),
 }
 # With the choice "none" a model calls none of the functions: their list has no effect.
-_CHOICE_OF = {"tools": "tool_choice", "functions": "function_call"}
-# In a chat's message: fields for chat templates, besides role, content and name.
+_CHOICE_OF = {"functions": "function_call"}
+# In a chat's message.
 _MESSAGE: dict[str, tuple[Any, ...]] = {
-    "tool_calls": ([],),
-    "tool_call_id": ("",),
     "function_call": (),
     "tools": ([],),
     "task": ("",),
-    "reasoning": ("",),
-    "reasoning_content": ("",),
     "audio": (),
 }
 _WHY = {
-    "tools": "answers are text, never function calls; leave it out",
+    "tool_choice": "the model decides: no call can be forced",
     "disaggregated_params": "this server is not a context or generation server (--server_role)",
     "prompt_token_ids": "this server is not a context or generation server (--server_role)",
     "thinking_token_budget": "max_tokens limits the reasoning and the rest of an answer together",
@@ -107,6 +101,16 @@ def check_body(body: Json) -> None:
     for name, value in body.items():
         if name in _BODY and name not in unused and not _has_no_effect(value, _BODY[name]):
             refuse(name, value)
+
+
+def tools_of(body: Json, chat: bool) -> list[Any] | None:
+    """Return the tools for the chat template; None with `tool_choice` none. Raises ApiError."""
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ApiError(400, f"tools {excerpt(tools)}: expected an array of objects", "tools")
+    if tools and not chat:
+        refuse("tools", tools)
+    return None if body.get("tool_choice") == "none" else tools or None
 
 
 def check_message(message: Mapping[str, Any]) -> None:

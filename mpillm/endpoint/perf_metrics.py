@@ -33,9 +33,13 @@ class _Request(NamedTuple):
 class PerfMetrics:
     """The times of the last requests that ended without an error, until they are read."""
 
-    def __init__(self, guard: Guard, max_requests: int) -> None:
-        """`guard`: of the routes; `max_requests`: number of requests that are kept, 0: none."""
+    def __init__(self, guard: Guard, max_requests: int, tokens_per_block: int) -> None:
+        """`guard`: of the routes; `max_requests`: number of requests that are kept, 0: none.
+
+        `tokens_per_block`: of the KV cache.
+        """
         self._guard = guard
+        self._tokens_per_block = tokens_per_block
         self._requests: deque[_Request] = deque(maxlen=max_requests)
         self._offset_s = 0.0
 
@@ -75,10 +79,10 @@ class PerfMetrics:
         left = [request for request in self._requests if not request.answer.released]
         self._requests.clear()
         self._requests.extend(left)
-        return [_to_json(request, self._offset_s) for request in ready]
+        return [_to_json(request, self._offset_s, self._tokens_per_block) for request in ready]
 
 
-def _to_json(request: _Request, offset_s: float) -> Json:
+def _to_json(request: _Request, offset_s: float, tokens_per_block: int) -> Json:
     answer = request.answer
     timing: Json = {
         "server_arrival_time": request.came_at,
@@ -90,10 +94,11 @@ def _to_json(request: _Request, offset_s: float) -> Json:
     }
     metrics: Json = {}
     if answer.times is not None:
-        at_instance_us, started_us, n_reused = answer.times
+        at_instance_us, started_us = answer.times
         timing["arrival_time"] = answer.first_at - 1e-6 * at_instance_us
         timing["first_scheduled_time"] = answer.first_at - 1e-6 * started_us
-        metrics["kv_cache_metrics"] = {"num_reused_blocks": n_reused}
+    if answer.cached is not None:
+        metrics["kv_cache_metrics"] = {"num_reused_blocks": answer.cached // tokens_per_block}
     if answer.moved is not None:
         end, us = answer.moved
         timing |= {"kv_cache_transfer_start": end - 1e-6 * us, "kv_cache_transfer_end": end}

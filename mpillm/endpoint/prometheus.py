@@ -53,10 +53,10 @@ TEXT = "text/plain; version=0.0.4; charset=utf-8"
 class ServeMetrics:
     """Counts since the start; of constant size. `totals` is for `result.json`."""
 
-    def __init__(self, block_tokens: int | None = None) -> None:
-        """`block_tokens`: see `PendingResponse.cached_tokens`."""
+    def __init__(self, counts_cached: bool = False) -> None:
+        """`counts_cached`: the instances report the prompt tokens that were in their KV caches."""
         self.totals = Totals()
-        self._block_tokens = block_tokens
+        self._counts_cached = counts_cached
         self._queried_tokens = self._cached_tokens = 0
         self._finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self._prompt_tokens = self._generated_tokens = 0
@@ -80,10 +80,9 @@ class ServeMetrics:
         self._histograms["time_to_first_token_seconds"].add(seconds)
         self.totals.ttft.add_one(seconds)
         self._prompt_tokens += answer.n_prompt
-        cached_tokens = answer.cached_tokens(self._block_tokens)
-        if self._block_tokens and cached_tokens is not None:
+        if answer.cached is not None:
             self._queried_tokens += answer.n_prompt
-            self._cached_tokens += cached_tokens
+            self._cached_tokens += answer.cached
 
     def more_tokens(self, n: int, seconds: float) -> None:
         """Count `n` tokens that arrived `seconds` after the previous ones."""
@@ -129,7 +128,7 @@ class ServeMetrics:
             ("prompt_tokens_total", "Prompt tokens of requests that got a token", self._prompt_tokens),
             ("generation_tokens_total", "Tokens of answers that have ended", self._generated_tokens),
         ]
-        if self._block_tokens is not None:
+        if self._counts_cached:
             queried = "Prompt tokens that were looked up in a KV cache"
             cached = "Prompt tokens that were in a KV cache already"
             counts += [

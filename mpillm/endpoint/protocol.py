@@ -8,10 +8,12 @@ effect, as in vLLM.
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,12 +21,13 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from mpillm.comms.messages import NO_INSTANCE, RequestFlag
-from mpillm.data.chat_template import Messages
+from mpillm.data.chat_template import Messages, Tools
 from mpillm.data.dataset import PromptLimits
 from mpillm.data.tokenizer import Tokenizer, TooLongError
 from mpillm.endpoint.api_error import ApiError, Json
 from mpillm.endpoint.body_values import flag, mapping, number, parse, text, token_ids
-from mpillm.endpoint.parameters import check_body, check_message, refuse
+from mpillm.endpoint.parameters import check_body, check_message, refuse, tools_of
+from mpillm.endpoint.sessions import session_of
 from mpillm.files import excerpt
 
 # Plain integers: operations on enum flags take ten times as long.
@@ -76,6 +79,7 @@ class CompletionRequest:
     chat: bool
     prompts: Sequence[str | list[int]]  # empty for a chat until `render`
     messages: Messages
+    tools: Tools  # that the chat template receives
     max_tokens: int | None
     row: dict[str, float]  # fields of REQUEST
     n: int = 1  # answers to each prompt
@@ -102,8 +106,10 @@ class CompletionRequest:
         return sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str))
 
 
-def read(data: bytes, chat: bool, served: ServedModel) -> CompletionRequest:
-    """Parse a body. Raises ApiError if it is invalid, or not supported here."""
+def read(
+    data: bytes, chat: bool, served: ServedModel, headers: Mapping[str, str] = MappingProxyType({})
+) -> CompletionRequest:
+    """Parse a request. Raises ApiError if it is invalid, or not supported here."""
     body = parse(data)
     model = body.get("model")
     if model is not None and model not in served.names:
@@ -147,6 +153,7 @@ def read(data: bytes, chat: bool, served: ServedModel) -> CompletionRequest:
         chat=chat,
         prompts=prompts,
         messages=_messages(body) if chat else (),
+        tools=tools_of(body, chat),
         max_tokens=None if max_tokens is None else int(max_tokens),
         n=n,
         logprobs=logprobs,
@@ -155,6 +162,8 @@ def read(data: bytes, chat: bool, served: ServedModel) -> CompletionRequest:
             "flags": flags,
             "generation": NO_INSTANCE,
             "logprobs": 0 if logprobs is None else 1 + logprobs,
+            "session": session_of(headers, body),
+            "salt": _salt(body),
         },
         min_tokens=int(served.min_output_len if min_tokens is None else min_tokens),
         stop=stop,
@@ -170,6 +179,15 @@ def read(data: bytes, chat: bool, served: ServedModel) -> CompletionRequest:
         disaggregated=disaggregated,
         prompt_token_ids=body.get("prompt_token_ids"),
     )
+
+
+def _salt(body: Json) -> int:
+    """Return the salt of REQUEST. Raises ApiError if `cache_salt` is not a string, or empty, as vLLM does."""
+    if (value := body.get("cache_salt")) is None:
+        return 0
+    if not text(value, "cache_salt"):
+        raise ApiError(400, "cache_salt: must not be empty", "cache_salt")
+    return int.from_bytes(hashlib.blake2b(value.encode(), digest_size=8).digest(), "little") or 1
 
 
 def stream_of(body: Json) -> tuple[bool, dict[str, bool]]:
@@ -191,7 +209,7 @@ def render(completion: CompletionRequest, served: ServedModel) -> CompletionRequ
     if not completion.chat or completion.prompts:
         return completion
     try:
-        return replace(completion, prompts=(served.tokenizer.render(completion.messages),))
+        return replace(completion, prompts=(served.tokenizer.render(completion.messages, completion.tools),))
     except ConfigError as error:
         raise ApiError(400, str(error), "messages") from None
 
@@ -277,10 +295,28 @@ def _message(message: Any) -> Json:
         if not all(isinstance(part, str) for part in parts):
             raise ApiError(400, "messages: content may only have parts of type text", "messages")
         content = "".join(map(str, parts))
+    calls = _tool_calls(message)
+    if content is None and calls:
+        content = ""
     result = {"role": message["role"], "content": content}
-    if message.get("name") is not None:
-        result["name"] = message["name"]
-    return {key: text(value, "messages") for key, value in result.items()}
+    result |= {name: message[name] for name in _MESSAGE_TEXTS if message.get(name) is not None}
+    checked: Json = {key: text(value, "messages") for key, value in result.items()}
+    return {**checked, "tool_calls": calls} if calls else checked
+
+
+def _tool_calls(message: Json) -> list[Json]:
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict)
+        and isinstance(call.get("function"), dict)
+        and isinstance(call["function"].get("name"), str)
+        for call in calls
+    ):
+        raise ApiError(400, "messages: tool_calls must be an array of objects with function.name", "messages")
+    return calls
+
+
+_MESSAGE_TEXTS = ("name", "tool_call_id", "reasoning", "reasoning_content")  # besides role and content
 
 
 def _request_id(body: Json) -> str:

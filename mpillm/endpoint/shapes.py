@@ -11,16 +11,14 @@ from typing import Any
 from mpillm.endpoint.api_error import Json
 from mpillm.endpoint.choices import Choice, Piece
 from mpillm.endpoint.protocol import CompletionRequest
+from mpillm.endpoint.tool_calls import ToolCall
 
 DONE = b"data: [DONE]\n\n"
 _string = json.encoder.encode_basestring_ascii  # like json.dumps, in a fifth of the time
 
 
-def usage(choices: Sequence[Choice], n: int, block_tokens: int | None) -> Json:
-    """Return `usage`. Each prompt counts once for its `n` answers, and an answer counts with its end token.
-
-    `block_tokens`: see `PendingResponse.cached_tokens`.
-    """
+def usage(choices: Sequence[Choice], n: int) -> Json:
+    """Return `usage`. A prompt counts once for its `n` answers, and an answer counts with its end token."""
     prompt = sum(len(choice.prompt) for choice in choices[::n])
     completion = sum(choice.n_tokens for choice in choices)
     result: Json = {
@@ -28,7 +26,7 @@ def usage(choices: Sequence[Choice], n: int, block_tokens: int | None) -> Json:
         "total_tokens": prompt + completion,
         "completion_tokens": completion,
     }
-    cached = [choice.answer.cached_tokens(block_tokens) for choice in choices[::n]]
+    cached = [choice.answer.cached for choice in choices[::n]]
     known = [tokens for tokens in cached if tokens is not None]
     if len(known) == len(cached):
         result["prompt_tokens_details"] = {"cached_tokens": sum(known)}
@@ -38,12 +36,8 @@ def usage(choices: Sequence[Choice], n: int, block_tokens: int | None) -> Json:
 class Shapes:
     """Builds the response objects of one request."""
 
-    def __init__(
-        self, completion: CompletionRequest, request_id: str, model: str, block_tokens: int | None = None
-    ) -> None:
-        """`block_tokens`: see `PendingResponse.cached_tokens`."""
+    def __init__(self, completion: CompletionRequest, request_id: str, model: str) -> None:
         self._completion = completion
-        self._block_tokens = block_tokens
         self._head: Json = {
             "id": f"{'chatcmpl' if completion.chat else 'cmpl'}-{request_id}",
             "object": "chat.completion" if completion.chat else "text_completion",
@@ -60,11 +54,12 @@ class Shapes:
     def choice(self, choice: Choice, parts: Sequence[Piece]) -> str:
         """Return a choice of an answer that does not stream, as JSON, from its pieces."""
         text = _string("".join(part.text for part in parts))
-        content = (
-            f'"message": {{"role": "assistant", "content": {text}}}'
-            if self._completion.chat
-            else f'"text": {text}'
-        )
+        content = f'"text": {text}'
+        if self._completion.chat:
+            calls = [_tool_call(call) for part in parts for call in part.calls]
+            text = "null" if calls and text == '""' else text
+            called = f', "tool_calls": {json.dumps(calls)}' if calls else ""
+            content = f'"message": {{"role": "assistant", "content": {text}{called}}}'
         tokens = parts[0].tokens if len(parts) == 1 else [token for part in parts for token in part.tokens]
         return self._choice(choice, content, 0, Piece("", tokens, *parts[-1][2:]))
 
@@ -73,11 +68,8 @@ class Shapes:
         logprobs = choice.logprobs(place, piece.tokens)
         text = f'{{"index": {choice.index}, {content}, "logprobs": '
         text += f'{"null" if logprobs is None else json.dumps(logprobs)}, "finish_reason": '
-        text += (
-            f'"{piece.finish_reason}", "stop_reason": {json.dumps(piece.stop_reason)}'
-            if piece.finish_reason
-            else "null"
-        )
+        reason = "tool_calls" if choice.n_calls and piece.finish_reason == "stop" else piece.finish_reason
+        text += f'"{reason}", "stop_reason": {json.dumps(piece.stop_reason)}' if reason else "null"
         if self._completion.return_token_ids:
             text += f', "token_ids": {piece.tokens}'  # Python writes a list of numbers as JSON does
             if not self._completion.chat and not place:
@@ -86,7 +78,7 @@ class Shapes:
 
     def around(self, choices: Sequence[Choice]) -> Json:
         """Return an answer that does not stream, without its choices."""
-        response = self._head | {"usage": usage(choices, self._completion.n, self._block_tokens)}
+        response = self._head | {"usage": usage(choices, self._completion.n)}
         if self._completion.chat and self._completion.return_token_ids:
             response["prompt_token_ids"] = choices[0].prompt.tolist()
         return response
@@ -109,7 +101,12 @@ class Shapes:
     def chunk(self, choice: Choice, piece: Piece) -> bytes:
         """Return the chunk of a piece of a streamed answer."""
         text = _string(piece.text)
-        content = f'"delta": {{"content": {text}}}' if self._completion.chat else f'"text": {text}'
+        content = f'"text": {text}'
+        if self._completion.chat:
+            first = choice.n_calls - len(piece.calls)
+            calls = [{"index": i} | _tool_call(call) for i, call in enumerate(piece.calls, first)]
+            called = f', "tool_calls": {json.dumps(calls)}' if calls else ""
+            content = f'"delta": {{"content": {text}{called}}}'
         choice_text = self._choice(choice, content, choice.n_tokens - len(piece.tokens), piece)
         so_far = self._usage_so_far(choice)
         end = f", {json.dumps(so_far)[1:]}" if so_far else "}"
@@ -117,15 +114,19 @@ class Shapes:
 
     def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
         """Return the last chunk of a stream whose client requested usage."""
-        total = json.dumps(usage(choices, self._completion.n, self._block_tokens))
+        total = json.dumps(usage(choices, self._completion.n))
         return self._event(f'{self._chunk_head}, "choices": [], "usage": {total}}}')
 
     def _usage_so_far(self, choice: Choice) -> dict[str, Any]:
-        return {"usage": usage([choice], 1, self._block_tokens)} if self._completion.continuous_usage else {}
+        return {"usage": usage([choice], 1)} if self._completion.continuous_usage else {}
 
     @staticmethod
     def _event(text: str) -> bytes:
         return f"data: {text}\n\n".encode()
+
+
+def _tool_call(call: ToolCall) -> Json:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def error_event(body: Json) -> bytes:

@@ -16,6 +16,7 @@ from mpillm.engine.engine_handoffs import EngineHandoffs
 from mpillm.engine.extras.step_extras import SharedAdapters
 from mpillm.engine.run.worker import Worker
 from mpillm.engine.schedule.block_allocator import BlockAllocator
+from mpillm.engine.schedule.host_blocks import HostBlocks
 from mpillm.engine.schedule.prefix_cache import PrefixCache
 from mpillm.engine.schedule.scheduler import Scheduler
 from mpillm.engine.schedule.sequence import Progress, Sequence, SequenceExtras
@@ -80,7 +81,9 @@ class Engine:
 
         def allocator(n_tokens: int) -> BlockAllocator:
             n_blocks = n_tokens // size
-            return PrefixCache(n_blocks, size) if config.enable_kv_cache_reuse else BlockAllocator(n_blocks)
+            if not config.enable_kv_cache_reuse:
+                return BlockAllocator(n_blocks)
+            return PrefixCache(n_blocks, size, HostBlocks(info.host_blocks) if info.host_blocks else None)
 
         self.blocks = allocator(info.kv_cache_tokens)
         self.window_blocks: WindowBlocks | None = None
@@ -125,6 +128,13 @@ class Engine:
         self.scheduler.add(sequence)
         if sequence.hands_off and sequence.max_output > 1:
             self.handoffs.add(sequence)
+
+    def reset_prefix_cache(self) -> None:
+        """Let no later sequence find blocks that are cached now. Running sequences keep their blocks."""
+        window = self.window_blocks.known if self.window_blocks is not None else None
+        for blocks in (self.blocks, window):
+            if isinstance(blocks, PrefixCache):
+                blocks.forget_all()
 
     def has_work(self) -> bool:
         """Return whether `step` has something to do now."""

@@ -163,7 +163,7 @@ def _distributions(runs: Sequence[ComparedRun], names: Sequence[str]) -> list[Ch
     charts = []
     shares = np.linspace(0, 1, _POINTS)
     for key, of in LATENCIES.items():
-        if runs[0].scenario == "Offline" and key != "TPOT":  # only shows a sample's position in the queue
+        if runs[0].files.all_at_once and key != "TPOT":  # only shows a sample's position in the queue
             continue
         values = [1e3 * of(run.rows) for run in runs]
         values = [np.sort(one[np.isfinite(one)]) for one in values]

@@ -17,6 +17,7 @@ from mpillm.experiments.intervals import Estimate, by_blocks, difference, per_se
 from mpillm.experiments.table import run_names
 from mpillm.files import read_object
 from mpillm.loadgen.logs import quantile
+from mpillm.report.conversation_figures import turns_of
 from mpillm.report.request_log import read_requests, tpot_s
 from mpillm.report.run_directory import HAS_FIGURES, failures_in
 from mpillm.report.run_environment import ENVIRONMENT, differences
@@ -38,6 +39,7 @@ class Figure:
     of: Callable[[Rows], Any]  # the figure of some records; for a rate, each record's amount
     rate: str = ""  # for a rate: its name in result.json
     issued_over_time: bool = True  # meaningless if all requests are issued at the start (Offline)
+    turns: str = ""  # of conversations: "first" or "later"; "all" for a figure that only they have
 
 
 def _ms(of: Callable[[Rows], NDArray[Any]], q: float | None, rows: Rows) -> float:
@@ -47,6 +49,12 @@ def _ms(of: Callable[[Rows], NDArray[Any]], q: float | None, rows: Rows) -> floa
     if not len(values):
         return math.nan
     return 1e3 * (float(values.mean(dtype=np.float64)) if q is None else quantile(values, q))
+
+
+def _interactivity(rows: Rows) -> float:
+    """Return output tokens per second of latency, over all records; NaN without a latency."""
+    seconds = float(rows["latency"].sum(dtype=np.float64))
+    return float(rows["tokens"].sum()) / seconds if seconds else math.nan
 
 
 LATENCIES: dict[str, Callable[[Rows], NDArray[Any]]] = {
@@ -64,6 +72,12 @@ FIGURES = (
         for name, of in LATENCIES.items()
         for kind, q in (("mean", None), ("p50", 0.5), ("p99", 0.99))
     ),
+    *(
+        Figure(f"TTFT {kind}, {turns} turns", "ms", partial(_ms, LATENCIES["TTFT"], q), turns=turns)
+        for turns in ("first", "later")
+        for kind, q in (("mean", None), ("p90", 0.9))
+    ),
+    Figure("interactivity, tokens/s", "", _interactivity, turns="all"),
 )
 
 
@@ -103,9 +117,18 @@ class ComparedRun:
     def scenario(self) -> str:
         return str(self.files.result.get("scenario"))
 
+    def _of_turns(self, turns: str) -> Rows:
+        """Return the records of first or later turns of conversations; of "all", or "", all records."""
+        if turns in ("", "all"):
+            return self.rows
+        rows: Rows = self.rows[(turns_of(self.rows) == 0) == (turns == "first")]
+        return rows
+
     def estimate(self, figure: Figure) -> Estimate | None:
         """Return a figure; None if it is meaningless for this run."""
-        if self.scenario == "Offline" and figure.issued_over_time and not figure.rate:
+        if self.files.all_at_once and figure.issued_over_time and not figure.rate:
+            return None
+        if figure.turns and not self.files.has_conversations:
             return None
         if figure.rate:
             issued, ended = self.rows["issued"], self.rows["issued"] + self.rows["latency"]
@@ -116,7 +139,7 @@ class ComparedRun:
             if isinstance(reported := self.files.result.get(figure.rate), (int, float)):
                 estimate = replace(estimate, value=reported)
         else:
-            estimate = by_blocks(self.rows, figure.of)
+            estimate = by_blocks(self._of_turns(figure.turns), figure.of)
         return None if math.isnan(estimate.value) else estimate
 
 

@@ -14,13 +14,15 @@ from typing import Any
 from disagg.errors import ConfigError
 from disagg.text_file import read_text
 from disagg.yaml_text import value_of
+from mpillm.experiments.conversation_runs import conversation_values
 from mpillm.options.columns import indented
 from mpillm.options.fields import BY_NAME
 from mpillm.report.run_directory import HAS_FIGURES, MEASURED
-from mpillm.report.run_files import RunFiles
+from mpillm.report.run_files import SERVERS, RunFiles
 
 Grid = dict[str, list[str]]
 
+PER_USER = "tokens_per_second_per_user"
 _BAR = 20  # columns of the curve's bars
 
 
@@ -121,29 +123,48 @@ def figures(run: RunFiles) -> dict[str, Any]:
     Tokens per second per user: 1 / (mean time per output token of the requests).
     """
     result = run.result
-    ranks = [rank for rank in run.plan_ranks if rank.get("instance") is not None]
-    gpus = any(one.get("gpus") for one in run.machines.values() if isinstance(one, dict))
+    n, of = _computing(run)
     tpot, ttft = result.get("tpot_ms") or {}, result.get("ttft_ms") or {}
-    per = result["tokens_per_second"] / len(ranks) if ranks else None
+    per = result["tokens_per_second"] / n if n else None
     return {
         "status": result["status"],
         "samples_per_second": result["samples_per_second"],
         "tokens_per_second": result["tokens_per_second"],
         "tokens_per_second_per_gpu": per,
-        "of": "GPU" if gpus else "rank",
+        "of": of,
         "tokens_per_second_per_user": 1000 / tpot["mean"] if tpot.get("mean") else None,
         "ttft_p99_ms": ttft.get("p99"),
         "tpot_p99_ms": tpot.get("p99"),
+        **conversation_values(result),
         "doubts": list(result.get("doubts") or []),
     }
 
 
-def pareto(points: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the Pareto-optimal points in tokens/s per GPU and per user, by increasing tokens/s per user."""
+def _computing(run: RunFiles) -> tuple[int, str]:
+    """Return the number of GPUs of the run and "GPU", or of ranks with an instance and "rank".
+
+    The GPUs of servers that the run has not started are not known.
+    """
+    gpus = {
+        (rank.get("node"), device)
+        for rank in run.plan_ranks
+        for device in (rank.get("device"), *(rank.get("server_devices") or ()))
+        if device is not None
+    }
+    if gpus:
+        return len(gpus), "GPU"
+    has_gpus = any(one.get("gpus") for one in run.machines.values() if isinstance(one, dict))
+    is_client = any(run.value(name) for name in SERVERS)
+    workers = sum(rank.get("instance") is not None for rank in run.plan_ranks)
+    return workers, "GPU" if has_gpus and not is_client else "rank"
+
+
+def pareto(points: Sequence[Mapping[str, Any]], per_user: str = PER_USER) -> list[int]:
+    """Return the Pareto-optimal points in tokens/s per GPU and in `per_user`, by increasing `per_user`."""
     known = [
-        (one["tokens_per_second_per_user"], one["tokens_per_second_per_gpu"], i)
+        (one[per_user], one["tokens_per_second_per_gpu"], i)
         for i, one in enumerate(points)
-        if one.get("tokens_per_second_per_user") and one.get("tokens_per_second_per_gpu")
+        if one.get(per_user) and one.get("tokens_per_second_per_gpu")
     ]
     front: list[int] = []
     best = 0.0

@@ -107,34 +107,43 @@ _VALID, _NOT = 2, 5  # colours
 
 
 def search_page(
-    folder: Path, tests: Sequence[RateTrial], too_high: float | None, limits_ms: Mapping[str, float | None]
+    folder: Path,
+    tests: Sequence[RateTrial],
+    too_high: float | None,
+    limits_ms: Mapping[str, float | None],
+    unit: str = "requests",
+    note: str = "",
 ) -> str:
-    """Return the HTML. `tests`: in their order; `too_high`: None if the search has not ended."""
+    """Return the HTML. `tests`: in their order; `too_high`: None if the search has not ended.
+
+    `unit`: what a rate counts. `note`: on the meaning of VALID.
+    """
     charts = [
         chart
         for name, title in (("ttft", "Time to first token"), ("tpot", "Time per output token"))
-        if (chart := _curve(tests, name, title, limits_ms.get(name)))
+        if (chart := _curve(tests, name, title, limits_ms.get(name), unit))
     ]
     valid = [one for one in tests if one.valid]
     best = max(valid, key=lambda one: (one.full, one.rate), default=None)
     summary = "No test was VALID."
     if best is not None:
         length = "" if best.full else ", by a short test only"
-        summary = f"Highest VALID rate: {figure(best.rate, 5)} requests per second{length}."
+        summary = f"Highest VALID rate: {figure(best.rate, 5)} {unit} per second{length}."
     if too_high is not None:
         summary += f" Not VALID at {figure(too_high, 5)}."
     known = [f"{name.upper()} {milliseconds(ms)}" for name, ms in limits_ms.items() if ms]
     limits = f"<p>Limits: {escape(', '.join(known))}.</p>" if known else ""
     head = (
         f"<header><h1>{escape(folder.absolute().name)}</h1>"
-        f"<p><strong>{escape(summary)}</strong></p>{limits}<p>{len(tests)} tests.</p></header>"
+        f"<p><strong>{escape(summary)}</strong></p>{limits}"
+        f"<p>{len(tests)} tests.{escape(note and f' {note}.')}</p></header>"
     )
     columns = (
         "#",
-        "requests/s",
+        f"{unit}/s",
         "length",
         "verdict",
-        "answers/s",
+        "answers/s" if unit == "requests" else f"{unit} completed/s",
         "TTFT p99 ms",
         "TPOT p99 ms",
         "remarks",
@@ -172,7 +181,7 @@ def _p99_ms(one: RateTrial, name: str) -> float | None:
     return 1e3 * quantile(values, 0.99) if len(values) else None
 
 
-def _curve(tests: Sequence[RateTrial], name: str, title: str, limit: float | None) -> Chart | None:
+def _curve(tests: Sequence[RateTrial], name: str, title: str, limit: float | None, unit: str) -> Chart | None:
     """Return the 99th percentile of a latency against the rate; None if no test has this latency."""
     known = sorted(
         (one.rate, ms, one.valid, i) for i, one in enumerate(tests, 1) if (ms := _p99_ms(one, name))
@@ -183,7 +192,7 @@ def _curve(tests: Sequence[RateTrial], name: str, title: str, limit: float | Non
     if any(not valid for _, _, valid, _ in known):
         lines.append(("not VALID", [None if valid else round(y, 4) for _, y, valid, _ in known], _NOT))
     names = [f"{i} {figure(x, 5)}/s, {'full' if tests[i - 1].full else 'short'}" for x, _, _, i in known]
-    chart = Chart(f"rate-{name}", f"{title}, p99", "ms", [x for x, *_ in known], lines, "requests/s offered")
+    chart = Chart(f"rate-{name}", f"{title}, p99", "ms", [x for x, *_ in known], lines, f"{unit}/s offered")
     chart.names = names
     chart.y_limit = ("limit", limit) if limit else None
     return chart

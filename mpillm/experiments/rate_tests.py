@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,52 +29,61 @@ _LOOK_S = 0.5
 _COUNTED_AS = {"ttft": "first tokens", "tpot": "answers by time per token", "e2el": "answers"}
 
 
+WhyHopeless = Callable[[NDArray[np.void], Mapping[str, Any]], str]
+"""Returns why a test cannot meet its limits, or "", from its records and its result.json before the test."""
+
+
 class EarlyStop:
     """Checks a run's records periodically. A call returns why the run is hopeless, or ""."""
 
-    def __init__(self, folder: Path, e2el_ms: float | None = None) -> None:
-        """`folder`: the run directory. `e2el_ms`: a limit that LoadGen does not check."""
+    def __init__(self, folder: Path, why_hopeless: WhyHopeless) -> None:
+        """`folder`: the run directory. `why_hopeless`: returns why the test cannot meet its limits, or ""."""
         self._folder = folder
-        self._e2el_ms = e2el_ms
+        self._why_hopeless = why_hopeless
         self._next = 0.0
-        self._test: dict[str, float] | None = None
+        self._result: dict[str, Any] | None = None
 
     def __call__(self) -> str:
         now = time.monotonic()
         if now < self._next:
             return ""
         self._next = now + _LOOK_S
-        if self._test is None:
-            self._test = _loadgen(self._folder)
-        if self._test is None:
+        if self._result is None:
+            self._result = _result_before_test(self._folder)
+        if self._result is None:
             return ""
         try:
             rows = read_requests(self._folder)
         except ConfigError:  # no answers yet
             return ""
-        limits: dict[str, float] = {name: self._test[name] for name in ("ttft", "tpot") if name in self._test}
-        if self._e2el_ms is not None:
-            limits["e2el"] = self._e2el_ms
-        why = hopeless(rows, limits, int(self._test["queries"]), self._test["rate"])
+        why = self._why_hopeless(rows, self._result)
         # uses at most 5 % of a CPU core
         self._next = time.monotonic() + _LOOK_S + 20 * (time.monotonic() - now)
         return why
 
 
-def _loadgen(folder: Path) -> dict[str, float] | None:
-    """Return limits (ms), queries and rate of the run, which it writes before the test; None before that."""
+def _result_before_test(folder: Path) -> dict[str, Any] | None:
+    """Return the result that the run writes before its test; None before that."""
     try:
         result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    loadgen = result.get("loadgen")
-    if result.get("phase") != "test" or not loadgen or not loadgen["expected_queries"]:
-        return None
-    settings = {"queries": float(loadgen["expected_queries"]), "rate": float(loadgen["target_qps"])}
-    for name in ("ttft", "tpot"):
-        if (limit := loadgen[f"{name}_latency_ms"]) is not None:
-            settings[name] = float(limit)
-    return settings
+    return result if isinstance(result, dict) and result.get("phase") == "test" else None
+
+
+def too_late(rows: NDArray[np.void], limits: Mapping[str, float], queries: int) -> str:
+    """Return that more requests are late than early stopping allows in a test of `queries`; "" if not.
+
+    `rows`: records so far. `limits`: milliseconds by ttft, tpot, e2el.
+    """
+    allowed = max(0, max_late(queries, SERVER_PERCENTILE))
+    for name, count in late(rows, limits).items():
+        if count > allowed:
+            return (
+                f"{count:,} of {queries:,} {_COUNTED_AS[name]} were later than {limits[name]:g} ms already;"
+                f" LoadGen allows {allowed:,}"
+            )
+    return ""
 
 
 def hopeless(rows: NDArray[np.void], limits: Mapping[str, float], queries: int, rate: float) -> str:
@@ -87,13 +97,9 @@ def hopeless(rows: NDArray[np.void], limits: Mapping[str, float], queries: int, 
         rows: Records so far, in order of issue.
         limits: Milliseconds by ttft, tpot, e2el.
     """
+    if why := too_late(rows, limits, queries):
+        return why
     allowed = max_late(queries, SERVER_PERCENTILE)
-    for name, count in late(rows, limits).items():
-        if count > max(allowed, 0):
-            return (
-                f"{count:,} of {queries:,} {_COUNTED_AS[name]} were later than {limits[name]:g} ms already;"
-                f" LoadGen allows {max(allowed, 0):,}"
-            )
     if "ttft" in limits and (slope := queue_slope(rows)) is not None:
         per_s, level, at = slope
         if per_s > 0:
@@ -130,6 +136,15 @@ class RateTests:
     config: RunConfig  # of these arguments
     probe_s: float | None  # length of the short tests
     run_in: Callable[..., EndedRun] = run_in  # starts a run
+    unit: ClassVar[str] = "requests"  # that a rate counts
+    start: ClassVar[float | None] = None  # first rate of a search; None: the capacity
+    note: ClassVar[str] = ""  # for the user, before the search
+    per_second: ClassVar[str] = "per second"  # the unit in lines
+
+    @property
+    def limits_ms(self) -> dict[str, float]:
+        """The limits that LoadGen does not have."""
+        return dict(self.config.goodput or {})
 
     @property
     def full_s(self) -> float:
@@ -199,34 +214,36 @@ class RateTests:
         """Run a test. Raises ConfigError or StageError if it fails without a verdict."""
         folder = self._new_folder(f"{'full' if full else 'short'}-{rate:.5g}")
         seconds = self.full_s if full else self.short_s
-        queries = queries_needed(SERVER_PERCENTILE, late=_PROBE_LATE)
-        if full:
-            queries = None if self.config.workload or self.config.is_user_set("min_query_count") else queries
-        e2el = (self.config.goodput or {}).get("e2el")
-        ended = self.run_in(
-            folder, self.mpirun, self._options(rate, seconds, queries), EarlyStop(folder, e2el)
-        )
+        options = self._options(rate, seconds, self._min_queries(full))
+        ended = self.run_in(folder, self.mpirun, options, EarlyStop(folder, self._hopeless))
         if ended.stopped:
-            rows = read_requests(folder)
-            span = float((rows["issued"] + rows["latency"]).max())
-            return RateTrial(rate, full, False, ended.stopped, len(rows) / span, str(folder))
+            completed = self._completed_per_second(read_requests(folder))
+            return RateTrial(rate, full, False, ended.stopped, completed, str(folder))
         must_have_verdict(ended, f"the test at {figure(rate, 4)} per second")
         return self._judged(rate, full, ended)
+
+    def _min_queries(self, full: bool) -> int | None:
+        has_own = self.config.workload or self.config.is_user_set("min_query_count")
+        return None if full and has_own else queries_needed(SERVER_PERCENTILE, late=_PROBE_LATE)
+
+    def _hopeless(self, rows: NDArray[np.void], result: Mapping[str, Any]) -> str:
+        loadgen = result.get("loadgen")
+        if not loadgen or not loadgen["expected_queries"]:
+            return ""
+        limits = {name: loadgen[f"{name}_latency_ms"] for name in ("ttft", "tpot")}
+        limits["e2el"] = self.limits_ms.get("e2el")  # LoadGen does not check it
+        known = {name: float(limit) for name, limit in limits.items() if limit is not None}
+        return hopeless(rows, known, int(loadgen["expected_queries"]), float(loadgen["target_qps"]))
+
+    def _completed_per_second(self, rows: NDArray[np.void]) -> float:
+        return len(rows) / float((rows["issued"] + rows["latency"]).max())
 
     def _judged(self, rate: float, full: bool, ended: EndedRun) -> RateTrial:
         result = ended.result
         valid = result["status"] == "VALID"
         refusals = failed_checks(result)
         why = "; ".join([*refusals, *result["loadgen_unsatisfied"], *result["loadgen_advice"]])
-        figures = {
-            "samples_per_second": result["samples_per_second"],
-            "tokens_per_second": result["tokens_per_second"],
-            **{
-                f"{name}_p99_ms": result[f"{name}_ms"]["p99"]
-                for name in ("ttft", "tpot")
-                if result[f"{name}_ms"]
-            },
-        }
+        figures = common_figures(result)
         if result["errors"]:
             valid, why = False, f"{result['errors']} answers were errors"
         if (goodput := result.get("goodput")) is not None:
@@ -236,3 +253,13 @@ class RateTests:
         completed, folder = result["samples_per_second"], str(ended.folder)
         doubts = [doubt for doubt in result["doubts"] if doubt not in refusals]
         return RateTrial(rate, full, valid, "" if valid else why, completed, folder, figures, doubts)
+
+
+def common_figures(result: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures of a trial that tests of all loads have."""
+    latencies = {f"{name}_p99_ms": (result[f"{name}_ms"] or {}).get("p99") for name in ("ttft", "tpot")}
+    return {
+        "samples_per_second": result["samples_per_second"],
+        "tokens_per_second": result["tokens_per_second"],
+        **{name: value for name, value in latencies.items() if value is not None},
+    }

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,19 @@ class Query(NamedTuple):
     ids: NDArray[np.uint64]  # LoadGen's
     indices: NDArray[np.int64]  # in the data set
     issued: float  # time.perf_counter()
+    prompts: Sequence[NDArray[np.int32] | None] | None = None  # in place of the data set's, except where None
+    sessions: NDArray[np.uint32] | None = None  # the conversations
+    cancel_after: NDArray[np.float64] | None = None  # seconds after sending; NaN: never
+
+    def split(self, n: int) -> tuple[Query, Query]:
+        """Return the first `n` requests, and the others."""
+        each: dict[str, Any] = self._asdict()
+        arrays = {name: each[name] for name in each if name != "issued" and each[name] is not None}
+        first, other = (
+            self._replace(**{name: values[part] for name, values in arrays.items()})
+            for part in (slice(n), slice(n, None))
+        )
+        return first, other
 
 
 class LoadGenTest:
@@ -35,6 +49,7 @@ class LoadGenTest:
     ) -> None:
         """`loop`: the main thread's event loop, woken by changes of `issued` or `finished`."""
         self.issued: deque[Query] = deque()
+        self.request_flags = 0
         self.finished = False
         self.error: BaseException | None = None
         self.use_token_latencies = (
@@ -53,13 +68,21 @@ class LoadGenTest:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self._thread.start()
 
-    def first_tokens(self, responses: list[Any]) -> None:
-        """Report the first tokens of samples to LoadGen."""
-        lg.FirstTokenComplete(responses)
+    def first_tokens(self, ids: list[int], tokens: NDArray[np.int32], starts: list[int]) -> None:
+        """Report the first tokens of samples to LoadGen: ``tokens[start]`` for each start."""
+        lg.FirstTokenComplete(sample_responses(ids, tokens, starts, [1] * len(ids)))
 
-    def complete(self, responses: list[Any]) -> None:
-        """Report the answers of samples to LoadGen, which copies the tokens before this returns."""
-        lg.QuerySamplesComplete(responses)
+    def complete(
+        self, ids: list[int], tokens: NDArray[np.int32], starts: list[int], lengths: list[int], is_error: bool
+    ) -> None:
+        """Report responses to LoadGen, which copies the tokens before this returns.
+
+        A response is ``tokens[start : start + length]``. LoadGen does not distinguish errors.
+        """
+        lg.QuerySamplesComplete(sample_responses(ids, tokens, starts, lengths))
+
+    def message(self, id_: int, text: bytes) -> None:
+        """Do nothing: LoadGen receives tokens."""
 
     def _issue(self, ids: list[int], indices: list[int]) -> None:
         self.issued.append(Query(np.array(ids, np.uint64), np.array(indices, np.int64), time.perf_counter()))

@@ -15,6 +15,7 @@ from mpillm.options.fields import AllFields
 from mpillm.options.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS
 from mpillm.options.flags import check_limits, limits_of_engine
 from mpillm.options.mitten import autoconfigure, bind, overlaid
+from mpillm.programs.load_clients.kinds import CONVERSATIONS
 
 if TYPE_CHECKING:  # its import takes time at the start of every rank
     from mpillm.options.generation_config import GenerationConfig
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # its import takes time at the start of every rank
 @bind(AllFields.core_type)
 @bind(AllFields.benchmarks)
 @bind(AllFields.scenarios)
+@bind(AllFields.harness, "load_client")
 @bind(AllFields.tensor_parallelism)
 @bind(AllFields.pipeline_parallelism)
 @bind(AllFields.moe_expert_parallelism)
@@ -40,6 +42,7 @@ class HarnessConfig:
     core_type: str = AllFields.core_type.default
     benchmarks: tuple[str, ...] = ()
     scenarios: tuple[str, ...] = ("Offline",)
+    load_client: str | None = None
     tensor_parallelism: int = 1
     pipeline_parallelism: int = 1
     moe_expert_parallelism: int = 1
@@ -60,8 +63,9 @@ class HarnessConfig:
 
     @property
     def streaming(self) -> bool:
-        """True if first tokens are reported early; LoadGen needs them in every scenario except Offline."""
-        return self.scenarios != ("Offline",) and (self.gen_config is None or self.gen_config.streaming)
+        """True if first tokens are reported early: in conversations, and in all scenarios except Offline."""
+        measured = self.scenarios != ("Offline",) or self.load_client == CONVERSATIONS
+        return measured and (self.gen_config is None or self.gen_config.streaming)
 
 
 @autoconfigure

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import disagg
@@ -172,6 +172,13 @@ class TrtllmHlApiConfig(TrtllmHarnessConfig):
 
 @autoconfigure
 @bind(AllFields.trtllm_server_urls, "endpoint_urls")
+@bind(AllFields.endpoint_type)
+@bind(AllFields.extra_body)
+@bind(AllFields.extra_headers)
+@bind(AllFields.endpoint_path)
+@bind(AllFields.insecure)
+@bind(AllFields.session_header)
+@bind(AllFields.lora_modules)
 @bind(AllFields.load_deadline)
 @bind(AllFields.health_deadline)
 @bind(AllFields.compliance_test)
@@ -180,6 +187,13 @@ class TrtllmEndpointConfig(TrtllmHlApiConfig):
     """trtllm-serve over HTTP."""
 
     endpoint_urls: tuple[str, ...] = ("0.0.0.0:30000",)
+    endpoint_type: str = AllFields.endpoint_type.default
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    extra_headers: dict[str, str] = field(default_factory=dict)
+    endpoint_path: str | None = None
+    insecure: bool = AllFields.insecure.default
+    session_header: str = AllFields.session_header.default
+    lora_modules: tuple[str, ...] | None = None
     load_deadline: float = AllFields.load_deadline.default  # seconds, and below
     health_deadline: float = AllFields.health_deadline.default
     compliance_test: str | None = None

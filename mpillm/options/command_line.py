@@ -48,6 +48,8 @@ _ADVICE = {
     "--dp": "the number of ranks sets the number of instances",
     "--data_parallel_size": "the number of ranks sets the number of instances",
 }
+_LONG_OPTION = re.compile(r"--\w+=")
+_NO_BLANK = "\0"  # not in any argument
 _MPIRUN_OPTION = re.compile(r"(-n|-np|--np|-H|--host|--hostfile)(=.*)?|-n[0-9]+")  # options of mpirun
 
 
@@ -139,7 +141,17 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Do as argparse's `parse_known_args`, where hyphens equal underscores."""
-        return self.parse_known_args([underscored(arg) for arg in args or ()], namespace)
+        before, visible = "", []
+        for arg in map(underscored, args or ()):
+            action = self._option_string_actions.get(before)
+            name = arg.partition("=")[0]
+            is_value = action is not None and action.nargs is None  # the option before needs one
+            is_unknown = not is_value and _LONG_OPTION.match(arg) and name not in self._option_string_actions
+            # An unknown option with a blank would be a value of an option that may have one, such as a flag.
+            visible.append(arg.replace(" ", _NO_BLANK) if is_unknown else arg)
+            before = arg
+        values, unknown = self.parse_known_args(visible, namespace)
+        return values, [arg.replace(_NO_BLANK, " ") for arg in unknown]
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Do as argparse's `parse_args`, but raise ConfigError for unknown arguments."""

@@ -32,6 +32,7 @@ class YamlKey:
     # The YAML's names by the option's values, if they differ.
     yaml_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     also: str = ""  # an LLM argument that sets the option if the key is missing
+    unit: float = 1.0  # number in the YAML for 1 of the option; if not 1, the YAML's 0 sets nothing
 
     @property
     def name(self) -> str:
@@ -68,8 +69,11 @@ ROUTER = YamlKey(
     {name: name for name in AllFields.traffic_distribution_policy.choices}
     | {PROMPTS_ALONE: "load_balancing"},
 )
-# The parameters of TensorRT-LLM's router kv_cache_aware that mpillm's router supports.
-ROUTER_ARGUMENTS = ("tokens_per_block", "max_batch_size")
+# The parameters of routers that mpillm supports. Those of kv_cache_aware are TensorRT-LLM's.
+ROUTER_ARGUMENTS = {
+    "kv_cache_aware": ("tokens_per_block", "max_batch_size"),
+    "conversation": ("max_batch_size",),
+}
 KV_TRANSFER_TIMEOUT = YamlKey(
     AllFields.kv_transfer_timeout_ms, ("cache_transceiver_config", "kv_transfer_timeout_ms")
 )
@@ -92,6 +96,7 @@ CORE = (
     ),
     YamlKey(AllFields.tokens_per_block, ("kv_cache_config", "tokens_per_block")),
     YamlKey(AllFields.enable_kv_cache_reuse, ("kv_cache_config", "enable_block_reuse")),
+    YamlKey(AllFields.kv_host_cache_gb, ("kv_cache_config", "host_cache_size"), unit=1e9),
     YamlKey(AllFields.enable_chunked_context, ("enable_chunked_prefill",)),
     YamlKey(AllFields.speculative_config, ("speculative_config",)),
     YamlKey(
@@ -171,6 +176,10 @@ def _section_values(
             continue
         where = f"{path}: {section}.{key.name}"
         own = next((name for name, yaml_name in key.yaml_names.items() if yaml_name == value), value)
+        if key.unit != 1 and isinstance(value, (int, float)):
+            if not value:
+                continue
+            own = value / key.unit
         checked = OptionValue(key.field.check(own, where), Source.YAML, where)
         values[key.field.name] = YamlValue(checked, str(value))
     return values
@@ -188,8 +197,9 @@ def same(name: str, one: Any, other: Any) -> bool:
 
 
 def router_arguments(server: ServerConfig, tokens_per_block: int) -> dict[str, int]:
-    """Return the parameters of the router kv_cache_aware; `tokens_per_block` is a default."""
-    explicit = {name: server.router[name] for name in ROUTER_ARGUMENTS if server.router.get(name) is not None}
+    """Return the parameters of the section's router; `tokens_per_block` is a default."""
+    names = ROUTER_ARGUMENTS["kv_cache_aware"]
+    explicit = {name: server.router[name] for name in names if server.router.get(name) is not None}
     return {"tokens_per_block": tokens_per_block, **explicit}
 
 
@@ -203,6 +213,8 @@ def written(server: ServerConfig, values: Mapping[YamlKey, Any]) -> ServerConfig
         outer, *inner = key.key
         into = known if outer in SERVER else extra
         yaml_value = key.yaml_names.get(value, value) if key.yaml_names else value
+        if key.unit != 1:
+            yaml_value = int(value * key.unit)
         if inner:
             outer_value = known.get(outer, getattr(server, outer)) if outer in SERVER else extra.get(outer)
             yaml_value = _put(outer_value or {}, inner, yaml_value)
@@ -250,8 +262,7 @@ def without_effect(
     keys += SERVER_ONLY if is_server else ()
     read = {key.key for key in keys} | {("moe_tensor_parallel_size",)}
     read |= {(key.also,) for key in keys if key.also and _at(server, key.key) is None}
-    if ROUTER.value_in(server) == "kv_cache_aware":
-        read |= {("router", name) for name in ROUTER_ARGUMENTS}
+    read |= {("router", name) for name in ROUTER_ARGUMENTS.get(ROUTER.value_in(server), ())}
     known = ("kv_cache_config", "cache_transceiver_config", "router", *(() if is_server else ("urls",)))
     values = {name: getattr(server, name) for name in known if getattr(server, name)}
     for outer, value in {**values, **server.extra}.items():

@@ -41,12 +41,13 @@ ANY = object()
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """A use of a value. An empty field means all: all commands, cores or scenarios."""
+    """A use of a value. An empty field means all: all commands, cores, scenarios or loads."""
 
     commands: tuple[str, ...] = ()
     cores: tuple[str, ...] = ()
     scenarios: tuple[str, ...] = ()
     needs: tuple[str, Any] | None = None  # another option or build flag, and the value that it must have
+    loads: tuple[str, ...] = ()  # what makes the load: see `RunConfig.load`
 
 
 @dataclasses.dataclass(frozen=True)

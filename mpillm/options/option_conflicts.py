@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
+from mpillm.core_names import TRTLLM_ENDPOINT
 from mpillm.options.field import Field
 from mpillm.options.fields import BY_NAME, AllFields
+from mpillm.options.synthetic_conversations import Uniform, sizes_of
 from mpillm.options.unused_options import SERVER_SIZES
 from mpillm.programs.load_clients.kinds import kind_of as load_client_kind
 from mpillm.programs.servers.kinds import kind_of
@@ -28,6 +30,17 @@ def check_conflicts(config: RunConfig) -> None:
             f"{config.named('dry_run')}: `python -m mpillm plan` shows what a run would do, without MPI"
         )
     check_options(config)
+
+
+def check_served(config: RunConfig) -> None:
+    """Raise ConfigError for options with which `serve` would send requests to servers behind it."""
+    for name in ("reset_prefix_cache", "profile"):
+        if config.core_type in TRTLLM_ENDPOINT and config[BY_NAME[name]]:
+            raise ConfigError(
+                f"{config.named(name)}: serve does not pass it to servers behind it; send the request to each"
+                " server",
+                about=[name],
+            )
 
 
 def check_options(config: RunConfig) -> None:
@@ -63,24 +76,74 @@ def check_options(config: RunConfig) -> None:
         _check_nodes(config)
     if config.dataset == "synthetic" and config.is_user_set("dataset_path"):
         raise ConfigError(f"{config.named('dataset')} and {config.named('dataset_path')} exclude each other")
+    if config.max_local_prefill_length and config.mode != "disaggregated":
+        raise ConfigError(
+            f"{config.named('max_local_prefill_length')} needs --mode disaggregated",
+            about=["max_local_prefill_length", "mode"],
+        )
+    _check_acceptance_length(config)
+    if config.cache_salt == "conversation" and not config.has_conversations:
+        raise ConfigError(f"{config.named('cache_salt')} needs --harness conversations", about=["cache_salt"])
+    if config.request_cancellation_rate is not None and config.on_instance_loss == "continue":
+        raise ConfigError(
+            f"{config.named('request_cancellation_rate')} and {config.named('on_instance_loss')} exclude each"
+            " other: a lost request cannot be cancelled"
+        )
+    if config.synthetic_conversations:
+        _check_synthetic_conversations(config)
     check_harness(config)
     check_mode(config)
 
 
-def check_harness(config: RunConfig) -> None:
-    """Raise ConfigError for an option of LoadGen in a run with a load client."""
-    if not config.harness:
-        return
-    for name in (
-        *("test_mode", "compliance_test", "audit_conf", "save_outputs", "require_valid"),
-        "show_steady_state_progress",
-    ):
-        if name == "test_mode" and load_client_kind(config.harness).answers is not None:
-            continue  # the command `accuracy` scores this client's answers
+def _check_synthetic_conversations(config: RunConfig) -> None:
+    """Raise ConfigError for another data set, or for other lengths of responses."""
+    of_files = ("dataset", "dataset_path", "trace_columns", "shuffle", "max_input_len")
+    of_responses = ("min_output_len", "stop_words", "end_ids")  # these have exactly the length `output`
+    for name in (*of_files, *of_responses):
         if config.is_user_set(name) and config[BY_NAME[name]] != BY_NAME[name].default:
             raise ConfigError(
-                f"{config.named('harness')} and {config.named(name)} exclude each other: that is LoadGen's"
+                f"{config.named('synthetic_conversations')} and {config.named(name)} exclude each other"
             )
+    output = sizes_of(config.synthetic_conversations or {}).output
+    longest = output.high if isinstance(output, Uniform) else output.mean  # others are not certain to occur
+    if longest > config.max_output_len:
+        raise ConfigError(
+            f"{config.named('synthetic_conversations')}: output of {longest:g} tokens is more than"
+            f" {config.named('max_output_len')}, where every answer ends; set --max_output_len {longest:g}",
+            about=["max_output_len"],
+        )
+
+
+def _check_acceptance_length(config: RunConfig) -> None:
+    """Raise ConfigError where --acceptance_length cannot be set, or would make results meaningless."""
+    if config.acceptance_length is None:
+        return
+    name = config.named("acceptance_length")
+    if config.trtllm_server_urls:
+        raise ConfigError(
+            f"{name}: the servers of {config.named('trtllm_server_urls')} run already; set their own setting"
+            " where they are started, or let the run start them with --server",
+            about=["acceptance_length", "trtllm_server_urls"],
+        )
+    for other in ("test_mode", "compliance_test", "audit_conf"):
+        if getattr(config, other) not in (None, "PerformanceOnly"):
+            raise ConfigError(
+                f"{name} and {config.named(other)} exclude each other: the tokens are not the model's",
+                about=["acceptance_length", other],
+            )
+
+
+def check_harness(config: RunConfig) -> None:
+    """Raise ConfigError for a test that only LoadGen makes, in a run with a load client."""
+    if not config.harness:
+        return
+    is_accuracy = config.test_mode == "AccuracyOnly" and not config.has_conversations
+    if is_accuracy and load_client_kind(config.harness).answers is None:
+        raise ConfigError(
+            f"{config.named('harness')} and {config.named('test_mode')} exclude each other: its report has no"
+            " answers to score",
+            about=["harness", "test_mode"],
+        )
     if config.scenario == "SingleStream":
         raise ConfigError(
             f"{config.named('harness')}: SingleStream is LoadGen's; --concurrency 1 keeps one request open"
@@ -109,7 +172,7 @@ def _check_restart(config: RunConfig) -> None:
         why = "the run starts no servers (--server)"
     elif kind_of(config.server).client_port:
         why = f"a {config.server} server is not started again"
-    elif config.harness:
+    elif config.harness and not config.has_conversations:
         why = f"the client of {config.named('harness')} may use a server itself, and would not detect it"
     elif config.server_nodes > 1:
         why = "a server over several nodes is not started again"

@@ -15,14 +15,14 @@ from mpillm.options.field import Field
 from mpillm.options.fields import FIELDS, AllFields, command_fields
 from mpillm.options.fields.effects import RUN, SERVE
 from mpillm.options.layers import layers_of
-from mpillm.options.option_conflicts import check_compliance, check_conflicts
+from mpillm.options.option_conflicts import check_compliance, check_conflicts, check_served
 from mpillm.options.run_config import RunConfig
 from mpillm.options.unused_options import check_unused
 
 # The options in `run --help`.
 RUN_FIELDS = command_fields(
-    *("workload", "topology", "model", "own servers", "other harness", "build", "harness", "triton"),
-    *("data", "generation", "test", "output", "deadlines"),
+    *("workload", "topology", "model", "own servers", "other harness", "conversations", "build", "harness"),
+    *("triton", "data", "generation", "test", "output", "deadlines"),
     # The ports are written to the YAML in the run directory.
     also=("server_port", "worker_start_port", "tritonserver", "force"),
 )
@@ -62,14 +62,15 @@ _MAIN = (
     *("server", "server_args", "clients_per_server", "server_nodes"),
     *("trtllm_server_urls", "harness", "harness_args", "concurrency", "host", "port"),
     *("dataset_path", "max_output_len", "server_target_qps", "goodput", "min_duration", "min_query_count"),
-    *("test_mode", "user_conf", "log_dir", "save_outputs", "force", "on_instance_loss"),
+    *("test_mode", "user_conf", "log_dir", "save_outputs", "requests_file", "force", "on_instance_loss"),
 )
 
 
-def parse_run(argv: Sequence[str], behind: Parser | None = None) -> RunConfig:
+def parse_run(argv: Sequence[str], behind: Parser | None = None, command: str = RUN) -> RunConfig:
     """Return the configuration from a command line of `run`.
 
     `behind`: the parser of a command that starts runs with the options which that parser does not have.
+    `command`: that command, if it uses more options than `run` (see `unused_options`).
     """
     parser = Parser(
         prog="mpillm run",
@@ -84,7 +85,7 @@ def parse_run(argv: Sequence[str], behind: Parser | None = None) -> RunConfig:
     config = parse(argv, parser, RUN_FIELDS).with_yaml()
     check_conflicts(config)
     check_compliance(config)
-    check_unused(config, RUN)
+    check_unused(config, command)
     return config
 
 
@@ -107,6 +108,7 @@ def parse_serve(argv: Sequence[str]) -> RunConfig:
     )
     config = parse(argv, parser, SERVE_FIELDS, _SERVE_DEFAULTS).with_yaml()
     check_conflicts(config)
+    check_served(config)
     check_unused(config, SERVE)
     if config.server_role in ("context", "generation"):
         config.disagg_role = config.server_role
@@ -126,8 +128,9 @@ def without(argv: Sequence[str], names: Collection[str]) -> list[str]:
 
 
 def run_name(config: RunConfig) -> str:
-    """Return ``<workload or model>-<scenario>``, for the run directory's name."""
-    return plain_name(f"{model_name(config)}-{config.scenario}")
+    """Return ``<workload or model>-<scenario or conversations>``, for the run directory's name."""
+    load = config.harness if config.has_conversations else config.scenario
+    return plain_name(f"{model_name(config)}-{load}")
 
 
 def model_name(config: RunConfig) -> str:

@@ -137,6 +137,95 @@ def token_ids(text: str) -> tuple[int, ...]:
     return tuple(map(natural, text.split(",")))
 
 
+# Fields of requests that mpillm sets, and headers of their transport.
+_OWN_FIELDS = {
+    *("model", "prompt", "messages", "tools", "n", "stream", "stream_options", "seed", "temperature"),
+    *("top_p", "top_k", "max_tokens", "max_completion_tokens", "min_tokens", "stop", "stop_token_ids"),
+    *("ignore_eos", "cache_salt"),
+}
+_OWN_HEADERS = {
+    *("host", "content-type", "content-length", "content-encoding", "transfer-encoding", "connection"),
+    *("expect", "upgrade", "accept-encoding", "x-session-id"),
+}
+_PATH = re.compile(r"/[!-~]{0,1000}")
+_MAX_MODEL_NAME = 1000  # characters
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}")
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(text)
+    masked_value(value)  # registers its secrets
+    return value
+
+
+@expects('a JSON object, such as {"priority": 1}', json.dumps, reads_dict=True)
+def body_fields(text: str) -> dict[str, Any]:
+    """Return fields that are added to the body of each request."""
+    fields = _json_object(text)
+    if own := sorted(_OWN_FIELDS & fields.keys()):
+        raise Reason(f"mpillm sets {own[0]} by itself, from other options and the data set")
+    return fields
+
+
+@expects('a JSON object of texts, such as {"X-Tenant": "a"}', json.dumps, reads_dict=True)
+def headers(text: str) -> dict[str, str]:
+    """Return headers that are added to each request."""
+    fields = _json_object(text)
+    for name, value in fields.items():
+        if not _HEADER_NAME.fullmatch(name) or name.lower() in _OWN_HEADERS:
+            raise Reason(f"{name!r} is not a header that can be added")
+        if not isinstance(value, str) or not value.isprintable() or not value.isascii() or len(value) > 8192:
+            raise Reason(f"the value of {name} must be printable ASCII text of at most 8,192 characters")
+    return fields
+
+
+@expects("the name of a header, such as X-Session-ID")
+def session_header(text: str) -> str:
+    """Return the name of a header whose value mpillm sets."""
+    if not _HEADER_NAME.fullmatch(text) or text.lower() in _OWN_HEADERS - {"x-session-id"}:
+        raise Reason(f"{text!r} is not a header that can be added")
+    return text
+
+
+def key_values(text: str, keys: Collection[str]) -> dict[str, str]:
+    """Return the values of ``key=value,key=value`` by key. Raises Reason for an unknown or repeated key."""
+    values: dict[str, str] = {}
+    for pair in text.split(","):
+        key, _, value = (part.strip() for part in pair.partition("="))
+        if key not in keys:
+            raise Reason(f"no key {key!r}{nearest(key, keys)}: {', '.join(keys)}")
+        if key in values:
+            raise Reason(f"{key} occurs twice")
+        values[key] = value
+    return values
+
+
+def joined_key_values(value: Any) -> str:
+    """Return the text of a dictionary, for `key_values`."""
+    return ",".join(f"{key}={one}" for key, one in value.items()) if isinstance(value, dict) else str(value)
+
+
+@expects("a path of a URL, such as /openai/chat/completions")
+def url_path(text: str) -> str:
+    """Return the path of a URL, which may have a query."""
+    if not _PATH.fullmatch(text):
+        raise Reason("it must begin with / and be printable ASCII text without blanks")
+    return text
+
+
+@expects("names of models separated by commas", _listed)
+def model_names(text: str) -> tuple[str, ...]:
+    """Return models' names, each once."""
+    return _each_once(text.split(","), _model_name)
+
+
+def _model_name(name: str) -> None:
+    if not name or not name.isprintable() or len(name) > _MAX_MODEL_NAME:
+        raise Reason(f"{name[:_MAX_MODEL_NAME]!r} is not a model's name")
+
+
 _UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}  # in seconds
 _DAY = 86400.0
 _AS = "as 600s, 10min or 600000ms; a bare number is seconds"
@@ -184,6 +273,18 @@ def rate(text: str) -> float:
     return _above(_number(text), 0, 1e9)
 
 
+@expects("a number above 0 and up to 1000, or inf")
+def shape_of_gamma(text: str) -> float:
+    """Return the shape of a gamma distribution. Infinite: without variation."""
+    return math.inf if text == "inf" else _above(_number(text), 0, 1000)
+
+
+@expects("a number above 0 and up to 1000000")
+def gigabytes(text: str) -> float:
+    """Gigabytes of memory."""
+    return _above(_number(text), 0, 1e6)
+
+
 @expects("a number of at least 0")
 def not_negative(text: str) -> float:
     """Return a number of at least 0."""
@@ -200,6 +301,12 @@ def one_or_more(text: str) -> float:
 def fraction(text: str) -> float:
     """Return a number above 0 and up to 1."""
     return _above(_number(text), 0, 1)
+
+
+@expects("a number above 0 and up to 100, percent")
+def percent(text: str) -> float:
+    """Return a number above 0 and up to 100."""
+    return _above(_number(text), 0, 100)
 
 
 def _json_list(value: Any) -> str:
@@ -402,12 +509,16 @@ def name_or_class(
     return parse
 
 
-def kind_of_program(kinds: NamedKinds[Any]) -> Callable[[str], str]:
-    """Make a parser of the name of a kind of program, in any letter case, or of ``command:WORDS``."""
+def kind_of_program(kinds: NamedKinds[Any], *more: str) -> Callable[[str], str]:
+    """Make a parser of the name of a kind of program, in any letter case, or of ``command:WORDS``.
 
-    @expects(f"{', '.join(kinds.built_in)}, or {OTHER}WORDS")
+    `more`: further names.
+    """
+    names = (*more, *kinds.built_in)
+
+    @expects(f"{', '.join(names)}, or {OTHER}WORDS")
     def parse(text: str) -> str:
-        if text.lower() in kinds.built_in:
+        if text.lower() in names:
             return text.lower()
         try:
             kinds.kind_of(text)

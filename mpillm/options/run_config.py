@@ -13,11 +13,13 @@ from disagg.errors import ConfigError
 from launch.masking import masked_value
 from mpillm import workloads
 from mpillm.options.fields import BY_NAME, AllFields
+from mpillm.options.fields.effects import LOAD_CLIENTS, LOADGEN
 from mpillm.options.layers import Layers
 from mpillm.options.parsers import Secret
 from mpillm.options.sources import COMMAND_LINE, OptionValue, Source
 from mpillm.options.values import Values
 from mpillm.programs.load_clients.client_files import check_no_client_file
+from mpillm.programs.load_clients.kinds import CONVERSATIONS
 
 if TYPE_CHECKING:  # slow to import, and few runs have a YAML
     from disagg import DisaggConfig
@@ -51,6 +53,21 @@ class RunConfig(Values, AllFields):
         """LoadGen's scenario, for a command that has just one."""
         (scenario,) = self.scenarios
         return str(scenario)
+
+    @property
+    def load(self) -> str:
+        """The source of the load: LOADGEN, LOAD_CLIENTS or CONVERSATIONS."""
+        return LOADGEN if not self.harness else CONVERSATIONS if self.has_conversations else LOAD_CLIENTS
+
+    @property
+    def issues_all_at_once(self) -> bool:
+        """Whether every request exists when the test starts: LoadGen's Offline."""
+        return self.load == LOADGEN and self.scenario == "Offline"
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether the load is that of conversations, in the place of LoadGen's."""
+        return bool(self.harness == CONVERSATIONS)
 
     @property
     def benchmark(self) -> str | None:

@@ -17,13 +17,19 @@ from disagg.errors import ConfigError, nearest
 from mpillm.core_names import WITH_BACKENDS, with_backend
 from mpillm.options.field import ANY, Field, Use
 from mpillm.options.fields import BY_NAME, FIELDS, SIZES, AllFields
-from mpillm.options.fields.effects import CLIENTS, DISAGG, PLAN, RUN, SERVE, STAGES
+from mpillm.options.fields.effects import CLIENTS, DISAGG, FIND_MAX_QPS, PLAN, RUN, SERVE, STAGES
 from mpillm.options.fields.runtime_flags import KNOWN_FLAGS, names_of
 from mpillm.options.run_config import RunConfig
 from mpillm.options.sources import OptionValue, Source
+from mpillm.programs.load_clients.kinds import CONVERSATIONS
 from mpillm.programs.servers.kinds import kind_of
 
-_COMMANDS_OF = {RUN: (RUN,), SERVE: (SERVE,), PLAN: (RUN, PLAN)}
+_COMMANDS_OF = {
+    RUN: (RUN,),
+    SERVE: (SERVE,),
+    PLAN: (RUN, PLAN),
+    FIND_MAX_QPS: (RUN, FIND_MAX_QPS),
+}
 """By command: the commands whose options it uses. Commands without an entry are stages before these."""
 
 _OF_ENGINES = ("model", "checkpoint", "build")
@@ -198,6 +204,9 @@ def _lacking(use: Use, config: RunConfig, command: str) -> tuple[int, _Cause] | 
     if use.scenarios and not set(use.scenarios).intersection(config.scenarios):
         text = ", ".join(config.scenarios)
         return 2, _Cause(f"in scenario {text} (it is for {' and '.join(use.scenarios)})", "scenarios")
+    if use.loads and config.load not in use.loads:
+        # As close as a scenario: of two uses that lack one of these, the first one is the cause.
+        return 2, _Cause(_wrong_load(use.loads, config), "harness")
     if use.needs is not None:
         name, value = use.needs
         if name not in BY_NAME:
@@ -207,8 +216,16 @@ def _lacking(use: Use, config: RunConfig, command: str) -> tuple[int, _Cause] | 
         set_value = getattr(config, name)
         if (not set_value) if value is ANY else set_value != value:
             value_text = "" if value is ANY else f" {BY_NAME[name].text(value)}"
-            return 3, _Cause(f"without --{name}{value_text}", name)
+            return 2, _Cause(f"without --{name}{value_text}", name)
     return None
+
+
+def _wrong_load(loads: tuple[str, ...], config: RunConfig) -> str:
+    if loads == (CONVERSATIONS,):
+        return f"without --harness {CONVERSATIONS}"
+    if not config.harness:
+        return "without --harness"
+    return f"with --harness {config.harness.partition(':')[0]} (it is for {' and '.join(loads)})"
 
 
 def _is_set(field: Field, value: OptionValue) -> bool:

@@ -23,12 +23,12 @@ def late(rows: NDArray[np.void], limits: Mapping[str, float]) -> dict[str, int]:
     return {name: int((_SECONDS[name](rows) > limit / 1e3).sum()) for name, limit in limits.items()}
 
 
-def good(rows: NDArray[np.void], limits: Mapping[str, float]) -> int:
-    """Return how many requests met all limits: vLLM calls them good."""
-    met = rows["error"] == 0
+def is_good(rows: NDArray[np.void], limits: Mapping[str, float]) -> NDArray[np.bool_]:
+    """Return which requests met all limits: vLLM calls them good."""
+    met: NDArray[np.bool_] = rows["error"] == 0
     for name, limit in limits.items():
         met &= ~(_SECONDS[name](rows) > limit / 1e3)
-    return int(met.sum())
+    return met
 
 
 def goodput(rows: NDArray[np.void], limits: Mapping[str, float], seconds: float) -> dict[str, Any]:
@@ -36,9 +36,10 @@ def goodput(rows: NDArray[np.void], limits: Mapping[str, float], seconds: float)
 
     `late_allowed`: late answers that LoadGen's early stopping would allow for each limit.
     """
+    good = int(is_good(rows, limits).sum())
     return {
         "limits_ms": dict(limits),
-        "good_requests_per_second": round(good(rows, limits) / seconds, 4) if seconds > 0 else 0.0,
+        "good_requests_per_second": round(good / seconds, 4) if seconds > 0 else 0.0,
         "late": late(rows, limits),
         "late_allowed": max(0, max_late(len(rows), SERVER_PERCENTILE)),
     }

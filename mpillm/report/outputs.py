@@ -28,19 +28,25 @@ class Outputs:
         self._file = path.open("w", buffering=1, encoding="utf-8") if path else None
         self._first: dict[int, NDArray[np.int32]] = {}
 
-    def add(self, index: int, tokens: NDArray[np.int32]) -> None:
-        """Take the answer to the sample at `index`. Raises OSError if the disk is full."""
+    def add(self, index: int, tokens: NDArray[np.int32], prompt: NDArray[np.int32] | None = None) -> None:
+        """Take the answer to the sample at `index`. Raises OSError if the disk is full.
+
+        `prompt`: its tokens; None: those in the data set.
+        """
         if index not in self._first and (len(self._first) < N_CONSOLE or index < max(self._first)):
             if len(self._first) == N_CONSOLE:
                 del self._first[max(self._first)]
             self._first[index] = tokens.copy()
         if self._file is not None:
-            output = tokens.tolist()
             line: dict[str, Any] = {
                 "index": index,
-                "input_tokens": self._dataset.sample(index).tolist(),
-                "output_tokens": output,
+                "input_tokens": (self._dataset.sample(index) if prompt is None else prompt).tolist(),
+                "output_tokens": tokens.tolist(),
             }
+            if (turns := self._dataset.turns) is not None:
+                conversation = int(np.searchsorted(turns.first, index, "right")) - 1
+                line["conversation"] = turns.conversations[conversation].name
+                line["turn"] = index - int(turns.first[conversation])
             if not isinstance(self._tokenizer, NoTokenizer):
                 line["text"] = self._tokenizer.decode(tokens)
             with naming(self._path):

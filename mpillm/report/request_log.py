@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
+from mpillm.comms.messages import PROMPT_COUNTS
 from mpillm.files import naming
 from mpillm.report.run_directory import REQUESTS
 
@@ -20,15 +21,21 @@ RECORD = np.dtype(
         ("index", "<i4"),  # in the data set
         ("tokens", "<i4"),  # of the answer
         ("error", "<u4"),  # 1: the answer is an error
+        ("prompt", "<i4"),  # tokens of the prompt, as the instance counted them; -1: unknown
+        ("cached", "<i4"),  # those of them that were in a KV cache; -1: unknown
+        ("session", "<u4"),  # the same for all requests of one conversation; 0: of no conversation
     ]
 )
-"""One request, in the order in which answers came. 28 bytes."""
+"""One request, in the order in which answers came. 40 bytes."""
+MAGIC = b"requests"
+"""The beginning of the file. Older files have neither this nor the last three fields."""
 
+_OLD_RECORD = np.dtype([(name, RECORD[name]) for name in (RECORD.names or ())[:-3]])
 _BUFFER_BYTES = 1 << 16
 _LONGEST_S = 1e8  # of a test: 3 years
 # Records are written in batches: creating records takes NumPy 20 µs, however few.
 _CALLS = 256  # of `add`, in one batch
-_ROWS = 4096  # 170 kB, in one batch
+_ROWS = 4096  # 180 kB, in one batch
 
 
 class RequestLog:
@@ -40,7 +47,8 @@ class RequestLog:
         self._file: BinaryIO | None = None
         self._added: list[tuple[NDArray[Any], ...]] = []  # the columns of answers that are not written yet
         self._n_added = 0  # rows in `_added`
-        self._ones: list[tuple[float, float, float, int, int, bool]] = []  # rows that came after `_added`
+        # Rows that came after `_added`.
+        self._ones: list[tuple[float, float, float, int, int, bool, tuple[int, int], int]] = []
 
     def add(
         self,
@@ -50,44 +58,62 @@ class RequestLog:
         index: NDArray[np.int64],
         tokens: NDArray[np.int64],
         error: NDArray[np.bool_],
+        counts: NDArray[np.void],
+        sessions: NDArray[np.uint32],
     ) -> None:
         """Add answers that came together at `ended`: arrays with an entry each, times in seconds of the test.
 
-        `first`: NaN where there was no first token. The arrays are kept. Raises OSError, with the file's
-        name, if the disk is full.
+        `first`: NaN where there was no first token. `counts`: `PROMPT_COUNTS`, of the prompts. `sessions`: 0
+        if they are not of conversations. The arrays are kept. Raises OSError, with the file's name, if the
+        disk is full.
         """
         self._take_ones()
-        self._added.append((issued, first, ended - issued, index, tokens, error))
+        self._added.append((issued, first, ended - issued, index, tokens, error, counts, sessions))
         self._n_added += len(index)
         if len(self._added) >= _CALLS or self._n_added >= _ROWS:
             self._write()
 
     def add_one(
-        self, issued: float, first: float, ended: float, index: int, tokens: int, error: bool
+        self,
+        issued: float,
+        first: float,
+        ended: float,
+        index: int,
+        tokens: int,
+        error: bool,
+        counts: tuple[int, int] = (-1, -1),
+        session: int = 0,
     ) -> None:
         """Do as `add`, for one answer."""
-        self._ones.append((issued, first, ended - issued, index, tokens, error))
+        self._ones.append((issued, first, ended - issued, index, tokens, error, counts, session))
         if len(self._ones) >= _CALLS:
             self._write()
 
     def _take_ones(self) -> None:
         if self._ones:
-            self._added.append(tuple(map(np.array, zip(*self._ones, strict=True))))
+            *columns, counts, sessions = zip(*self._ones, strict=True)
+            pairs = np.array(list(counts), PROMPT_COUNTS)
+            self._added.append((*map(np.array, columns), pairs, np.array(sessions, np.uint32)))
             self._ones.clear()
 
     def _write(self) -> None:
         self._take_ones()
         if not self._added:
             return
-        issued, first, latency, index, tokens, error = map(np.concatenate, zip(*self._added, strict=True))
+        issued, first, latency, index, tokens, error, counts, sessions = map(
+            np.concatenate, zip(*self._added, strict=True)
+        )
         self._added.clear()
         self._n_added = 0
         rows = np.empty(len(issued), RECORD)
         rows["issued"], rows["ttft"], rows["latency"] = issued, first - issued, latency
         rows["index"], rows["tokens"], rows["error"] = index, tokens, error
+        rows["prompt"], rows["cached"] = counts["prompt"], counts["cached"]
+        rows["session"] = sessions
         with naming(self._path):
             if self._file is None:
                 self._file = self._path.open("wb", buffering=_BUFFER_BYTES)
+                self._file.write(MAGIC)
             self._file.write(rows.tobytes())
 
     def flush(self) -> None:
@@ -144,13 +170,22 @@ def _records(folder: Path) -> NDArray[np.void]:
         ) from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    return np.frombuffer(data[: len(data) // RECORD.itemsize * RECORD.itemsize], RECORD)
+    if data.startswith(MAGIC):
+        n = (len(data) - len(MAGIC)) // RECORD.itemsize
+        return np.frombuffer(data, RECORD, n, len(MAGIC))
+    old = np.frombuffer(data, _OLD_RECORD, len(data) // _OLD_RECORD.itemsize)
+    rows = np.zeros(len(old), RECORD)
+    for name in _OLD_RECORD.names or ():
+        rows[name] = old[name]
+    rows["prompt"] = rows["cached"] = -1
+    return rows
 
 
 def _possible(rows: NDArray[np.void]) -> NDArray[np.bool_]:
     """Return which records are valid: others would spoil charts and figures."""
     valid: NDArray[np.bool_] = (rows["index"] >= 0) & (rows["tokens"] >= 0) & (rows["error"] < 2)
     valid &= abs(rows["issued"]) < _LONGEST_S
+    valid &= (rows["cached"] >= -1) & (rows["prompt"] >= -1)
     for name in ("ttft", "latency"):
         valid &= ((rows[name] > -1) & (rows[name] < _LONGEST_S)) | (np.isnan(rows[name]) & (name == "ttft"))
     return valid

@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpillm.comms.messages import DrainReport
+from mpillm.cores.draft_counts import draft_counts
 from mpillm.cores.histogram import Histogram
 from mpillm.options.run_config import RunConfig
 from mpillm.report.numbers import milliseconds
 from mpillm.report.page.run_analysis import Facts, busy_share, busy_with, bypasses_ranks
 from mpillm.report.percentiles import too_few
+from mpillm.report.speculation import acceptance_doubt, speculation_rows
 from mpillm.report.tested_servers import models_in_use, tested_servers
 from mpillm.report.timeline import Timeline
 from mpillm.report.validity_checks import failed_checks, queue, rates, unchecked, without_limits
@@ -46,6 +48,7 @@ def test_result(
                 timeline.add(instance["instance"], lasted, metrics)
             instance["metrics"] = timeline.summary(instance["instance"])
             streamed &= instance.pop("streamed", True)
+            instance |= draft_counts([instance]).figures()
             per_instance.append(instance)
     if not streamed:  # the time of the first token is unknown
         totals.ttft, totals.tpot = Histogram(), Histogram()
@@ -170,6 +173,7 @@ def summary_rows(
 def served_rows(result: Mapping[str, Any], directory: str) -> list[tuple[str, Any]]:
     """Do as `summary_rows`, for a run that served."""
     return [
+        *(("DOUBTFUL", doubt) for doubt in [acceptance_doubt(result)] if doubt),
         *_lost_rows(result, "requests"),
         *_measured_rows(result, "requests"),
         ("given up by clients", result["aborted"]),
@@ -202,6 +206,72 @@ def other_harness_rows(
     return [*rows, ("result", f"{directory}/result.json")]
 
 
+def conversation_facts(of: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return how many conversations ended, and the cached tokens of prompts if these are known.
+
+    `of`: the entry of result.json.
+    """
+    rows = [("conversations", f"{of['ended']:,} of {of['started']:,} ended, {of['failed']:,} by an error")]
+    if of["outgrown"]:
+        rows.append(("  outgrown", f"{of['outgrown']:,}: the next prompt did not fit the model"))
+    if of.get("requests_cancelled"):
+        rows.append(("  cancelled", f"{of['requests_cancelled']:,} requests, which are in no other figure"))
+    rows += _interactivity(of)
+    shares = [
+        f"{100 * share:.0f} % in {title}"
+        for name, title in (("first_turns", "first turns"), ("later_turns", "later turns"))
+        if (share := of.get(name, {}).get("cached_share")) is not None
+    ]
+    return [*rows, ("cached prompt tokens", ", ".join(shares))] if shares else rows
+
+
+def _interactivity(of: Mapping[str, Any]) -> list[tuple[str, str]]:
+    sources = (
+        ("e2e_avg_interactivity", "over all requests (MLPerf Endpoints)"),
+        ("e2e_normalized_interactivity_p90", "at p90 (InferenceX)"),
+    )
+    known = [f"{value:,.4g} {source}" for key, source in sources if (value := of.get(key)) is not None]
+    return [("tokens/s per user", ", ".join(known))] if known else []
+
+
+def goodput_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return how many requests and conversations met the limits of --goodput; [] without limits."""
+    of = result.get("goodput")
+    if not of:
+        return []
+    limits = ", ".join(f"{name.upper()} {milliseconds(ms)}" for name, ms in of["limits_ms"].items())
+    rows = [("good requests", f"{of['good_requests_per_second']:,.4g} per second, within {limits}")]
+    if n := of.get("conversations"):
+        good, rate = of["good_conversations"], of["good_conversations_per_second"]
+        text = f"{good:,} of {n:,} ({100 * good / n:.0f} %), {rate:,.4g} per second"
+        rows.append(("good conversations", text))
+    return rows
+
+
+def conversation_rows(
+    result: Mapping[str, Any], directory: str, facts: Facts | None = None
+) -> list[tuple[str, Any]]:
+    """Do as `summary_rows`, for a test of conversations."""
+    of = result["conversations"]
+    first, *more = conversation_facts(of)
+    rows: list[tuple[str, Any]] = [
+        first,
+        *(("DOUBTFUL", doubt) for doubt in result["doubts"]),
+        *(("not checked", text) for text in unchecked(result)),
+        *_lost_rows(result, "requests"),
+        *_measured_rows(result, "requests", facts),
+    ]
+    place = next((i for i, (name, _) in enumerate(rows) if name == "time to first token"), len(rows))
+    for name, title in (("later_turns", "later turns"), ("first_turns", "first turns")):
+        if ttft := of.get(name, {}).get("ttft_ms"):
+            known = "  ".join(f"{k} {milliseconds(v)}" for k, v in ttft.items() if v is not None)
+            rows.insert(place + 1, (f"  in {title}", known))
+    rows[place:place] = [*more, *goodput_rows(result)]
+    if facts is not None and (limit := facts.limit()):
+        rows.append(("limit", limit))
+    return [*rows, ("result", f"{directory}/result.json")]
+
+
 def _measured_rows(result: Mapping[str, Any], unit: str, facts: Facts | None = None) -> list[tuple[str, Any]]:
     rows: list[tuple[str, Any]] = [
         (unit, f"{result['samples']:,} in {result['test_s']:,.2f} s, {result['errors']:,} errors"),
@@ -215,6 +285,7 @@ def _measured_rows(result: Mapping[str, Any], unit: str, facts: Facts | None = N
             rows.append((name, f"{'  '.join(known)}{note}"))
         elif not result.get("streamed", True):
             rows.append((name, "-  (the answers were not streamed)"))
+    rows += speculation_rows(result)
     if models := models_in_use(tested_servers(result)):
         rows.append(("model at the server", ", ".join(models)))
     if n := result["compiled_in_test"]:
@@ -235,10 +306,11 @@ def _measured_rows(result: Mapping[str, Any], unit: str, facts: Facts | None = N
         rows.append((one.name if one is not None else f"instance {instance['instance']}", work))
         if piece := instance.get("context_piece"):
             rows.append(("", f"at most {piece} tokens of prompts in a step, as measured before the test"))
-        if drafted := instance.get("drafted_tokens"):
-            accepted = instance["accepted_tokens"]
-            share = f"{100 * accepted / drafted:.0f} %"
-            rows.append(("", f"speculation: {accepted} of {drafted} draft tokens were accepted ({share})"))
+        counts = draft_counts([instance])
+        if counts.drafted:
+            share = f"{100 * counts.accepted / counts.drafted:.0f} %"
+            accepted = f"{counts.accepted:.0f} of {counts.drafted:.0f} draft tokens were accepted"
+            rows.append(("", f"speculation: {accepted} ({share})"))
         rows += [("", advice) for advice in _advice(instance)]
     return rows
 

@@ -19,6 +19,8 @@ from mpillm.report.run_directory import REQUESTS, TELEMETRY, TIMELINE, failures_
 from mpillm.telemetry.rank_log import log_name
 
 T = TypeVar("T")
+SERVERS = ("trtllm_server_urls", "triton_server_urls")
+"""Options with the addresses of servers that a run has not started."""
 _INTERRUPTED = "interrupted ("
 # Tests from this duration on have a timeline: instances report twice a second, and get a line each second.
 _MIN_TIMELINE_S = 2.0
@@ -83,6 +85,16 @@ class RunFiles:
         """The doubts about the test, a line each. A VALID test with a doubt is not displayed as good."""
         doubts = self.result.get("doubts")
         return [str(doubt) for doubt in doubts] if isinstance(doubts, list) else []
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether the load was that of conversations."""
+        return "conversations" in self.result
+
+    @property
+    def all_at_once(self) -> bool:
+        """Whether every request existed when the test started: LoadGen's Offline."""
+        return self.result.get("scenario") == "Offline" and not self.has_conversations
 
     @property
     def world_size(self) -> int:

@@ -46,10 +46,11 @@ class ListedRun:
 
     @property
     def title(self) -> str:
-        """Workload or model, and scenario."""
+        """Workload or model, and scenario or conversations."""
         result = self.result
         model = str(result.get("model") or "").rpartition("/")[2]
-        parts = (result.get("workload") or model or result.get("core_type"), result.get("scenario"))
+        load = "conversations" if "conversations" in result else result.get("scenario")
+        parts = (result.get("workload") or model or result.get("core_type"), load)
         return " ".join(str(one) for one in parts if one)
 
     def figure(self, name: str, part: str = "") -> float | None:

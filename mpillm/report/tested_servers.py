@@ -45,7 +45,9 @@ class TestedServer:
             elif _is_number(value):
                 self.sums[key] = self.sums.get(key, 0) + value
         self.counted = record.get("counted", self.counted)
-        self.models.add(str(record.get("model", "")))
+        by_model = record.get("answers_by_model")
+        names = by_model if isinstance(by_model, Mapping) else (record.get("model", ""),)
+        self.models.update(map(str, names))
         self.other_model = self.other_model or str(record.get("other_model", ""))
 
     def own(self, name: str) -> float | None:

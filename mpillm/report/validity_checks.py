@@ -7,6 +7,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from mpillm.report.repeats import prefix_cache_doubt
+from mpillm.report.speculation import acceptance_doubt
 from mpillm.report.tested_servers import (
     TestedServer,
     counted_at,
@@ -52,7 +53,7 @@ def doubts(
         reuse_allowed: --enable_kv_cache_reuse.
         speculation_forbidden: The workload's rules forbid speculative decoding.
     """
-    texts = [*restarts(result)]
+    texts = [*filter(None, [acceptance_doubt(result)]), *_of_profilers(result), *restarts(result)]
     if result.get("queue_grew"):
         texts.append(f"the queue grew: {rates(result)}; answers came later and later")
     if late := late_answers(result.get("goodput") or {"late": {}, "late_allowed": 0}):
@@ -63,6 +64,15 @@ def doubts(
     checks = server_checks(result, reuse_allowed=reuse_allowed, speculation_forbidden=speculation_forbidden)
     texts += [text for text in checks.values() if text]
     return texts
+
+
+def _of_profilers(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield that servers were profiled in the test, and which problems their profilers had."""
+    clients = result.get("per_instance", ())
+    if urls := [url for client in clients for url in client.get("profiled", ())]:
+        more = f" and {len(urls) - 1} more servers" if len(urls) > 1 else ""
+        yield f"{urls[0]}{more} ran under a profiler (--profile): the figures are slower than without it"
+    yield from (f"--profile: {text}" for client in clients for text in client.get("profile_problems", ()))
 
 
 def server_checks(

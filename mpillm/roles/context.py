@@ -120,8 +120,11 @@ class ContextRole(InstanceRole):
     def _on_responses(self, responses: Batch) -> None:
         self._offer()  # first: a request that started in this step may already have a response
         first_tokens: dict[int, int | None] = {}
+        cached: dict[int, int] = {}
         for row, start in zip(responses.rows, responses.offsets(), strict=False):
             if row["flags"] & NO_TOKENS:
+                if row["flags"] & ResponseFlag.PROMPT_COUNTS:
+                    cached[int(row["id"])] = int(responses.tokens[start + 1])
                 continue
             id_, final = int(row["id"]), bool(row["flags"] & ResponseFlag.FINAL)
             if id_ in self._dropped and final:
@@ -141,7 +144,7 @@ class ContextRole(InstanceRole):
                 self._requests.pop(id_, None)
         super()._on_responses(responses)  # to the leader first, then to the receivers
         if first_tokens:
-            self._sender.send_first_tokens(first_tokens)
+            self._sender.send_first_tokens(first_tokens, cached)
 
     def _own_tokens(self, rows: NDArray[np.void], final: NDArray[np.bool_]) -> int:
         """Return the number of first tokens, even of responses that continue in a generation instance."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.comms.messages import DONE, RESPONSE, SETTLE, Batch, Pairs, ResponseFlag
+from mpillm.comms.messages import DONE, RESPONSE, SETTLE, Batch, NumberRows, ResponseFlag
 from mpillm.cores.base import LLMCore
 from mpillm.cores.capabilities import TransfersKv
 from mpillm.phases import Phase
@@ -44,6 +44,8 @@ class GenerationRole(InstanceRole):
         self._receiver = HandoffReceiver(route, core, senders)
         self._warm_up_senders = warm_up_senders
         self._warmed = 0
+        self._short_turns: set[int] = set()  # ids of requests whose prompts this instance computes
+        self._n_short_turns = 0  # since the test began
         self._lost: set[int] = set()  # lost context instances
         self._inquiries: dict[int, int] = {}  # lost context instance by request id, until SETTLE is answered
         SETTLE.handle(route, self._on_settle)
@@ -65,11 +67,21 @@ class GenerationRole(InstanceRole):
         if self._transfers is not None:
             self._transfers.update(self._receiver.n_transfers > 0, time.perf_counter())
         moved = self._receiver.poll()
-        self._n_outstanding = self._receiver.admitted - self._warmed - self._samples if self._in_test else 0
+        n_received = self._receiver.admitted - self._warmed + self._n_short_turns
+        self._n_outstanding = n_received - self._samples if self._in_test else 0
         worked = super().poll() or moved
         if self._inquiries:
             self._answer_inquiries()
         return worked
+
+    def report(self) -> dict[str, Any]:
+        return {**super().report(), "prompts_computed_here": self._n_short_turns}
+
+    def _enqueue(self, requests: Batch) -> None:
+        ids = requests.rows["id"].tolist()
+        self._short_turns.update(ids)
+        self._n_short_turns += len(ids)
+        super()._enqueue(requests)
 
     def _on_drop(self, source: int, ids: list[int]) -> None:
         """Drop offered or handed-off requests. A context instance or the leader sends DROP."""
@@ -81,7 +93,7 @@ class GenerationRole(InstanceRole):
         self._lost.add(instance)
         self._receiver.lost(instance)
 
-    def _on_settle(self, source: int, requests: Pairs) -> None:
+    def _on_settle(self, source: int, requests: NumberRows) -> None:
         self._inquiries |= {pair[0]: pair[1] for pair in requests}
 
     def _answer_inquiries(self) -> None:
@@ -100,11 +112,32 @@ class GenerationRole(InstanceRole):
         DONE.send(self._route, self._leader, Batch(rows, lost))
 
     def _on_responses(self, responses: Batch) -> None:
-        final = (responses.rows["flags"] & ResponseFlag.FINAL) != 0
-        self._receiver.running.difference_update(responses.rows["id"][final].tolist())
+        final = responses.rows["id"][(responses.rows["flags"] & ResponseFlag.FINAL) != 0].tolist()
+        self._receiver.running.difference_update(final)
+        if self._short_turns:
+            self._end_short_turns(responses.rows)
         self._warmed += 0 if self._in_test else len(responses)
-        super()._on_responses(responses)
+        super()._on_responses(self._with_prompt_counts(responses, final))
+
+    def _end_short_turns(self, rows: NDArray[np.void]) -> None:
+        """Mark final rows after which no context instance sends another row."""
+        for i in np.flatnonzero(rows["flags"] & ResponseFlag.FINAL).tolist():
+            if (id_ := int(rows["id"][i])) in self._short_turns:
+                self._short_turns.remove(id_)
+                rows["flags"][i] |= ResponseFlag.FIRST
+
+    def _with_prompt_counts(self, responses: Batch, final: list[int]) -> Batch:
+        """Add the prompt counts of responses that end, before these."""
+        known = self._receiver.prompt_counts
+        counts = {id_: known.pop(id_) for id_ in final if id_ in known} if known else {}
+        if not counts:
+            return responses
+        rows = np.array([(id_, 2, ResponseFlag.PROMPT_COUNTS) for id_ in counts], RESPONSE)
+        numbers = np.array([*counts.values()], np.int32).reshape(-1)
+        return Batch(np.concatenate([rows, responses.rows]), np.concatenate([numbers, responses.tokens]))
 
     def _own_tokens(self, rows: NDArray[np.void], final: NDArray[np.bool_]) -> int:
-        """Return the number of generated tokens, without first tokens, which context instances generate."""
-        return int((np.maximum(rows["n_tokens"], 1) - 1)[final].sum())
+        """Return the number of generated tokens, without first tokens that context instances generate."""
+        tokens = rows["n_tokens"].astype(np.int64)
+        is_alone = (rows["flags"] & ResponseFlag.FIRST) != 0
+        return int(np.where(is_alone, tokens, np.maximum(tokens, 1) - 1)[final].sum())

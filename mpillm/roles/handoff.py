@@ -35,7 +35,7 @@ from mpillm.comms.messages import (
     OFFER,
     WARM_UP,
     Batch,
-    Pairs,
+    NumberRows,
     RequestFlag,
     concat,
 )
@@ -133,6 +133,7 @@ class _ReceivedOffer:
     slot: int = NO_SLOT  # NO_SLOT until the offer is accepted
     first: First = First.AWAITED
     first_token: int = NO_TOKEN
+    cached: int = -1  # prompt tokens; see `FIRST`
     cancelled: bool = False  # whether the request was cancelled before ACCEPT
     lost: bool = False  # whether its sender is lost
 
@@ -195,15 +196,19 @@ class HandoffSender:
                 offer.receiver = _ReceiverState.LOST
                 self._maybe_done.append(id_)
 
-    def send_first_tokens(self, tokens: dict[int, int | None]) -> None:
-        """Send first tokens of offered requests, by id. None: the response ended with its first token."""
-        by_receiver: dict[int, list[tuple[int, int]]] = {}
+    def send_first_tokens(self, tokens: dict[int, int | None], cached: dict[int, int] | None = None) -> None:
+        """Send first tokens of offered requests, by id. None: the response ended with its first token.
+
+        `cached`: prompt tokens that were in the KV cache, for requests with PROMPT_COUNTS.
+        """
+        cached = cached or {}
+        by_receiver: dict[int, list[tuple[int, int, int]]] = {}
         for id_, token in tokens.items():
             offer = self._offers[id_]
             offer.first = First.ENDED if token is None else First.CONTINUES
             self._maybe_done.append(id_)
             by_receiver.setdefault(self._receivers[offer.instance], []).append(
-                (id_, NO_TOKEN if token is None else token)
+                (id_, NO_TOKEN if token is None else token, cached.get(id_, -1))
             )
         for receiver, firsts in by_receiver.items():
             FIRST.send(self._transport, receiver, firsts)
@@ -224,7 +229,7 @@ class HandoffSender:
         ended = [(id_, self._offers.pop(id_)) for id_ in done]
         return [HandoffOutcome(id_, offer.first is First.ENDED, offer.transfer_us) for id_, offer in ended]
 
-    def _on_accept(self, source: int, accepted: Pairs) -> None:
+    def _on_accept(self, source: int, accepted: NumberRows) -> None:
         for id_, slot in accepted:
             offer = self._offers[id_]
             if slot == NO_SLOT:
@@ -249,6 +254,8 @@ class HandoffReceiver:
         self._slots = list(range(_SLOTS))
         self.admitted = 0  # number of admitted requests since the start
         self.running: set[int] = set()  # admitted ids; the caller removes each at its final response
+        # `PROMPT_COUNTS` of running requests that have this flag, likewise.
+        self.prompt_counts: dict[int, tuple[int, int]] = {}
         self.announced: dict[int, int] = {}  # number of warm-up requests by sending rank
         OFFER.handle(transport, self._on_offer)
         FIRST.handle(transport, self._on_first)
@@ -313,6 +320,8 @@ class HandoffReceiver:
             self._core.admit(offer.request, offer.first_token)
             self.admitted += 1
             self.running.add(id_)
+            if offer.cached >= 0:
+                self.prompt_counts[id_] = int(offer.request.rows["n_tokens"][0]), offer.cached
         elif end is _End.RELEASED:
             self._core.release_kv(id_)
         else:
@@ -330,9 +339,9 @@ class HandoffReceiver:
             self._offers[int(request.rows["id"][0])] = offer
             self._waiting.append(offer)
 
-    def _on_first(self, source: int, firsts: Pairs) -> None:
-        for id_, token in firsts:
+    def _on_first(self, source: int, firsts: NumberRows) -> None:
+        for id_, token, cached in firsts:
             offer = self._offers[id_]
             offer.first = First.ENDED if token == NO_TOKEN else First.CONTINUES
-            offer.first_token = token
+            offer.first_token, offer.cached = token, cached
             self._settle(id_)

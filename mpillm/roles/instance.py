@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.comms.messages import DONE, DROP, GRANT, RESPONSE, WORK, Batch, Grant, ResponseFlag
+from mpillm.comms.messages import DONE, DROP, GRANT, RESET_CACHE, RESPONSE, WORK, Batch, Grant, ResponseFlag
 from mpillm.cores.base import LLMCore, Metrics
-from mpillm.cores.capabilities import NamesFrameworks, OutlivesServer, RecordsSteps
+from mpillm.cores.capabilities import NamesFrameworks, OutlivesServer, RecordsSteps, ResetsPrefixCache
 from mpillm.phases import Phase
 from mpillm.roles.follower import FollowerRole
 from mpillm.telemetry.recorder import Clock, Kind, Recorder, SpanTracker
@@ -57,6 +57,7 @@ class InstanceRole(FollowerRole):
         self._open: SpanTracker | None = None  # tracks when requests are open
         WORK.handle(route, self._on_work)
         DROP.handle(route, self._on_drop)
+        RESET_CACHE.handle(route, self._on_reset)
 
     # --- phases ---
 
@@ -157,6 +158,10 @@ class InstanceRole(FollowerRole):
     def _on_drop(self, source: int, ids: list[int]) -> None:
         self._core.cancel(ids)
         self._send_flag(ids, ResponseFlag.CANCEL_DONE)
+
+    def _on_reset(self, source: int, _: None) -> None:
+        if isinstance(self._core, ResetsPrefixCache):
+            self._core.reset_prefix_cache()
 
     def _send_flag(self, ids: list[int], flag: ResponseFlag) -> None:
         """Send the leader one row with `flag`, without tokens, for each of these requests."""

@@ -30,6 +30,7 @@ from mpillm.comms.messages import (
     DROP,
     GRANT,
     QUERY,
+    RESET_CACHE,
     RESPONSE,
     SETTLE,
     WINDOW,
@@ -47,6 +48,7 @@ from mpillm.roles.pool import InstancePool
 from mpillm.roles.prefix_pool import PrefixRouting, make_pool
 from mpillm.roles.retries import Retries
 from mpillm.roles.role import Role
+from mpillm.roles.short_turns import ShortTurns
 
 if TYPE_CHECKING:  # at run time, this import would start MPI
     from mpillm.comms.transport import Envelope, Transport
@@ -75,6 +77,7 @@ class Leader(Role):
         prefix_routing: PrefixRouting = PrefixRouting(),  # noqa: B008 - never changed
         *,
         all_at_once: bool = False,
+        max_local_prefill_length: int = 0,
     ) -> None:
         """Register the message handlers.
 
@@ -88,6 +91,7 @@ class Leader(Role):
             report: function that sends the failure of a stalled instance to rank 0.
             prefix_routing: parameters of the policy kv_cache_aware.
             all_at_once: all requests exist when the test starts, as in Offline.
+            max_local_prefill_length: of `ShortTurns`; 0: context instances compute all prompts.
         """
         self._route = route
         self._plan = plan
@@ -102,6 +106,11 @@ class Leader(Role):
         self._generation = (
             InstancePool([i.index for i in plan.instances if i.role == "gen"], generation_policy)
             if contexts and any(i.role == "gen" for i in plan.instances)
+            else None
+        )
+        self._short_turns = (
+            ShortTurns(self._generation, max_local_prefill_length)
+            if self._generation is not None and max_local_prefill_length
             else None
         )
         self._granted: set[int] = set()
@@ -121,6 +130,7 @@ class Leader(Role):
         QUERY.handle(route, self._on_query)
         GRANT.handle(route, self._on_grant)
         CANCEL.handle(route, self._on_cancel)
+        RESET_CACHE.handle(route, self._on_reset)
         route.handlers[DONE.tag] = self._on_done  # `DONE.handle` would pass on only the unpacked message
 
     def done(self, phase: Phase) -> bool:
@@ -210,14 +220,21 @@ class Leader(Role):
             if instance not in self._generation:
                 self._return_credits(self._entry, left)
 
+    def _on_reset(self, source: int, _: None) -> None:
+        """Let instances empty their prefix caches. Requests that follow arrive there after this message."""
+        self._entry.forget_prompts()
+        if self._short_turns is not None:
+            self._short_turns.forget_all()
+        RESET_CACHE.send_all(self._route, self._rank_of.values(), None)
+
     def _on_cancel(self, source: int, ids: list[int]) -> None:
         """Cancel requests: queued requests end here, the others in their instances.
 
-        The frontend of `serve` sends CANCEL; LoadGen's harness cancels nothing. A context instance sends
-        CANCEL back for requests that have left it. Their CONTEXT_DONE or final rows arrived earlier, so each
-        of these requests is outstanding in its generation instance, or has ended. Each id that the frontend
-        cancels gets one row with CANCEL_DONE. Until that row arrives, the frontend must not reuse the id: the
-        cancellation could hit the new request.
+        The frontend of `serve` sends CANCEL, and the harness of a test that cancels requests. A context
+        instance sends CANCEL back for requests that have left it. Their CONTEXT_DONE or final rows arrived
+        earlier, so each of these requests is outstanding in its generation instance, or has ended. Each id
+        that the frontend or the harness cancels gets one row with CANCEL_DONE. Until that row arrives, the
+        sender must not reuse the id: the cancellation could hit the new request.
         """
         dropped = self._drop_waiting(ids)
         rows = [(id_, 0, int(_ALONE | ResponseFlag.CANCELLED | ResponseFlag.CANCEL_DONE)) for id_ in dropped]
@@ -303,6 +320,12 @@ class Leader(Role):
         """Send the first requests of `batch`, the head of the queue; return their number."""
         rows = batch.rows[:_MAX_BATCH]
         needs = self._needs[index_of(rows["id"])]
+        if self._short_turns is not None:
+            n_others = self._short_turns.first(rows, needs)
+            if n_others == 0:
+                self._send_short_turn(batch, int(needs[0]), self._short_turns)
+                return 1
+            rows, needs = rows[:n_others], needs[:n_others]
         generation, n = -1, len(rows)
         # In Offline, the harness has no more requests if the queue holds less than half of the window.
         left = self._tokens_waiting if self._all_at_once and 2 * self._n_waiting < self._window else None
@@ -323,17 +346,37 @@ class Leader(Role):
             self._generation.owner[at] = generation
             rows["generation"] = self._generation.instances[generation]
             self._touch(int(self._generation.instances[generation]))
+            if self._short_turns is not None:
+                self._short_turns.remember(rows, generation)
         n_tokens = total(rows["n_tokens"])
         for entry, part in by_value(entries, Batch(rows, batch.tokens[:n_tokens])):
             instance = int(self._entry.instances[entry])
             self._touch(instance)
             WORK.send(self._route, self._rank_of[instance], part)
+        self._sent(batch, n, n_tokens, total(needs))
+        return n
+
+    def _send_short_turn(self, batch: Batch, need: int, short_turns: ShortTurns) -> None:
+        """Send the first request of `batch` to a generation instance, which computes its prompt as well."""
+        assert self._generation is not None
+        rows, n_tokens = batch.rows[:1], int(batch.rows["n_tokens"][0])
+        position, id_ = short_turns.position(rows[0], need), rows["id"]
+        self._generation.take(position, np.array([need]))
+        self._generation.owner[id_] = position
+        self._entry.last_owner[id_] = -1  # no context instance has it
+        short_turns.remember(rows, position)
+        instance = int(self._generation.instances[position])
+        self._touch(instance)
+        WORK.send(self._route, self._rank_of[instance], Batch(rows, batch.tokens[:n_tokens]))
+        self._sent(batch, 1, n_tokens, need)
+
+    def _sent(self, batch: Batch, n: int, n_tokens: int, needs: int) -> None:
+        """Remove the first `n` requests, with `n_tokens` prompt tokens, from the head of the queue."""
         if n == len(batch):
             self._waiting.popleft()
         else:
             self._waiting[0] = Batch(batch.rows[n:], batch.tokens[n_tokens:])
-        self._left_queue(n, total(needs))
-        return n
+        self._left_queue(n, needs)
 
     def _return_credits(self, pool: InstancePool, ids: NDArray[np.uint32]) -> None:
         if not len(ids):

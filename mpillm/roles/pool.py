@@ -40,6 +40,9 @@ class InstancePool:
         self._done_tokens = np.zeros(n, np.int64)
         self._max_outstanding = np.zeros(n, np.int64)  # KV tokens, maximum so far
 
+    def forget_prompts(self) -> None:
+        """Note that the instances' prefix caches are empty."""
+
     def __contains__(self, instance: object) -> bool:
         return instance in self._position
 

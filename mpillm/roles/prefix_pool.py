@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from mpillm.comms.messages import Batch
 from mpillm.roles.pool import InstancePool
+from mpillm.roles.session_pool import SessionPool
 
 _MAX_BLOCKS = 1 << 20  # maximum number recorded for all instances together, in about 250 MB
 _MAX_HOLDERS = 8  # maximum number of instances with cached blocks to compare with the least loaded instance
@@ -50,6 +51,11 @@ class PrefixPool(InstancePool):
         self._served_at = np.zeros(n, np.int64)
         self._n_served = 0
 
+    def forget_prompts(self) -> None:
+        self._holders.clear()
+        for blocks in self._blocks:
+            blocks.clear()
+
     def grant(self, position: int, requests: int, tokens: int) -> None:
         super().grant(position, requests, tokens)
         granted = int(self.free_tokens[position] + self.outstanding_tokens[position])
@@ -60,10 +66,11 @@ class PrefixPool(InstancePool):
         """Assign requests as `InstancePool.assign` does, but ignore `left`."""
         ends = np.cumsum(requests.rows["n_tokens"], dtype=np.int64).tolist()
         chosen: list[int] = []
-        for need, start, end in zip(needs.tolist(), [0, *ends], ends, strict=False):
+        salts = requests.rows["salt"].tolist()
+        for need, salt, start, end in zip(needs.tolist(), salts, [0, *ends], ends, strict=False):
             if (idlest := self._choose(self._with_capacity(need), 0)) < 0:
                 break
-            blocks = self._hashes(requests.tokens[start:end])
+            blocks = self._hashes(requests.tokens[start:end], salt)
             position = self._best(idlest, blocks, need)
             self._remember(position, blocks)
             self._n_served += 1
@@ -76,11 +83,11 @@ class PrefixPool(InstancePool):
         """Set the load, which orders instances by open requests, then by the time of the last request."""
         self._loads[position] = (self.outstanding_requests[position] << 40) + self._served_at[position]
 
-    def _hashes(self, prompt: NDArray[np.int32]) -> list[int]:
+    def _hashes(self, prompt: NDArray[np.int32], salt: int) -> list[int]:
         """Return one hash per full block, which covers all blocks up to it. The last token is not cached."""
         size = 4 * self._routing.tokens_per_block
         data = prompt[:-1].tobytes()
-        hashes, before = [], 0
+        hashes, before = [], salt
         for start in range(0, len(data) - size + 1, size):
             before = hash((before, data[start : start + size]))
             hashes.append(before)
@@ -139,8 +146,15 @@ class PrefixPool(InstancePool):
 
 
 def make_pool(instances: list[int], policy: str, routing: PrefixRouting) -> InstancePool:
-    """Return a pool of instances that receive prompts; `routing`: for the policy kv_cache_aware."""
-    return PrefixPool(instances, routing) if policy == "kv_cache_aware" else InstancePool(instances, policy)
+    """Return a pool of instances that receive prompts.
+
+    `routing`: for the policies kv_cache_aware and conversation.
+    """
+    if policy == "kv_cache_aware":
+        return PrefixPool(instances, routing)
+    if policy == "conversation":
+        return SessionPool(instances, routing.max_batch_size)
+    return InstancePool(instances, policy)
 
 
 def _bits(mask: int, first: int) -> Iterator[int]:

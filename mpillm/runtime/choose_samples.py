@@ -5,21 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
 
 from disagg.errors import ConfigError
 from mpillm.core_names import load_object
 from mpillm.cores.base import LLMCore, ModelLimits
 from mpillm.cores.registry import BackendRegistry
+from mpillm.data.chat_request import TOKENS_AS_CHAT, ChatRequests
+from mpillm.data.conversation_dataset import (
+    ConversationChoice,
+    load_conversations,
+    synthetic_conversations,
+)
 from mpillm.data.data_loader import LLMDataLoader
 from mpillm.data.dataset import Dataset, PromptLimits, Synthetic, load_dataset
+from mpillm.data.generated_history import GeneratedHistory, History, TokenHistory
 from mpillm.data.preprocessed.loader import PreprocessedLoader, loader_of
 from mpillm.data.records import Columns
 from mpillm.data.row_files import is_row_file
+from mpillm.data.synthetic_conversations import DEFAULT_CONVERSATIONS, SyntheticConversations
 from mpillm.data.tiny_dataset import DATASET, write_dataset
 from mpillm.data.tokenizer import ByteTokenizer, NoTokenizer, Tokenizer, load_tokenizer
 from mpillm.engine.shape.find_model import model_folder
 from mpillm.options.fields import BY_NAME
 from mpillm.options.run_config import RunConfig
+from mpillm.options.synthetic_conversations import sizes_of
+
+# None: the prompts that come with mpillm
+_Source: TypeAlias = "Path | Synthetic | SyntheticConversations | LLMDataLoader | None"
 
 
 def load_samples(
@@ -47,9 +62,12 @@ def load_samples(
                 f"{config.named(name)}: only for a --dataset_path with rows, such as JSONL or CSV",
                 about=[name],
             )
-    has_texts = not isinstance(chosen, Synthetic)
-    if not (core_class.takes_text and has_texts and isinstance(tokenizer, NoTokenizer)):
-        return load_dataset(chosen, tokenizer, limits, columns), tokenizer
+    if config.endpoint_type == "chat":
+        return _chats(chosen, config, tokenizer, limits, columns), NoTokenizer("answers of chats are texts")
+    has_tokens = isinstance(chosen, (Synthetic, SyntheticConversations)) or config.has_conversations
+    if has_tokens or not core_class.takes_text or not isinstance(tokenizer, NoTokenizer):
+        return _load(chosen, config, tokenizer, limits, columns), tokenizer
+    assert not isinstance(chosen, SyntheticConversations)
     dataset = load_dataset(chosen, ByteTokenizer(), replace(limits, max_seq_len=None), columns)
     return (_as_text(dataset, config, tokenizer) if dataset.texts else dataset), tokenizer
 
@@ -66,16 +84,106 @@ def _of_a_server(config: RunConfig, core_class: type[LLMCore]) -> Tokenizer:
     return NoTokenizer(f"--core_type {config.core_type}, {named}: no tokenizer")
 
 
+def _load(
+    chosen: _Source,
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    limits: PromptLimits,
+    columns: Columns,
+    writer: Tokenizer | None = None,
+) -> Dataset:
+    """Return a data set. `writer`: see `load_conversations`."""
+    if isinstance(chosen, SyntheticConversations):
+        return synthetic_conversations(chosen, tokenizer, limits, _are_generated(config))
+    if not config.has_conversations:
+        return load_dataset(chosen, tokenizer, limits, columns)
+    if not isinstance(chosen, Path):
+        raise ConfigError(
+            f"{config.named('harness')}: name a file of conversations with --dataset_path, or generate"
+            " conversations with --synthetic_conversations turns=5,input=128,output=32",
+            about=["harness", "dataset_path", "synthetic_conversations"],
+        )
+    choice = ConversationChoice(
+        config.trace_columns, config.max_input_len, config.seed if config.shuffle else None
+    )
+    return load_conversations(chosen, tokenizer, limits, columns, _are_generated(config), choice, writer)
+
+
+def _are_generated(config: RunConfig) -> bool | None:
+    return None if config.history is None else config.history == "generated"
+
+
+def _chats(
+    chosen: _Source,
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    limits: PromptLimits,
+    columns: Columns,
+) -> Dataset:
+    """Return a data set of requests to a chat endpoint. Raises ConfigError if token ids are needed."""
+    _refuse_token_options(config, ", which a chat endpoint does not send")
+    if isinstance(chosen, LLMDataLoader):
+        raise ConfigError(f"{config.named('endpoint_type')}: {TOKENS_AS_CHAT}", about=["endpoint_type"])
+    if isinstance(chosen, SyntheticConversations):
+        dataset = synthetic_conversations(
+            chosen, tokenizer, _of_chats(limits), _are_generated(config), as_chats=True
+        )
+        return replace(dataset, sends_text=True)
+    if isinstance(chosen, Synthetic):
+        dataset = load_dataset(chosen, tokenizer, limits)
+        texts = {i: tokenizer.decode(dataset.sample(i)) for i in range(len(dataset))}
+        prompts = [np.array(prompt, np.int32) for prompt in ChatRequests().encode_batch([*texts.values()])]
+        n_tokens = np.array([len(prompt) for prompt in prompts])
+        return Dataset.packed(
+            dataset.name,
+            np.concatenate(prompts),
+            n_tokens,
+            output_lengths=dataset.output_lengths,
+            texts=texts,
+            sends_text=True,
+        )
+    chats = _load(chosen, config, ChatRequests(), _of_chats(limits), columns, writer=tokenizer)
+    return replace(chats, sends_text=True)
+
+
+def _of_chats(limits: PromptLimits) -> PromptLimits:
+    """Return the limits without those of tokens, which only the servers know."""
+    return replace(limits, vocab_size=None, max_seq_len=None, max_prompt_len=None)
+
+
+def history_of(
+    config: RunConfig, models: Sequence[ModelLimits | None], dataset: Dataset, tokenizer: Tokenizer
+) -> History | None:
+    """Return what makes the prompts of later turns; None if the data set has them.
+
+    `models`, `dataset` and `tokenizer`: as for, and from, `load_samples`.
+    """
+    if dataset.turns is None or not dataset.turns.are_generated:
+        return None
+    conversations, limits = dataset.turns.conversations, limits_of(config, [one for one in models if one])
+    if any(one.is_tokens for one in conversations if len(one.turns) > 1):
+        return TokenHistory(conversations, limits)
+    if config.endpoint_type == "chat":
+        return GeneratedHistory(conversations, ChatRequests(), _of_chats(limits))
+    return GeneratedHistory(conversations, tokenizer, limits)
+
+
 def _as_text(dataset: Dataset, config: RunConfig, tokenizer: NoTokenizer) -> Dataset:
     """Return a data set whose texts go to the servers unchanged. Raises ConfigError if tokens are needed."""
     if len(dataset.texts) < len(dataset):
         tokenizer.refuse()
+    _refuse_token_options(config, ": name the folder of the model's tokenizer with --model_path")
+    return replace(dataset, sends_text=True)
+
+
+def _refuse_token_options(config: RunConfig, why: str) -> None:
+    """Raise ConfigError if an option needs the tokens of answers."""
     tokens = {name: bool(config[BY_NAME[name]]) for name in ("save_outputs", "compliance_test", "audit_conf")}
     tokens["test_mode"] = config.test_mode == "AccuracyOnly"
     for name in (name for name, needed in tokens.items() if needed):
-        why = "needs the tokens of answers: name the folder of the model's tokenizer with --model_path"
-        raise ConfigError(f"{config.named(name)}: {why}", about=[name, "model_path"])
-    return replace(dataset, sends_text=True)
+        raise ConfigError(
+            f"{config.named(name)}: needs the tokens of answers{why}", about=[name, "model_path"]
+        )
 
 
 def tokenizer_of(config: RunConfig) -> Tokenizer:
@@ -112,7 +220,15 @@ def limits_of(config: RunConfig, known: Sequence[ModelLimits]) -> PromptLimits:
     )
 
 
-def _source(config: RunConfig, run_directory: Callable[[], Path]) -> Path | Synthetic | LLMDataLoader | None:
+def _source(config: RunConfig, run_directory: Callable[[], Path]) -> _Source:
+    text_file = None if config.synthetic_text is None else Path(config.synthetic_text)
+    if config.synthetic_conversations:
+        return SyntheticConversations(
+            sizes_of(config.synthetic_conversations),
+            config.num_conversations or DEFAULT_CONVERSATIONS,
+            config.seed,
+            text_file,
+        )
     if config.dataset == "synthetic":
         return Synthetic(
             config.input_mean,
@@ -121,6 +237,7 @@ def _source(config: RunConfig, run_directory: Callable[[], Path]) -> Path | Synt
             config.output_stdev,
             config.num_samples,
             config.seed,
+            text_file,
         )
     if ":" in config.dataset:
         return _loader_class(config.dataset).of(config)
@@ -133,6 +250,8 @@ def _source(config: RunConfig, run_directory: Callable[[], Path]) -> Path | Synt
     if not config.dataset_path:
         return None
     path = Path(config.dataset_path)
+    if config.has_conversations:
+        return path
     if (workload is not None and not is_row_file(path)) or PreprocessedLoader.reads(path):
         return loader_of(path, workload)
     return path

@@ -116,6 +116,7 @@ def _core_config(
         rank=rank,
         n_instances=sum(other.role == instance.role for other in plan.instances),
         client=_client_config(config, plan, instance.index, own.server),
+        resets_prefix_cache=config.reset_prefix_cache,
     )
 
 
@@ -131,6 +132,7 @@ def _client_config(config: RunConfig, plan: WorldPlan, instance: int, server: in
         n_clients=clients_per_server,
         restarts=config.on_instance_loss == "restart",
         context_servers=tuple(range(plan.n_context_servers)),
+        profiler_stop_s=config.drain_deadline / 2 if config.profile else None,
         protocol=kind.disagg_protocol if kind and plan.n_context_servers else "",
     )
 

@@ -132,12 +132,11 @@ class HarnessSession(ServeSession):
         return [*roles, self._client]
 
     def _load(self, urls: Mapping[int, str]) -> LoadSpec:
+        config = self._client_config
         if not self.direct:
             return self._load_of((self._own_url,), self.served.names[0])
-        addresses = [urls[index] for index in sorted(urls)] or [
-            *(self._client_config.trtllm_server_urls or ())
-        ]
-        servers = [RemoteServer(url) for url in addresses]
+        addresses = [urls[index] for index in sorted(urls)] or [*(config.trtllm_server_urls or ())]
+        servers = [RemoteServer(url, insecure=config.insecure) for url in addresses]
         return self._load_of([server.url for server in servers], self._model_at(servers[0]))
 
     def _model_at(self, server: RemoteServer) -> str:
@@ -283,7 +282,7 @@ class HarnessSession(ServeSession):
         page = self.leave_result()
         facts, _ = facts_of(RunFiles.read(record.path))
         rows = other_harness_rows(record.result, display_path(record.path), facts)
-        self._console.summary([*rows, page])
+        self._console.summary([*rows, *self.table(self._prepared.dataset), page])
         return int(ExitCode.DONE)
 
 

@@ -16,7 +16,7 @@ from disagg import DisaggConfig, WorldPlan
 from disagg.errors import ConfigError
 from mpillm.comms.messages import JoinReport
 from mpillm.cores.base import CoreConfig, LLMCore
-from mpillm.cores.capabilities import TransfersKv
+from mpillm.cores.capabilities import ResetsPrefixCache, TransfersKv
 from mpillm.cores.registry import BackendRegistry
 from mpillm.data.dataset import Dataset
 from mpillm.data.tokenizer import FileTokenizer, Tokenizer
@@ -27,6 +27,9 @@ from mpillm.options.fields.effects import RUN, SERVE
 from mpillm.options.fields.topology import PROMPTS_ALONE
 from mpillm.options.run_config import RunConfig
 from mpillm.options.unused_options import check_unused
+from mpillm.programs.load_clients.kinds import CONVERSATIONS
+from mpillm.report.requests_file import check_requests_file
+from mpillm.report.speculation import fixed_acceptance
 from mpillm.runtime.choose_samples import load_samples
 from mpillm.runtime.core_configs import (
     check_flags,
@@ -57,13 +60,12 @@ class RunPlan:
 
 
 @dataclass(frozen=True)
-class RunSetup:
-    """Run that can be loaded."""
+class RunSamples:
+    """A planned run, and its samples."""
 
     planned: RunPlan
     dataset: Dataset
     tokenizer: Tokenizer
-    settings: LoadGenSettings
 
     @property
     def shows_text(self) -> bool:
@@ -73,11 +75,22 @@ class RunSetup:
     def dataset_lines(self) -> list[str]:
         """Return the lines that describe the data set."""
         dataset = self.dataset
-        size = f"{len(dataset.tokens)} tokens"
+        size = f"{dataset.n_tokens.sum()} tokens"
+        if dataset.turns is not None and dataset.turns.are_generated:  # then it has only first prompts
+            size = f"{dataset.n_tokens[dataset.turns.first[:-1]].sum()} tokens in first turns"
         if dataset.sends_text:
-            size = "sent as text; without --model_path, tokens are counted by the servers (usage)"
+            is_chat = self.planned.config.endpoint_type == "chat"
+            form = "as messages" if is_chat else "as text, without --model_path"
+            size = f"sent {form}: the servers count tokens (usage)"
         line = f"data set {dataset.name}: {len(dataset)} samples, {size}"
         return [line, dataset.note] if dataset.note else [line]
+
+
+@dataclass(frozen=True)
+class RunSetup(RunSamples):
+    """Run that can be loaded, and LoadGen's settings for it."""
+
+    settings: LoadGenSettings
 
     def announcement(self) -> list[str]:
         """Return the lines before the load phase, after the plan's notes."""
@@ -132,6 +145,13 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
     notes = [*filter(None, [config.passed_over()]), *check_unused(config, SERVE if serves else RUN)]
     if config.traffic_distribution_policy == PROMPTS_ALONE:
         notes.append(f"{config.named('traffic_distribution_policy')} is taken as load_balancing")
+    policy = config.entry_section.traffic_distribution_policy
+    if policy == "conversation" and not serves and not config.has_conversations:
+        notes.append(f"policy conversation acts as load_balancing without --harness {CONVERSATIONS}")
+    if config.acceptance_length is not None:
+        notes.append(f"{fixed_acceptance(config.acceptance_length)}: this result can't be submitted")
+    if config.requests_file:
+        check_requests_file(config.requests_file)
     notes += check_yaml(config)
     nodes = [reports[rank].host for rank in ranks]
     plan = world_plan(config, yaml, len(ranks), nodes)
@@ -174,9 +194,13 @@ def _check_abilities(
             " disaggregated; name --mode aggregated",
             about=["core_type", "mode"],
         )
-    if not core_class.speculates and config.is_user_set("speculative_config"):
-        why = f"--speculative_config: the {config.core_type} core has no speculative decoding"
-        raise ConfigError(why, about=["speculative_config"])
+    for name in ("speculative_config", "acceptance_length"):
+        if not core_class.speculates and not config.server and config.is_user_set(name):
+            why = f"--{name}: the {config.core_type} core has no speculative decoding"
+            raise ConfigError(why, about=[name])
+    if config.reset_prefix_cache and not issubclass(core_class, ResetsPrefixCache):
+        why = f"--reset_prefix_cache: the {config.core_type} core cannot empty a prefix cache"
+        raise ConfigError(why, about=["reset_prefix_cache"])
     name = "enable_max_num_tokens_tuning"
     if not core_class.tunes_steps and any(core.engine.enable_max_num_tokens_tuning for core in cores):
         raise ConfigError(f"--{name} has no effect on the {config.core_type} core", about=[name])

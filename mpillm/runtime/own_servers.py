@@ -105,6 +105,8 @@ def server_specs(
                 address=reached_at,
                 restarts=restarts if server.role != "context" else 0,
                 role=server.role,
+                resets_prefix_cache=config.reset_prefix_cache,
+                profiles=config.profile,
                 llm_args=_llm_args(config, server.role) if kind.takes_llm_args else {},
                 node=ServerNode(index, len(server.parts), first, ports.get(server.owner, "MEETING_PORT")),
                 more_ports={name: f"{name.upper()}_PORT" for name in kind.ports(server.role)},

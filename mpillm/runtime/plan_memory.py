@@ -126,6 +126,8 @@ def _needs(info: ModelInfo, engine: EngineConfig) -> str:
     text = (
         f"holds {_size_text(info.n_bytes)} of weights, and {_size_text(per_token)} of KV cache for each token"
     )
+    if info.host_blocks:
+        text += f", and keeps {info.host_blocks * engine.scheduler.tokens_per_block:,} tokens in host memory"
     # If no size is known, the cache takes the free memory of the GPU.
     tokens = info.kv_cache_tokens if engine.gpu_bytes or engine.kv_cache_tokens else None
     if tokens is None:

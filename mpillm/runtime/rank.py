@@ -267,7 +267,8 @@ class Rank:
             route.outlives_others = setup.outlives_losses
         self._control.on_lost = partial(self._lost, route)
         session = self._rank0.session if self._rank0 else None
-        serves = self._serves or bool(self._config.harness)
+        has_client = bool(self._config.harness) and not self._config.has_conversations
+        serves = self._serves or has_client
         self._roles += make_roles(
             self._config,
             setup,

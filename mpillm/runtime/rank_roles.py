@@ -113,7 +113,8 @@ def make_roles(
                 config.stall_timeout,
                 report,
                 prefix_routing(config),
-                all_at_once=not serves and config.scenario == "Offline",
+                all_at_once=not serves and config.issues_all_at_once,
+                max_local_prefill_length=0 if serves else config.max_local_prefill_length,
             )
         )
     if route is not None and session is not None:

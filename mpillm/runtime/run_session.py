@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import disagg
+from disagg.errors import ConfigError
 from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import DrainReport
 from mpillm.comms.rank0_control import Rank0Control
@@ -23,9 +24,12 @@ from mpillm.options.options import run_name
 from mpillm.options.run_config import RunConfig
 from mpillm.report.console import Console
 from mpillm.report.page.page import leave_page
+from mpillm.report.request_log import read_requests
+from mpillm.report.requests_file import columns_of, write_requests_file
 from mpillm.report.result import add_costs, test_result
 from mpillm.report.run_directory import RunRecord, display_path, unwritable
 from mpillm.report.run_environment import ENVIRONMENT, describe_environment
+from mpillm.report.speculation import speculation_figures
 from mpillm.report.telemetry import RunTelemetry
 from mpillm.report.timeline import Timeline
 from mpillm.report.validity_checks import doubts, server_checks
@@ -37,6 +41,7 @@ from mpillm.workloads.rounds import allows_speculation
 
 if TYPE_CHECKING:
     from mpillm.cores.openai_client.client_thread import ClientThread
+    from mpillm.data.dataset import Dataset
     from mpillm.roles.harness import Totals
 
 S = TypeVar("S")
@@ -188,6 +193,19 @@ class RunSession(ABC):
         self._record.write_result()
         return self.page()
 
+    def table(self, dataset: Dataset) -> list[tuple[str, str]]:
+        """Write --requests_file; return the summary's row for it, or for the error."""
+        if not (path := self._config.requests_file):
+            return []
+        try:
+            rows = read_requests(self._record.path)
+            turns = dataset.turns
+            is_known = not (self.sends_text or (turns is not None and turns.are_generated))
+            write_requests_file(path, columns_of(rows, turns, dataset.n_tokens if is_known else None))
+        except (ConfigError, OSError) as error:
+            return [("requests", f"not written: {error}")]
+        return [("requests", path)]
+
     def page(self) -> tuple[str, str]:
         """Write the HTML report; return the summary's row for it. Never raises."""
         write_telemetry = partial(self._telemetry.write, totals=self.totals)
@@ -195,7 +213,9 @@ class RunSession(ABC):
 
     def figures(self, reports: dict[int, DrainReport]) -> dict[str, Any]:
         """Return the figures for the result. `reports`: the ranks' reports, if the ranks have ended."""
-        return test_result(self.totals, reports, self._timeline, len(self._plan.ranks))
+        figures = test_result(self.totals, reports, self._timeline, len(self._plan.ranks))
+        of_drafts = speculation_figures(figures["per_instance"], self._config.acceptance_length)
+        return figures | ({"speculation": of_drafts} if of_drafts else {})
 
     def failed(self, reports: dict[int, DrainReport]) -> str:
         """Complete the result of a failed run; return an additional line for the console, or "".
@@ -215,11 +235,12 @@ def opened(make: Callable[[], S], planned: RunPlan, record: Callable[[], RunReco
         raise unwritable(planned.config, record().path, error) from error
 
 
-def announced(planned: RunPlan, directory: Path, lines: Sequence[str], model: str = "") -> list[str]:
+def announced(planned: RunPlan, directory: Path, lines: Sequence[str]) -> list[str]:
     """Return the console's text before the load phase: versions, plan, run directory, then `lines`."""
     plan, config = planned.plan, planned.config
     lines = [f"run directory {display_path(directory)}", *planned.notes, *lines]
     nodes = len({rank.node for rank in plan.ranks})
+    model = f", model {Path(config.model_path).name}" if config.model_path else ""
     summary = (
         f"ranks: {len(plan.ranks)}, nodes: {nodes}, {plan.mode}, core {config.core_type}{model},"
         f" {planned.reports[0].versions['MPI']}"

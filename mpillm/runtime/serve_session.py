@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
@@ -94,7 +95,9 @@ class ServeSession(RunSession):
         self._record.result["url"] = self.url
         mailbox = Mailbox()
         roles = {instance.role for instance in plan.instances}
-        requests = self._requests = OpenRequests(roles == {"ctx", "gen"}, mailbox.put)
+        requests = self._requests = OpenRequests(
+            roles == {"ctx", "gen"}, mailbox.put, 0 if _reuses_nothing(planned) else None
+        )
         if config.disagg_role:
             from mpillm.endpoint.disagg.server import DisaggServer
 
@@ -108,9 +111,13 @@ class ServeSession(RunSession):
                 ROLE_SECTIONS.get(config.disagg_role, "")
             ).perf_metrics_max_requests,
             kv_cache_usage=self._kv_cache_usage,
-            block_tokens=_block_tokens(planned),
+            counts_cached=_counts_cached(planned),
+            tokens_per_block=planned.cores[0].engine.scheduler.tokens_per_block,
             lost=self._record.result["lost"],
             disagg=self._disagg.routes if self._disagg else None,
+            reset_prefix_cache=(
+                partial(mailbox.put, None) if self.serves and config.reset_prefix_cache else None
+            ),
         )
         self._metrics = service.metrics
         self._metrics.totals.losses = requests.losses
@@ -241,13 +248,13 @@ def _served(planned: RunPlan, takes_text: bool) -> ServedModel:
     )
 
 
-def _block_tokens(planned: RunPlan) -> int | None:
-    """Return the tokens per KV cache block, to count cached tokens; 0: no reuse, None: unknown."""
-    config, cores = planned.config, planned.cores
-    core_class = BackendRegistry.get(config.core_type)
-    if core_class.is_client:
-        return None  # each server has its own block size
-    if not any(core.engine.scheduler.enable_kv_cache_reuse for core in cores):
-        return 0
-    is_aggregated = all(core.role == "executor" for core in cores) and not config.disagg_role
-    return cores[0].engine.scheduler.tokens_per_block if is_aggregated and core_class.reports_reuse else None
+def _counts_cached(planned: RunPlan) -> bool:
+    """Return whether the instances report the prompt tokens that were in their KV caches."""
+    reports_reuse = BackendRegistry.get(planned.config.core_type).reports_reuse
+    return _reuses_nothing(planned) or (reports_reuse and not planned.config.disagg_role)
+
+
+def _reuses_nothing(planned: RunPlan) -> bool:
+    """Return whether no instance keeps prompts in its KV cache. A server does not report it."""
+    reuse = any(core.engine.scheduler.enable_kv_cache_reuse for core in planned.cores)
+    return not reuse and not BackendRegistry.get(planned.config.core_type).is_client

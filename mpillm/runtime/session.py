@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable
-from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import DrainReport
 from mpillm.comms.rank0_control import Rank0Control
-from mpillm.comms.transport import Transport
 from mpillm.cores.registry import BackendRegistry
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.loadgen.audit import prepare_audit
@@ -20,27 +15,21 @@ from mpillm.loadgen.logs import advice, unsatisfied, verdict
 from mpillm.loadgen.sut import LoadGenTest
 from mpillm.options.run_config import RunConfig
 from mpillm.report.arrivals import arrival_figures
-from mpillm.report.console import Console, LoadProgress, progress_lines
+from mpillm.report.console import Console
 from mpillm.report.goodput import goodput
-from mpillm.report.outputs import Outputs
-from mpillm.report.page.run_analysis import facts_of
+from mpillm.report.page.run_analysis import Facts
 from mpillm.report.repeats import repeated_prompts
-from mpillm.report.request_log import RequestLog, read_requests
-from mpillm.report.result import other_loads, others_on_gpus, summary_rows
-from mpillm.report.run_directory import TIMELINE, RunRecord, display_path
-from mpillm.report.run_files import RunFiles
+from mpillm.report.request_log import read_requests
+from mpillm.report.result import summary_rows
+from mpillm.report.run_directory import RunRecord
 from mpillm.report.validity_checks import failed_checks
-from mpillm.roles.harness import Harness, SamplingOptions, Totals
-from mpillm.roles.role import Role
+from mpillm.roles.harness import RequestSource
 from mpillm.runtime.join import RunPlan, RunSetup, prepare
-from mpillm.runtime.run_session import RunSession, announced, opened
-
-_log = logging.getLogger(__name__)
-_PROGRESS_S = 0.1
-_LOG_S = 10.0
+from mpillm.runtime.load_session import LoadSession
+from mpillm.runtime.run_session import announced, opened
 
 
-class Session(RunSession):
+class Session(LoadSession):
     """Session of a test that LoadGen drives."""
 
     @classmethod
@@ -49,9 +38,7 @@ class Session(RunSession):
     ) -> tuple[Session, list[str]]:
         prepared = prepare(planned, lambda: record().path)
         session = opened(lambda: Session(prepared, record(), console, control), planned, record)
-        model = planned.config.model_path
-        name = f", model {Path(model).name}" if model else ""
-        return session, announced(planned, record().path, prepared.announcement(), name)
+        return session, announced(planned, record().path, prepared.announcement())
 
     @classmethod
     def about(cls, config: RunConfig) -> dict[str, object]:
@@ -63,71 +50,20 @@ class Session(RunSession):
         """Write the plan to the run directory. Raises OSError if one of its files can't be written."""
         config = prepared.planned.config
         self._prepared = prepared
-        self.sends_text = prepared.dataset.sends_text
-        self._totals = Totals()
         scaled = config.workload.n_samples if config.workload and config.workload.scaled else None
         # Path of LoadGen's audit.config, or "".
         self._audit = prepare_audit(config.compliance_test, config.audit_conf, record.path, scaled)
-        super().__init__(prepared.planned, record, console, control, record.path / TIMELINE)
+        super().__init__(prepared, record, console, control)
         (record.path / "user.conf").write_text(prepared.settings.user_conf, encoding="utf-8")
         record.result["loadgen"] = prepared.settings.to_json()
-        if not self.sends_text:  # only the servers know the tokens of texts
-            lengths = prepared.dataset.lengths()
-            mean, longest = round(float(lengths.mean()), 2), int(lengths.max())
-            record.result["prompt_tokens"] = {"mean": mean, "max": longest}
-        self._outputs: Outputs | None = None
-        if config.save_outputs or prepared.shows_text:
-            path = record.path / "outputs.jsonl" if config.save_outputs else None
-            self._outputs = Outputs(prepared.dataset, prepared.tokenizer, path)
-        self._requests = RequestLog(record.path)
-        self._progress_at = self._logged_at = 0.0
 
-    @property
-    def totals(self) -> Totals:
-        return self._totals
+    def source(self, loop: EventLoop) -> RequestSource:
+        settings, n_samples = self._prepared.settings, len(self._prepared.dataset)
+        return LoadGenTest(settings.test, n_samples, self._record.path, self._audit, loop)
 
-    def make_harness(self, route: Transport, leader: int, loop: EventLoop) -> list[Role]:
-        dataset, settings = self._prepared.dataset, self._prepared.settings
-        options = {one.name: getattr(self._config, one.name) for one in fields(SamplingOptions)}
-        test = LoadGenTest(settings.test, len(dataset), self._record.path, self._audit, loop)
-        on_answer = self._outputs.add if self._outputs else None
-        has_handoff = self._plan.instances[0].role == "ctx"
-        outputs = (on_answer, has_handoff, self._totals, self._requests)
-        return [Harness(route, leader, dataset, SamplingOptions(**options), test, *outputs)]
-
-    def poll(self) -> bool:
-        """In the test, record the instances' metrics, and draw the progress.
-
-        This also happens while no request is open: a test of few short requests mostly has none open.
-        """
-        now, totals = time.monotonic(), self._totals
-        if not totals.started or now - self._progress_at <= _PROGRESS_S:
-            return False
-        self._progress_at = now
-        self._requests.flush()
-        self.note_measured()
-        if self._control.phase == "test":
-            self._telemetry.look(totals)
-            computed, elapsed = self._timeline.total_metrics(), time.perf_counter() - totals.started
-            steady = bool(self._config.show_steady_state_progress)
-            forecast = self._prepared.settings.forecast
-            progress = LoadProgress(
-                totals.samples, totals.issued, totals.tokens, elapsed, forecast.queries, forecast.seconds
-            )
-            self._console.progress(progress, computed, steady)
-            if totals.issued and now - self._logged_at > _LOG_S:
-                self._logged_at = now
-                _log.info("%s", " ".join(line.strip() for line in progress_lines(progress, computed)))
-                self._record.keep(
-                    {
-                        "samples": totals.samples,
-                        "errors": totals.errors,
-                        "tokens": totals.tokens,
-                        "test_s": round(elapsed, 4),
-                        "per_instance": self._timeline.per_instance(),
-                    }
-                )
-        return False
+    def expected(self) -> tuple[int | None, float | None]:
+        forecast = self._prepared.settings.forecast
+        return forecast.queries, forecast.seconds
 
     # --- after a phase of all ranks: a note for the console ---
 
@@ -143,9 +79,7 @@ class Session(RunSession):
 
     def drained(self, reports: dict[int, DrainReport]) -> str:
         """Store LoadGen's verdict and the ranks' reports in the result."""
-        if self._outputs:
-            self._outputs.close()
-        self._requests.close()
+        self.close_files()
         directory, result = self._record.path, self._record.result
         judged = result["loadgen_result"]
         result |= {"status": judged, "loadgen_unsatisfied": unsatisfied(directory)}
@@ -153,10 +87,7 @@ class Session(RunSession):
         result |= self.figures(reports)
         if self._config.scenario == "Server":
             result |= self._of_server()
-        nodes = [rank.node for rank in self._plan.ranks]
-        result["other_load"] = other_loads(nodes, reports)
-        result["other_gpu_processes"] = others_on_gpus(nodes, reports)
-        result["doubts"] = self.check_servers(self._config)
+        self.check_test(reports)
         if judged == "VALID" and failed_checks(result):
             result["status"] = "INVALID"
         self.keep_reports(reports)
@@ -178,16 +109,12 @@ class Session(RunSession):
 
     # --- the end ---
 
+    def rows(self, directory: str, facts: Facts | None) -> list[tuple[str, Any]]:
+        return summary_rows(self._record.result, self._config, directory, facts)
+
     def finished(self) -> int:
-        """Print the summary after the last phase; return the exit code."""
-        record, config = self._record, self._config
-        page = self.leave_result()
-        if self._outputs and self._prepared.shows_text:
-            self._console.answers(self._outputs.first_outputs())
-        facts, _ = facts_of(RunFiles.read(record.path))
-        rows = summary_rows(record.result, config, display_path(record.path), facts)
-        self._console.summary([*rows, page])
-        invalid = config.require_valid and record.result["status"] != "VALID"
+        super().finished()
+        invalid = self._config.require_valid and self._record.result["status"] != "VALID"
         return int(ExitCode.TEST_FAILED if invalid else ExitCode.DONE)
 
     def failed(self, reports: dict[int, DrainReport]) -> str:

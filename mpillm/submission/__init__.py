@@ -9,6 +9,7 @@ COMMANDS = {
     "compliance": "check a run of a compliance test: TEST06, TEST07, TEST09",
     "submission": "arrange runs as a submission to MLPerf Inference",
     "endpoints-submission": "measure a curve at fixed concurrency, for a submission to MLPerf Endpoints",
+    "agentic-submission": "measure a curve of agentic points, for a submission to MLPerf Endpoints",
 }
 """Commands, each the `main` of a file in `commands/`."""
 

@@ -101,17 +101,19 @@ def _performance(run: SubmittedRun, closed: bool) -> Iterator[Problem]:
     if not detail.get("requested_use_token_latencies"):
         text = "use_token_latencies was off, but every LLM needs it"
         yield Problem(text, ("llm_check", "get_performance_metric_check"))
-    if not offline:
-        yield from _latencies(run, run.workload.submission.limits)
+    if not offline and not detail.get("early_stopping_met"):
+        why = "; ".join(text for text in advice(run.path) if "unsuccessful" in text)
+        yield Problem(f"early stopping was not satisfied{f' ({why})' if why else ''}", ("latency_check",))
+    limits = run.workload.submission.limits
+    if run.directory.scenario == "Server" and limits is not None:
+        yield from _latencies(run, limits)
 
 
 def _latencies(run: SubmittedRun, limits: LatencyLimits) -> Iterator[Problem]:
     """Check that a run meets Server's limits. The checker applies them to Interactive as well."""
     detail = run.detail
-    if not detail.get("early_stopping_met"):
-        why = "; ".join(text for text in advice(run.path) if "unsuccessful" in text)
-        yield Problem(f"early stopping was not satisfied{f' ({why})' if why else ''}", ("latency_check",))
-    elif (target := detail.get("effective_target_latency_ns", 0) / _NS_PER_MS) > limits.target_ms:
+    target = detail.get("effective_target_latency_ns", 0) / _NS_PER_MS
+    if detail.get("early_stopping_met") and target > limits.target_ms:
         text = f"target_latency was {target:g} ms; must be at most {limits.target_ms:g} ms"
         yield Problem(text, ("latency_check",))
     if not detail.get("requested_use_token_latencies"):
@@ -187,7 +189,7 @@ def _scenarios(results: Sequence[Result], system: Mapping[str, Any]) -> Iterator
         by_benchmark.setdefault(result.benchmark, (result.workload, set()))[1].add(result.scenario)
     for benchmark, (workload, scenarios) in by_benchmark.items():
         kind = system["system_type"]
-        if "datacenter" not in kind:
+        if workload.submission.system_type not in kind:
             text = f"{benchmark}: the closed division has none of its scenarios for system_type {kind}"
             yield Problem(text, (STOPS,))
             continue

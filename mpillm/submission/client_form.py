@@ -106,7 +106,8 @@ def performance(report: ClientReport, scenario: str, workload: Workload) -> Iter
 
 
 def _latencies(report: ClientReport, scenario: str, workload: Workload) -> Iterator[Problem]:
-    limits = workload.submission.limits_of(scenario)
+    if (limits := workload.submission.limits_of(scenario)) is None:
+        return
     for name, title, limit in (("ttft", "TTFT", limits.ttft_ms), ("tpot", "TPOT", limits.tpot_ms)):
         if (value := report.p99_ms(name)) is None:
             yield Problem(f"too few requests for {title} at p99 (early stopping)", ("llm_check",))

@@ -6,10 +6,8 @@ import json
 import math
 import re
 import shutil
-import threading
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +17,28 @@ import yaml
 from disagg.errors import ConfigError
 from disagg.text_file import read_text
 from disagg.yaml_text import value_of
-from launch.owned_server import OwnedServer
-from mpillm.errors import StageError
 from mpillm.experiments.loadtest.load_test import Record
 from mpillm.files import as_written, read_object, write_json, write_text
-from mpillm.programs.load_clients.inference_endpoint import CONFIG_LEFT, SUMMARY_LEFT
-from mpillm.programs.load_clients.kind import LoadSpec
-from mpillm.programs.load_clients.kinds import kind_of
-from mpillm.report.run_directory import display_path
-from mpillm.roles.client_program import command_of
 from mpillm.submission.client_form import CONFIG, SUMMARY
-from mpillm.submission.endpoint_rules import SEED_SETS, Regions, min_duration_s
+from mpillm.submission.endpoint_rules import OFFLINE_MARGIN, Regions, min_duration_s
+from mpillm.submission.power import MEASURED
 from mpillm.submission.scores import Scores
+from mpillm.submission.seed_sets import SeedSet
+from mpillm.submission.steady_state import MIN_PASSES
 from mpillm.version import __version__
 from mpillm.workloads.workload import Endpoints
 
 POINT, SYSTEM, POWER, WARMUP = "point.yaml", "system_desc.json", "system_power.json", "warmup.json"
 NOTES = "measured.yaml"
 """Options of a point's measurement, if its `config.yaml` comes from MLCommons' client."""
+SALT = "salt"
+"""Key of the salts in the options of a measurement, and in the runtime settings of point.yaml."""
+C_MIN = "c_min_override"
+"""Field of system_desc.json, and option."""
+STEADY_STATE = "steady_state"
+"""Key of the steady state in the options of a measurement, in a summary and in point.yaml."""
 _PERCENTILES = (1, 5, 10, 25, 50, 75, 80, 90, 95, 97, 99, 99.9)
 _NS = 1e9
-_MIN_PASSES = 4  # over the data set, in a steady state
 _SYSTEM_FIELDS = (  # fields that the submitter must add to the system description (8.2)
     *("system_availability_status", "system_size", "system_node_ensemble_count"),
     *("system_node_ensemble_total", "shortened_system_name", "node_types"),
@@ -108,7 +107,7 @@ class Curve:
     """Points of a system, with their common values."""
 
     output: Path  # the folder of submissions
-    points: Sequence[int]  # concurrencies
+    points: Sequence[int]  # concurrencies, without that of a separate Offline run
     submitter: str
     submission_id: str
     system: str
@@ -116,11 +115,27 @@ class Curve:
     benchmark: Endpoints
     c_max: int
     regions: Regions
-    seed_set: str
+    seed_set: SeedSet
     target_cohort: str
-    min_samples: int  # of a point
+    min_samples: int  # of a point: the samples of the data set
     system_description: Mapping[str, Any]  # from the submitter
     disclosure: Mapping[str, Any]  # from the submitter, for point.yaml
+    offline_run: bool = False  # a separate run (5.7); otherwise the last point also represents Offline
+    c_min: int | None = None  # the stated end of the region of lowest concurrency
+    agentic: bool = False  # points of conversations
+
+    @property
+    def runs(self) -> list[int]:
+        """The concurrencies of all runs. That of a separate Offline run is the size of the data set."""
+        return [*self.points, self.min_samples] if self.offline_run else [*self.points]
+
+    def is_offline(self, concurrency: int) -> bool:
+        """Return whether this is the separate Offline run."""
+        return self.offline_run and concurrency == self.min_samples
+
+    def title(self, concurrency: int) -> str:
+        """Return the name of a run."""
+        return "Offline" if self.is_offline(concurrency) else f"concurrency {concurrency}"
 
     @property
     def root(self) -> Path:
@@ -136,8 +151,13 @@ class Curve:
         folder = self.folder(concurrency)
         config = read_measurement(folder)
         with as_written(folder / SUMMARY):
-            block = self.steady_state(read_object(folder / SUMMARY), concurrency)
+            block = None
+            if not self.is_offline(concurrency) and not self.agentic:
+                summary = read_object(folder / SUMMARY)
+                block = config.get(STEADY_STATE) or self.steady_state(summary, concurrency)
         fields = self.point(concurrency, config["min_duration"], config["warmup"])
+        fields["runtime_settings"] |= {SALT: config[SALT]} if SALT in config else {}
+        fields |= {MEASURED: config[MEASURED]} if MEASURED in config else {}
         shared = {name: value for name, value in self.disclosure.items() if not _POINT_KEY.fullmatch(name)}
         fields |= {"steady_state": block} if block else {}
         if not isinstance(own := self.disclosure.get(f"r{concurrency}", {}), dict):
@@ -145,13 +165,13 @@ class Curve:
         write_yaml(folder / POINT, fields | shared | own)
 
     def steady_state(self, summary: Mapping[str, Any], concurrency: int) -> dict[str, Any] | None:
-        """Return a point's steady-state block (rules, 4.4) if the point is too short for a steady state.
+        """Return the steady-state block (rules, 4.4) of a point without times of its requests.
 
-        None: MLCommons' detector must find it in the client's events.
+        None: the summary does not decide it.
         """
         passes = summary["n_samples_issued"] // self.min_samples
         block = {"window": {"super_pass_size": self.min_samples}, "state": {}}
-        if passes < _MIN_PASSES:  # too few for any window
+        if passes < MIN_PASSES:  # too few for any window
             status = "insufficient_passes" if passes else "partial_dataset"
             return {"status": status, "verdict": "not found", **block}
         if (summary["duration_ns"] or 0) / _NS < min_duration_s(concurrency):
@@ -160,10 +180,13 @@ class Curve:
 
     def point(self, concurrency: int, min_duration_s: float, warmup: Mapping[str, Any]) -> dict[str, Any]:
         """Return `point.yaml` without the submitter's disclosures."""
+        is_offline = self.is_offline(concurrency)
+        is_elected = concurrency == self.c_max and not self.offline_run and not self.agentic
+        pattern = "agentic_inference" if self.agentic else "concurrency"
         return {
             "concurrency": concurrency,
-            "region": self.regions.region(concurrency),
-            "offline": "elected" if concurrency == self.c_max else "none",
+            "region": "submitters_choice" if is_offline else self.regions.region(concurrency),
+            "offline": "dedicated" if is_offline else "elected" if is_elected else "none",
             "dataset": self.benchmark.dataset,
             "dataset_name": self.benchmark.dataset,
             "dataset_type": "Performance",
@@ -172,16 +195,16 @@ class Curve:
             "max_supported_concurrency": self.c_max,
             "model_name": self.benchmark.model,
             "link_to_model": self.benchmark.link_to_model,
-            "seed_set": self.seed_set,
+            "seed_set": self.seed_set.name,
             "target_cohort": self.target_cohort,
             "shared_src": "src/endpoint",
             "shared_docs": "docs",
             "runtime_settings": {
-                "load_pattern": "concurrency",
+                "load_pattern": "max_throughput" if is_offline else pattern,
                 "min_duration_ms": round(1000 * min_duration_s),
                 "min_sample_count": self.min_samples,
                 "stream_all_chunks": True,
-                "runtime": dict(SEED_SETS[self.seed_set]),
+                "runtime": dict(self.seed_set.seeds),
             },
             "warmup": dict(warmup),
         }
@@ -190,7 +213,7 @@ class Curve:
         """Return a line for each value that the submitter must still provide."""
         lines = []
         lacks = [c for c in self.points if "steady_state" not in read_yaml(self.folder(c) / POINT)]
-        if lacks:
+        if lacks and not self.agentic:
             lines.append(
                 f"point.yaml: steady_state of {', '.join(f'r{c}' for c in lacks)}, from MLCommons'"
                 " steady_state_diagnostics.py on the client's events.jsonl (--disclosure, under"
@@ -205,21 +228,39 @@ class Curve:
         return lines
 
     def finish(self) -> None:
-        """Write the files of each point that depend on the whole curve or on the submitter's description."""
-        rates = []
-        for c in self.points:
-            file = self.folder(c) / SUMMARY
-            with as_written(file):
-                rates.append(system_tps(read_object(file)))
-        for c, rate in zip(self.points, rates, strict=True):
+        """Write the files of each run that depend on the whole curve or on the submitter's description."""
+        rates = self.rates()
+        highest = max(rates.values())
+        for c, rate in rates.items():
             self.write_point(c)
             description = dict(self.system_description) | {
                 "system_name": self.system,
                 "division": self.division,
                 "max_supported_concurrency": self.c_max,
-                "tps_utilization": rate / max(rates) if max(rates) else 0.0,
+                **({} if self.c_min is None else {C_MIN: self.c_min}),
+                "tps_utilization": rate / highest if highest else 0.0,
             }
             write_json(self.folder(c) / SYSTEM, description)
+
+    def rates(self) -> dict[int, float]:
+        """Return the tokens per second of each run."""
+        rates = {}
+        for c in self.runs:
+            file = self.folder(c) / SUMMARY
+            with as_written(file):
+                rates[c] = system_tps(read_object(file))
+        return rates
+
+    def offline_violation(self) -> str | None:
+        """Return a line if the Offline run is slower than the curve's last point (5.7.2)."""
+        rates = self.rates()
+        if not self.offline_run or rates[self.min_samples] >= OFFLINE_MARGIN * rates[self.c_max]:
+            return None
+        return (
+            f"Offline: {rates[self.min_samples]:.4g} tokens/s, less than {100 * OFFLINE_MARGIN:g} % of"
+            f" concurrency {self.c_max} ({rates[self.c_max]:.4g}): the checker flags it; remove"
+            f" r{self.min_samples}, and measure it again or use --offline elected"
+        )
 
 
 def system_tps(summary: Mapping[str, Any]) -> float:
@@ -258,74 +299,3 @@ def write_shared(root: Path, source: Path | None, docs: Path | None, readme: str
             shutil.copytree(folder, place, dirs_exist_ok=True)
         if not (place / "README.md").exists():
             write_text(place / "README.md", readme)
-
-
-_TRIES = 3
-_MARGIN = 1.3  # factor on the number of requests that the rate so far requires
-_MAX_POINT_S = 86400.0
-_GRACE_S = 5.0
-_POLL_S = 0.5
-
-
-def measured_point(load: LoadSpec, folder: Path, lasts_s: float, rate: float) -> dict[str, Any]:
-    """Measure a point with `load`, and copy the client's summary and configuration to `folder`.
-
-    The client accepts a number of requests and no duration, so a point that is too short is measured again
-    with more requests.
-
-    Args:
-        load: `load.order` has the minimum number of requests.
-        rate: Estimated requests per second.
-
-    Returns: The summary.
-    Raises: ConfigError if the client is not installed, StageError if it fails.
-    """
-    n = max(len(load.order), math.ceil(_MARGIN * rate * lasts_s))
-    for _ in range(_TRIES):
-        if load.folder.exists():  # has the report of an earlier try
-            shutil.rmtree(load.folder)
-        run_client(replace(load, order=range(n)), load.folder.with_suffix(".log"))
-        summary = read_object(load.folder / SUMMARY_LEFT)
-        seconds = (summary["duration_ns"] or 0) / 1e9
-        if seconds >= lasts_s:
-            shutil.copyfile(load.folder / SUMMARY_LEFT, folder / SUMMARY)
-            shutil.copyfile(load.folder / CONFIG_LEFT, folder / CONFIG)
-            return summary
-        n = max(n + 1, math.ceil(_MARGIN * n * lasts_s / max(seconds, 1e-3)))
-    raise StageError(f"{n:,} requests would still take less than {lasts_s:g} s")
-
-
-def run_client(load: LoadSpec, log: Path) -> None:
-    """Run MLCommons' client. Raises ConfigError if it is not installed, StageError if it fails."""
-    kind = kind_of("inference-endpoint")
-    command = command_of(kind, load)
-    load.folder.mkdir(parents=True, exist_ok=True)
-    kind.write(load)
-    ended = threading.Event()
-    program = OwnedServer(command, log, ended.set, _GRACE_S, outlives_s=_GRACE_S)
-    until = time.monotonic() + _MAX_POINT_S
-    try:
-        while not ended.wait(_POLL_S):
-            if time.monotonic() > until:
-                raise StageError(
-                    f"{kind.title} did not end within {_MAX_POINT_S:g} s; see {display_path(log)}"
-                )
-        if program.code != 0:
-            known = kind.explain(program.tail(1000))
-            lines = [f"{kind.title}: {program.ended()}", *([known] if known else []), program.tail()]
-            raise StageError("\n".join(lines))
-    finally:
-        program.stop(_GRACE_S)
-    try:
-        report = kind.report(load)
-    except ConfigError as error:
-        raise StageError(f"{kind.title}: {error}") from error
-    if problems := [*report.problems, *_count_problems(report.completed, report.failed, load.order)]:
-        raise StageError(f"{kind.title}: {'; '.join(problems)}; see {display_path(log)}")
-
-
-def _count_problems(completed: int, failed: int, order: Sequence[int]) -> list[str]:
-    problems = [f"{failed:,} requests failed"] if failed else []
-    if completed + failed < len(order):
-        problems.append(f"{completed:,} of {len(order):,} requests were completed")
-    return problems

@@ -1,4 +1,4 @@
-"""Rules of MLPerf Endpoints for a curve: points, regions, durations, seeds.
+"""Rules of MLPerf Endpoints for a curve: points, regions, durations.
 
 Source: MLCommons' endpoints-submission-cli 1.5.3, and the paragraphs of the rules in its checks.
 """
@@ -6,9 +6,8 @@ Source: MLCommons' endpoints-submission-cli 1.5.3, and the paragraphs of the rul
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
-from datetime import date
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,18 +23,11 @@ MIN_POINTS = 7
 MAX_POINTS = 32
 """Maximum points of a curve (§5.6)."""
 
+OFFLINE_MARGIN = 0.98
+"""Minimum throughput of a separate Offline run, relative to the last point's (§5.7.2)."""
+
 DIVISIONS = ("Standardized", "Serviced", "RDI")
 _SHORT_S, _LONG_S = 600.0, 1200.0
-
-
-SEED_SETS = {
-    "A": {
-        "scheduler_rng_seed": 10487924139932647040,
-        "sample_index_rng_seed": 586478644936801402,
-        "model_seed": 9315206023656308754,
-    }
-}
-"""Seeds that MLCommons published for the cohort 2026-10-C1 and the next three."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +56,45 @@ class Regions:
                 return str(name)
         return None
 
-    def accuracy_points(self, concurrencies: Sequence[int]) -> list[int]:
-        """Return the points whose accuracy is measured, one in each region (§4.3, §5.7.2).
+    def uncovered(self, concurrencies: Sequence[int]) -> list[str]:
+        """Return a line for each region without a point; a submission needs one in each (§5.3)."""
+        covered, first, lines = {self.region(c) for c in concurrencies}, 1, []
+        for name, end in vars(self).items():
+            if name not in covered and first <= end:
+                lines.append(f"no point in {name} (concurrency {first} to {end}): a submission needs one")
+            first = end + 1
+        return lines
 
-        The last one is at the curve's end and also counts for Offline.
+    def accuracy_points(
+        self,
+        concurrencies: Sequence[int],
+        offline_run: bool = False,
+        scored: Set[int] = frozenset(),
+    ) -> list[int]:
+        """Return the points whose accuracy is measured, exactly one in each region (§4.3, §5.7.2).
+
+        Without a separate Offline run, the last one is at the curve's end and also counts for Offline.
+
+        Args:
+            scored: Points that have an accuracy result. They are chosen.
+
+        Raises: ConfigError if two of them are in one region.
         """
-        first = {self.region(c): c for c in sorted(concurrencies, reverse=True)}
-        return sorted({*first.values()} - {first.get("high_concurrency")} | {max(concurrencies)})
+        elected = None if offline_run else max(concurrencies)
+        chosen: dict[str | None, int] = {}
+        for c in sorted(concurrencies):
+            region = self.region(c)
+            earlier = chosen.get(region)
+            if c in scored and earlier in scored and c != elected:
+                raise ConfigError(
+                    f"r{earlier} and r{c} have accuracy results in {region}, and the rules (4.3) allow one:"
+                    " remove the accuracy_results.json of one of them"
+                )
+            if earlier is None or (c in scored and earlier not in scored):
+                chosen[region] = c
+        if elected is not None:
+            chosen[self.region(elected)] = elected
+        return sorted(chosen.values())
 
 
 def default_points(c_max: int) -> list[int]:
@@ -81,12 +105,6 @@ def default_points(c_max: int) -> list[int]:
 def min_duration_s(concurrency: int) -> float:
     """Return the minimum duration of a point (§6.2)."""
     return _SHORT_S if concurrency <= ULTRA_LOW else _LONG_S
-
-
-def next_cohort(today: date) -> str:
-    """Return the cohort of the next month, the default of --target_cohort."""
-    year, month = (today.year + 1, 1) if today.month == 12 else (today.year, today.month + 1)
-    return f"{year}-{month:02d}-C0"
 
 
 def warm_up_prompts(

@@ -56,7 +56,7 @@ STOPS = "it stops there"
 
 
 def missing_scenarios(workload: Workload, scenarios: set[str]) -> list[str]:
-    """Return the scenarios that a closed datacenter submission of a workload lacks."""
+    """Return the scenarios that a closed submission of a workload lacks."""
     return [
         f"one of {' and '.join(either)}" if len(either) > 1 else either[0]
         for either in workload.submission.scenarios

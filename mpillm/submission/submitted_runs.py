@@ -115,6 +115,8 @@ class SubmittedRun:
         violations += restarts(result)
         if config.get("enable_kv_cache_reuse"):
             violations.append("KV cache reuse was on, which MLPerf forbids")
+        if length := config.get("acceptance_length"):
+            violations.append(f"--acceptance_length {length:g} replaced the model's choice of tokens")
         if cached := cached_prompts(result):  # also if an option of the run allows it
             violations.append(cached)
         violations += [text for text in failed_checks(result) if not cached or not text.startswith(cached)]

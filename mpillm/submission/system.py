@@ -46,7 +46,7 @@ def system_description(run: SubmittedRun, submitter: str, division: str, system_
         "division": division,
         "submitter": submitter,
         "status": "available",
-        "system_type": "datacenter",
+        "system_type": run.workload.submission.system_type,
         "system_name": system_name,
         "number_of_nodes": len(run.machines),
         "host_processor_model_name": cpu["model"] or _NOT_APPLICABLE,

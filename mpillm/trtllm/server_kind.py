@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from launch.command import Command
+from mpillm.programs.servers.acceptance import check_length, number_of
 from mpillm.programs.servers.kind import ServerKind, ServerSpec, named, switch
 
 
@@ -24,11 +26,31 @@ def _file(spec: ServerSpec, values: Mapping[str, Any]) -> str:
     if "kv_cache_dtype" in values:
         cache["dtype"] = values["kv_cache_dtype"]
     args = {**spec.llm_args, "kv_cache_config": cache, "enable_iter_perf_stats": True}
+    if "speculative_config" in values:
+        args["speculative_config"] = dict(values["speculative_config"])
     if spec.role:  # TensorRT-LLM needs it for the handoff
         args.setdefault("cache_transceiver_config", {"backend": "DEFAULT"})
     if spec.role == "context":  # TensorRT-LLM has no overlap scheduler for this role
         args.setdefault("disable_overlap_scheduler", True)
     return yaml.safe_dump(args, sort_keys=False)
+
+
+_ACCEPTANCE = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
+_DRAFT_TOKENS = ("max_draft_len", "num_nextn_predict_layers")
+
+
+def _fix_acceptance(spec: ServerSpec, length: float) -> Command:
+    """Set the variable of tensorrt_llm/_torch/speculative/interface.py.
+
+    It counts draft tokens only, so it is one less than mpillm's length, and 0 means that it is not set.
+    """
+    config = spec.values.get("speculative_config") or spec.llm_args.get("speculative_config")
+    if not isinstance(config, Mapping):
+        raise ValueError("has no draft tokens; set --speculative_config")
+    if length == 1:
+        raise ValueError("cannot reject all draft tokens; set a length above 1")
+    check_length(length, next((number_of(config[name]) for name in _DRAFT_TOKENS if name in config), None))
+    return Command(spec.args, {_ACCEPTANCE: f"{length - 1:.12g}"})
 
 
 TRTLLM_SERVE = ServerKind(
@@ -46,10 +68,12 @@ TRTLLM_SERVE = ServerKind(
     },
     always={"enable_kv_cache_reuse": False},  # TensorRT-LLM's default is True, which MLPerf forbids
     file=_file,
-    in_file=("enable_kv_cache_reuse", "kv_cache_dtype"),
+    in_file=("enable_kv_cache_reuse", "kv_cache_dtype", "speculative_config"),
     binds_reserved_port=False,
     names_model=True,  # the folder's
     disagg_protocol="disaggregated_params",
     takes_llm_args=True,
+    fix_acceptance=_fix_acceptance,
+    acceptance_setting=_ACCEPTANCE,
     install="install TensorRT-LLM, as in NVIDIA's containers",
 )

@@ -14,6 +14,8 @@ LoadGen's own mlperf.conf has latency limits, sample counts and durations.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mpillm.workloads.workload import Accuracy, Columns, Endpoints, LatencyLimits, Submission, Workload
 
 LLAMA2_70B = Workload(
@@ -153,6 +155,32 @@ LLAMA3_1_8B = Workload(
     ),
 )
 
+LLAMA3_1_8B_EDGE = replace(
+    LLAMA3_1_8B,
+    name="llama3.1-8b-edge",
+    aliases=("llama3_1-8b-edge", "llama-v3.1-8b-edge"),
+    members=("LLAMA3_1_8B_EDGE",),
+    loadgen_model="llama3_1-8b-edge",
+    frame_file="sample_cnn_eval_5000.json",
+    n_samples=5000,
+    scenarios=("SingleStream", "Offline"),
+    loadgen={"SingleStream": {"min_query_count": 1024}},  # the checker's; early stopping would accept less
+    compliance=(),
+    accuracy=Accuracy(
+        metric="rouge",
+        references={"rouge1": 39.06, "rouge2": 16.1147, "rougeL": 24.6375, "rougeLsum": 36.124},
+        length="gen_len",
+        bounds=(0.9 * 3_051_113, 1.1 * 3_051_113),
+    ),
+    submission=Submission(
+        rounds={"v6.0": ("llama3.1-8b-edge",), "v6.1": ("llama3.1-8b-edge",)},
+        limits=None,
+        scenarios=(("SingleStream",), ("Offline",)),
+        system_type="edge",
+    ),
+    endpoints=None,
+)
+
 DEEPSEEK_R1 = Workload(
     name="deepseek-r1",
     aliases=("deepseek-ai-r1",),
@@ -238,7 +266,15 @@ GPT_OSS_120B = Workload(
     ),
 )
 
-_PLAIN = (LLAMA2_70B, MIXTRAL_8X7B, LLAMA3_1_405B, LLAMA3_1_8B, DEEPSEEK_R1, GPT_OSS_120B)
+_PLAIN = (
+    LLAMA2_70B,
+    MIXTRAL_8X7B,
+    LLAMA3_1_405B,
+    LLAMA3_1_8B,
+    LLAMA3_1_8B_EDGE,
+    DEEPSEEK_R1,
+    GPT_OSS_120B,
+)
 WORKLOADS = {
     form.name: form
     for plain in _PLAIN

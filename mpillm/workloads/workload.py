@@ -51,14 +51,15 @@ class Submission:
     """The submission checker's rules for a benchmark."""
 
     rounds: Mapping[str, tuple[str, ...]]  # the checker's names of the benchmark, by round
-    limits: LatencyLimits  # for Server, and for Interactive in LoadGen's runs
-    scenarios: tuple[tuple[str, ...], ...]  # a closed datacenter submission needs one of each
+    limits: LatencyLimits | None  # for Server, and for Interactive in LoadGen's runs; None: it has neither
+    scenarios: tuple[tuple[str, ...], ...]  # a closed submission needs one of each
+    system_type: str = "datacenter"  # or edge
     draft_head: str = ""  # the only draft head that the interactive form may use; empty: none
     two_targets: bool = False  # accuracy targets of 99 % and 99.9 %; the names contain the target
     interactive: LatencyLimits | None = None  # for Interactive in results of MLCommons' client
 
-    def limits_of(self, scenario: str) -> LatencyLimits:
-        """Return the limits of a run with MLCommons' client."""
+    def limits_of(self, scenario: str) -> LatencyLimits | None:
+        """Return the limits of a run with MLCommons' client; None if there are none."""
         return self.interactive or self.limits if scenario == "Interactive" else self.limits
 
 

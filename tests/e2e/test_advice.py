@@ -139,6 +139,9 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* endpoints-submission --url .*": Elsewhere(
         "a server must be there: tests/unit/submission/test_endpoints_submission.py"
     ),
+    r".* agentic-submission --url .*": Elsewhere(
+        "a server must be there: tests/unit/submission/test_agentic_submission.py"
+    ),
     r".* bench endpoint --null": Elsewhere(
         "20,000 requests; tests/unit/experiments/test_bench_endpoint.py sends 100"
     ),
@@ -341,8 +344,8 @@ OTHERS = {
     *("container_image", "container_mounts", "container_workdir", "nodelist", "submit", "wait", "log_root"),
     *("job_name", "account", "partition", "output", "script"),
     *("no_enable_prefix_caching", "disable_radix_cache"),  # vLLM's and SGLang's
-    *("kv_transfer_config", "disable_log_stats"),  # vLLM's
-    *("mem_fraction_static", "disable_cuda_graph"),  # SGLang's
+    *("kv_transfer_config", "disable_log_stats", "profiler_config"),  # vLLM's
+    *("mem_fraction_static", "disable_cuda_graph", "speculative_algorithm"),  # SGLang's
     *("vboost", "power_limit", "kill_on_bad_exit", "local_dir"),  # nvidia-smi's, srun's and hf's
     "proxy_id",  # of MPICH's proxies
     # the submission checker's, mpirun's, pip's, tritonserver's, trtllm-serve's and TensorRT-LLM's scripts'

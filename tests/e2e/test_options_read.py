@@ -11,10 +11,13 @@ from tests.helpers.make_checkpoint import make_tokenizer
 from tests.helpers.scripted_server import ScriptedServer
 from tests.helpers.serve_command import serve
 from tests.helpers.support import Starter
-from tests.helpers.traced_options import OF_A_CLIENT, PROMPTS, SERVER, SERVING, lies, read_by
+from tests.helpers.traced_options import CONVERSATIONS, OF_A_CLIENT, PROMPTS, SERVER, SERVING, lies, read_by
 
 DISAGGREGATED = ("--mode=disaggregated", "--test_mode=AccuracyOnly", *PROMPTS)
-RUNS: Mapping[str, Sequence[Sequence[str]]] = {"run": [SERVER, DISAGGREGATED], "serve": [SERVING]}
+RUNS: Mapping[str, Sequence[Sequence[str]]] = {
+    "run": [SERVER, DISAGGREGATED, CONVERSATIONS],
+    "serve": [SERVING],
+}
 OF_GPUS = ["kv_cache_free_gpu_mem_fraction"]
 
 
@@ -28,7 +31,8 @@ def test_what_a_core_is_said_to_use_is_read(
     of_core = (f"--core_type={core}", *words)
     read = read_by(one, command, of_core, RUNS)
     assert len(read) > 40
-    assert lies(core, command, read, OF_GPUS) == {}
+    wrong = lies(core, command, read, OF_GPUS)
+    assert not wrong, "\n".join(f"{name} {what}" for name, what in wrong.items())
 
 
 @pytest.mark.parametrize("command", ["run", "serve"])
@@ -44,7 +48,8 @@ def test_what_a_client_of_http_servers_is_said_to_use_is_read(
         f"--model_path={tmp_path / 'model'}",
     )
     read = read_by(one, command, of_core, OF_A_CLIENT)
-    assert lies("trtllm_endpoint", command, read) == {}
+    wrong = lies("trtllm_endpoint", command, read)
+    assert not wrong, "\n".join(f"{name} {what}" for name, what in wrong.items())
 
 
 @pytest.mark.parametrize("command", ["run", "serve"])
@@ -65,4 +70,5 @@ def test_what_a_client_of_disaggregated_servers_is_said_to_use_is_read(
             f"--model_path={tmp_path / 'model'}",
         )
         read = read_by(one, command, of_core, OF_A_CLIENT)
-    assert lies("trtllm_disagg", command, read) == {}
+    wrong = lies("trtllm_disagg", command, read)
+    assert not wrong, "\n".join(f"{name} {what}" for name, what in wrong.items())

@@ -225,14 +225,17 @@ def test_what_is_doubtful(one: Starter, options: tuple[object, ...], doubt: str)
     [
         (
             ("--harness", "jmeter"),
-            "expected inference-endpoint, aiperf, guidellm, vllm-bench, or command:WORDS",
+            "expected conversations, inference-endpoint, aiperf, guidellm, vllm-bench, or command:WORDS",
         ),
         (("--harness", "command:x {url}"), "expected command:WORDS, with {url} and {report} in them"),
         (("--harness", "command:x {url} {report} {color}"), "{color} is none of {url}, {urls}"),
         (("--harness", "command:no-such-client {url} {report}"), "there is no no-such-client beside"),
         ((*client(), "--concurrency", 3), "has no place for --concurrency: write {concurrency}"),
         ((*client("--pause_s", "{rate}"),), "has {rate}, which is known in scenario Server"),
-        ((*client(), "--test_mode", "AccuracyOnly"), "exclude each other: that is LoadGen's"),
+        (
+            (*client(), "--test_mode", "AccuracyOnly"),
+            "exclude each other: its report has no answers to score",
+        ),
         ((*client(), "--scenarios", "SingleStream"), "--concurrency 1 keeps one request open"),
         (("--concurrency", 3), "has no effect without --harness"),
         (("--harness", "vllm-bench"), "counts tokens with a tokenizer: name a folder"),

@@ -33,6 +33,54 @@ from tests.helpers.serve_command import TIMEOUT_S, answer, metric, post, ready_a
 from tests.helpers.support import DONE, SLOW_WITH_MPICH, Starter, wait_until
 
 
+def test_a_conversation_stays_at_its_instance(one: Starter) -> None:
+    """Its later turns find the earlier ones in the cache; `usage` and `/metrics` count their tokens."""
+    model = ("--model_path", "tiny-llama", "--enable_kv_cache_reuse", "--tokens_per_block", 4)
+    command, host, port = serve(one, 4, *model, "--traffic_distribution_policy", "conversation")
+    prompts = {name: [10 * i + 5] * 9 for i, name in enumerate("abc")}
+    cached: list[int] = []
+    for _ in range(3):
+        for name, prompt in prompts.items():
+            body = {"prompt": prompt, "max_tokens": 4, "ignore_eos": True, "temperature": 0, "user": name}
+            reply = answer(host, port, "/v1/completions", **body, return_token_ids=True)
+            cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+            prompt += [*reply["choices"][0]["token_ids"], 7]
+    # Nine tokens of the prompt, three of the response; the last token of a sequence is not in the cache.
+    assert cached == [0] * 3 + [12] * 3 + [16] * 3
+    assert metric(host, port, "prefix_cache_hits_total") == sum(cached)
+    command.process.send_signal(signal.SIGTERM)
+    ended = command.end().must(DONE)
+    assert [instance["samples"] for instance in ended.result["per_instance"]] == [3, 3, 3]
+
+
+def test_prefix_caches_of_all_instances_are_emptied(one: Starter) -> None:
+    """By a client, and by a run before its test; without the option, a run finds the earlier prompts."""
+    model = ("--model_path", "tiny-llama", "--enable_kv_cache_reuse", "--tokens_per_block", 4)
+    routing = ("--traffic_distribution_policy", "kv_cache_aware", "--reset_prefix_cache")
+    command, host, port = serve(one, 3, *model, *routing)
+    body = {"max_tokens": 2, "ignore_eos": True, "temperature": 0}
+
+    def cached() -> int:
+        """Ask each of two instances; return the cached tokens of their prompts."""
+        replies = [answer(host, port, "/v1/completions", prompt=[i] * 9, **body) for i in (5, 6)]
+        return sum(reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in replies)
+
+    assert [cached(), cached()] == [0, 16]
+    response = post(host, port, "/reset_prefix_cache").getresponse()
+    assert (response.status, response.read()) == (200, b"")
+    assert [cached(), cached()] == [0, 16]
+    dataset = one.folder / "prompts.jsonl"
+    dataset.write_text("".join(f'{{"input_tokens": {[i] * 9}}}\n' for i in (5, 6)))
+    words = ["--trtllm_server_urls", f"{host}:{port}", "--dataset_path", dataset, "--max_output_len", 2]
+    words += ["--min_query_count", 2, "--end_ids", 0, "--enable_kv_cache_reuse"]
+    for options, n_cached in ((), 16), (("--reset_prefix_cache",), 0):
+        ended = one.run(2, *words, *options, core="trtllm_endpoint", log_dir=one.folder / f"run{n_cached}")
+        (client,) = ended.must(DONE).result["per_instance"]
+        assert client["server_cached_tokens"] == n_cached
+    command.process.send_signal(signal.SIGTERM)
+    command.end().must(DONE)
+
+
 def test_disaggregated_instances_behind_one_url(one: Starter) -> None:
     """Streams and answers have the same tokens; clients that leave keep no block of a KV cache.
 

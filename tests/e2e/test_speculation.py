@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mpillm.options.parsers import flag_dict
-from tests.helpers.support import Starter
+from tests.helpers.support import DONE, Starter
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -62,6 +62,31 @@ def test_deepseeks_own_layer_on_two_ranks(one: Starter, tmp_path: Path) -> None:
     options = [*layout(2, ep=2), "--speculative_config", how]
     instance = check(one, tmp_path / "model", 2, answers, *options, n_new=24)
     assert 0 <= instance["accepted_tokens"] < instance["drafted_tokens"]
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_a_given_acceptance_length(one: Starter, answers: Answers, tp: int, pp: int) -> None:
+    """All ranks compute the accepted draft tokens, whatever the model prefers; the result says so."""
+    dataset, expected = answers
+    save_preset("tiny-llama", one.folder / "model")
+    save_head(one.folder / "model", one.folder / "head")
+    head = f"decoding_type:Eagle,max_draft_len:3,speculative_model:{one.folder / 'head'}"
+    words = ["--model_path", one.folder / "model", "--dataset_path", dataset, "--num_threads", 1]
+    words += ["--min_query_count", len(expected), "--max_output_len", N_NEW, "--min_output_len", N_NEW]
+    words += [*layout(tp, pp), "--speculative_config", head if pp == 1 else NGRAM]
+    words += ["--acceptance_length", 2.5, "--save_outputs"]
+    ended = one.run(tp * pp + 1, *words, core="torch", timeout=300).must(DONE)
+    assert all(len(line["output_tokens"]) == N_NEW for line in ended.outputs())
+    figures = ended.result["speculation"]
+    assert figures["set_acceptance_length"] == 2.5
+    assert figures["acceptance_length"] == pytest.approx(2.5, abs=0.2)
+    first, second, *others = figures["acceptance_by_position"]
+    assert first > 0.9 and 0.3 < second < 0.7 and not any(others)
+    assert "the acceptance of draft tokens is set" in ended.result["doubts"][0]
+    assert (
+        "set to 2.5" in ended.flowing
+        and "Speculative decoding" in (ended.log_dir / "report.html").read_text()
+    )
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,7 @@ def core_of(
     engine = EngineConfig.of({**run.values, "core_options": core_options})
     settings, place = core_class.settings(run), ClientConfig(**client)
     core_config = CoreConfig(run.core_type, engine, rank=2, serves=serves, client=place, settings=settings)
+    core_config = replace(core_config, resets_prefix_cache=run.reset_prefix_cache)
     core_class.check(core_config)
     core = core_class(core_config)
     try:

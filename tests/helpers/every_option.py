@@ -5,9 +5,11 @@ from __future__ import annotations
 from disagg.errors import ConfigError
 from mpillm.options.field import ANY, Field
 from mpillm.options.fields import BY_NAME, FIELDS
+from mpillm.options.fields.effects import LOADGEN
 from mpillm.options.layers import layers_of
 from mpillm.options.run_config import RunConfig
 from mpillm.options.unused_options import unused_options
+from mpillm.programs.load_clients.kinds import CONVERSATIONS
 
 # A text of each option that is not its default, where none follows from its kind.
 TEXTS = {
@@ -25,7 +27,14 @@ TEXTS = {
     "server": "vllm",
     "harness": "aiperf",
     "server_role": "context",
+    "synthetic_conversations": "turns=2",
+    "trace_columns": "timestamp=T",
     "stop_words": "x",
+    "extra_body": '{"priority":1}',
+    "extra_headers": '{"X-Tenant":"a"}',
+    "lora_modules": "a,b",
+    "session_header": "X-Conversation",
+    "endpoint_path": "/chat",
     "end_ids": "7",
     "user_conf": "x",
     "gpu_batch_size": "7",
@@ -57,6 +66,9 @@ def named(core: str) -> dict[str, str]:
     return {"core_type": name, **({"trtllm_runtime_flags": f"{key}:{backend}"} if backend else {})}
 
 
+_NEEDED = ("server", "server_role", "server_target_qps", "request_cancellation_rate")
+
+
 def beside(field: Field) -> dict[str, str]:
     """Return options that this one needs."""
     words = {
@@ -64,9 +76,13 @@ def beside(field: Field) -> dict[str, str]:
         for use in field.effect.uses
         if use.needs and use.needs[1] is not ANY and use.needs[0] in BY_NAME
     }
+    loads = {load for use in field.effect.uses for load in use.loads}
+    if loads and LOADGEN not in loads:
+        words["harness"] = CONVERSATIONS if CONVERSATIONS in loads else TEXTS["harness"]
     for use in field.effect.uses:
-        if use.needs in (("server", ANY), ("harness", ANY), ("server_role", ANY)):
-            words[use.needs[0]] = TEXTS[use.needs[0]]
+        if use.needs and use.needs[1] is ANY and use.needs[0] in _NEEDED:
+            needed = BY_NAME[use.needs[0]]
+            words |= {**beside(needed), needed.name: text_of(needed)}
         if use.scenarios:
             words["scenarios"] = ",".join(use.scenarios)
     return words

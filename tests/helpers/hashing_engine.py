@@ -18,6 +18,7 @@ from mpillm.comms.transport import Buffer
 from mpillm.engine.engine import Engine
 from mpillm.engine.parallel.groups import Groups
 from mpillm.engine.schedule.engine_messages import PLAN
+from mpillm.engine.schedule.host_blocks import BlockCopy
 from mpillm.engine.schedule.prefix_cache import PrefixCache
 from mpillm.engine.schedule.sampling_params import SamplingParams
 from mpillm.engine.schedule.sequence import UNREAD, Sequence
@@ -47,10 +48,19 @@ class _Cache:
         self.tables: dict[int, list[int]] = {}
         self._window = window
         self._memory: dict[tuple[int, int], int] = {}  # block and place in it: token
+        self._host: dict[tuple[int, int], int] = {}  # likewise, of host blocks
 
     def put(self, slot: int, n_cached: int, tokens: list[int]) -> None:
         for position, token in enumerate(tokens, n_cached):
             self._memory[self.tables[slot][position // SIZE], position % SIZE] = token
+
+    def copy(self, copies: list[BlockCopy]) -> None:
+        for block, host_block, is_load in copies:
+            for place in range(SIZE):
+                if is_load:
+                    self._memory[block, place] = self._host[host_block, place]
+                else:
+                    self._host[host_block, place] = self._memory[block, place]
 
     def seen(self, slot: int, position: int) -> list[int]:
         first = max(0, position + 1 - self._window) if self._window else 0
@@ -81,6 +91,7 @@ class FakeGroups(Groups):
     def run_oldest(self) -> list[int]:
         step = PLAN.read(self._messages.popleft())
         first = 0
+        self._caches[0].copy(step.copies)
         for span in step.spans:
             tokens = step.tokens[first : first + span.n_new]
             tokens = [self._last[span.slot] if token == UNREAD else token for token in tokens]
@@ -141,6 +152,7 @@ def make_engine(
     n_ahead: int = 0,
     window: int = 0,
     partial_window: int = 0,
+    host_blocks: int = 0,
 ) -> Engine:
     """With a `partial_window` the window cache has no more blocks than sequences may hold at once."""
     chunked = chunking != "off"
@@ -154,6 +166,7 @@ def make_engine(
         stop_words=stop_words,
         vocab_size=VOCAB,
         max_seq_len=80,
+        host_blocks=host_blocks,
         feature_layers=(),
         window_cache_tokens=n_window_blocks * SIZE if partial_window else 0,
         config=SimpleNamespace(widest_window=window, partial_window=partial_window),

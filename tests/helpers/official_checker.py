@@ -77,7 +77,7 @@ def listed(said: str) -> set[tuple[str, str, str]]:
 
     A check of a benchmark or the system fails in each scenario.
     """
-    results = re.findall(r"^  (\S+) (Offline|Server|Interactive): ", said, re.MULTILINE)
+    results = re.findall(r"^  (\S+) (Offline|Server|Interactive|SingleStream): ", said, re.MULTILINE)
     found = set()
     for checks, text in re.findall(r"^  rejected by the checker \(([^)]*)\): (.*)$", said, re.MULTILINE):
         concerned = [result for result in results if text.startswith(f"{' '.join(result)}: ")]

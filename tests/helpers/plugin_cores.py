@@ -54,6 +54,14 @@ class Echo(LLMCore):
         return Batch(rows, tokens)
 
 
+class Whole(DummyCore):
+    """Reports no first tokens before the ends of answers."""
+
+    def __init__(self, config: CoreConfig, comms: object = None) -> None:
+        super().__init__(config, None)
+        self.streams = False
+
+
 class Loading(DummyCore):
     """Leaves a file named by its rank when its `load` has begun."""
 

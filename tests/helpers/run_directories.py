@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import yaml
+from numpy.typing import NDArray
 
-from mpillm.report.request_log import RECORD
+from mpillm.report.request_log import MAGIC, RECORD
 
 SEEDS = {  # of round v6.1
     "effective_qsl_rng_seed": 2085463073848966840,
@@ -56,6 +57,8 @@ FULL_SIZE = {
     "result_completed_samples_per_sec": 50.0,
     "result_completed_tokens_per_second": 5000.0,
     "result_mean_latency_ns": 10**9,
+    "early_stopping_latency_ss": 10**9,
+    "result_90.00_percentile_latency_ns": 10**9,
     "result_99.00_percentile_latency_ns": 10**9,
     "result_first_token_99.00_percentile_latency_ns": 1_000_000_000,
     "result_time_per_output_token_99.00_percentile_ns": 100_000_000,
@@ -204,6 +207,16 @@ def make_client_run(
     return path
 
 
+def write_rows(folder: Path, rows: NDArray[np.void]) -> None:
+    """Write records of requests, in this order."""
+    (folder / "requests.bin").write_bytes(MAGIC + rows.tobytes())
+
+
+def read_rows(folder: Path) -> NDArray[np.void]:
+    """Return the records of requests, in the file's order, to change them."""
+    return np.frombuffer((folder / "requests.bin").read_bytes(), RECORD, offset=len(MAGIC)).copy()
+
+
 def write(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value), encoding="utf-8")
 
@@ -219,7 +232,8 @@ def comparable_run(
     rows["ttft"] = ttft_s * rng.lognormal(0, 0.1, n)
     rows["tokens"] = 11
     rows["latency"] = rows["ttft"] + 0.1
-    rows.tofile(path / "requests.bin")
+    rows["prompt"] = rows["cached"] = -1
+    write_rows(path, rows)
     return path
 
 

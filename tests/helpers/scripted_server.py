@@ -144,7 +144,11 @@ class ScriptedServer:
     def asked(self) -> list[dict[str, Any]]:
         """Return the bodies of the requests for completions."""
         with self._lock:
-            return [request.json for request in self.requests if request.path == "/v1/completions"]
+            return [
+                request.json
+                for request in self.requests
+                if request.path in ("/v1/completions", "/v1/chat/completions")
+            ]
 
     def _accept(self) -> None:
         while not self._stopped.is_set():
@@ -192,7 +196,7 @@ class ScriptedServer:
     def _reply(self, request: Request) -> Reply:
         if request.path in self.others:
             return self.others[request.path](request)
-        if request.path == "/v1/completions":
+        if request.path in ("/v1/completions", "/v1/chat/completions"):
             return self.completions(request)
         if request.path == "/v1/models":
             return plain({"object": "list", "data": [{"id": MODEL}]})

@@ -84,18 +84,32 @@ READ_ELSEWHERE = {
     *("worker_start_port", "harness_args", "harness_memory_limit", "concurrency", "server_args"),
     *("server_memory_limit", "clients_per_server", "tritonserver", "triton_model_repo"),
     *("triton_num_frontends_per_model", "triton_skip_server_spawn", "context_chunking_policy"),
+    *("shuffle", "max_input_len", "trace_columns"),  # with a file of conversations
 }
 LOOKED_AT = {  # is one there? May it be? What is said of it?
     *("core_type", "device", "server", "server_nodes", "enable_kv_cache_reuse", "speculative_config"),
     *("enable_max_num_tokens_tuning", "engine_dir", "compliance_test"),
+    *("harness", "endpoint_type", "lora_modules", "acceptance_length", "max_local_prefill_length"),
+    *("cache_salt", "reset_prefix_cache", "profile", "requests_file"),
 }
 SERVER = (
     *("--dataset=synthetic", "--num_samples=20", "--min_duration=0", "--max_output_len=4"),
     *("--scenarios=Server", "--server_target_qps=50", "--min_query_count=20"),
 )
 PROMPTS = ("--max_output_len=2",)
+CONVERSATIONS = (
+    *(
+        "--harness=conversations",
+        "--num_conversations=4",
+        "--synthetic_conversations=turns=2,input=9,output=4",
+    ),
+    *("--max_output_len=4", "--scenarios=Server", "--server_target_qps=50"),
+)
 SERVING = ("--port=0", "--temperature=0.5", "--top_k=3", "--top_p=0.5", "--seed=3")
-OF_A_CLIENT: Mapping[str, Sequence[Sequence[str]]] = {"run": [SERVER, PROMPTS], "serve": [SERVING]}
+OF_A_CLIENT: Mapping[str, Sequence[Sequence[str]]] = {
+    "run": [SERVER, PROMPTS, CONVERSATIONS],
+    "serve": [SERVING],
+}
 
 
 def serves(command: Command) -> bool:

@@ -40,7 +40,7 @@ _BOTH: dict[str, tuple[Any, Any]] = {
     "return_tokens_as_token_ids": (None, True),
     "routed_experts_prompt_start": (0, 1),
     "seed": (None, 7),
-    "session_id": ("session", SAME),
+    "session_id": ("", "a session"),
     "skip_special_tokens": (True, False),
     "spaces_between_special_tokens": (False, SAME),
     "stop": ([], ["a"]),
@@ -56,7 +56,7 @@ _BOTH: dict[str, tuple[Any, Any]] = {
     "truncate_prompt_tokens": (None, -1),
     "truncation_side": (None, "left"),
     "use_beam_search": (False, True),
-    "user": ("user", SAME),
+    "user": ("", "a user"),
     "vllm_xargs": (None, {"a": 1}),
     "watermarking": (None, True),
 }

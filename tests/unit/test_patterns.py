@@ -57,9 +57,14 @@ def test_patterns_take_linear_time(folder: str) -> None:
 
 @pytest.mark.long
 def test_patterns_that_are_arguments() -> None:
-    """`uses` finds those of `KnownFailure` and `reason`; `alone` has a table."""
+    """`uses` finds those of `KnownFailure` and `reason`; `alone` has a table; a tokenizer has literals."""
     files = {where.partition(":")[0] for where in found()[1]}
-    assert files == {"mpillm/doctor/local_checks.py", "launch/children.py", "launch/command.py"}
+    assert files == {
+        "mpillm/doctor/local_checks.py",
+        "launch/children.py",
+        "launch/command.py",
+        "mpillm/data/tokenizer.py",
+    }
     for pattern, _ in local_checks._EXPLAINED:
         assert slow(Use("alone", pattern, re.IGNORECASE, frozenset({"search"}))) == ""
 

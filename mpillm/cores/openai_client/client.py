@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import itertools
 import json
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -26,7 +27,7 @@ from mpillm.cores.openai_client.answer import (
     failure_text,
     refusal_of,
 )
-from mpillm.cores.openai_client.dialect import COMPLETIONS, Dialect, Sampling, body
+from mpillm.cores.openai_client.dialect import Dialect, Sampling, body
 from mpillm.cores.openai_client.disagg_protocol import DisaggProtocol
 from mpillm.cores.openai_client.endpoint import EndpointError, RemoteServer, ServerUnreachable
 from mpillm.cores.openai_client.http_connection import HttpConnection, NothingSentBack
@@ -37,6 +38,8 @@ _LONGEST_PAUSE_S = 2.0
 _N_PROMPT_TOKENS = 12  # of a prompt, in messages
 _MAX_REPLY = 1 << 16  # bytes of a reply that is not an answer
 _WATCH_S = 1.0  # between checks for silence
+_HOLDER_AHEAD = 64  # requests; as in `mpillm.roles.session_pool`
+_MAX_SESSIONS = 1 << 16  # conversations that a client remembers
 
 
 class CallListener(Protocol):
@@ -60,8 +63,8 @@ class Call:
 
     __slots__ = (
         "_client", "_reply", "_reply_left", "_reused", "answer", "connection", "ended_at", "endpoint",
-        "failing_since", "handoff_params", "id", "last_received", "location", "on_more", "prompt", "retries",
-        "retry_after", "sampling", "sent_at", "status", "streams",
+        "failing_since", "flags", "handoff_params", "id", "last_received", "location", "model", "on_more",
+        "prompt", "retries", "retry_after", "sampling", "sent_at", "session", "status", "streams",
     )  # fmt: skip
 
     def __init__(
@@ -71,8 +74,12 @@ class Call:
         prompt: Sequence[int],
         sampling: Sampling,
         on_more: Callable[[Call], None] | None = None,
+        session: int = 0,
+        flags: int = 0,
+        model: str = "",
     ) -> None:
         self.id = id_
+        self.session, self.flags, self.model = session, flags, model
         self.prompt = prompt
         self.sampling = sampling
         self.on_more = on_more
@@ -94,7 +101,8 @@ class Call:
         self.status = 0
         self.retry_after: str | None = None
         self.location: str | None = None
-        self.answer = CompletionResponse(self.streams and not self.at_context, self.sampling.max_tokens)
+        streams = self.streams and not self.at_context
+        self.answer = CompletionResponse(streams, self.sampling.max_tokens, self._client.is_chat)
         self._reply: list[bytes] = []
         self._reply_left = _MAX_REPLY
         self._reused = False
@@ -181,6 +189,8 @@ class Client:
         retry_s: float,
         contexts: Sequence[RemoteServer] = (),
         protocol: DisaggProtocol | None = None,
+        is_chat: bool = False,
+        models: Sequence[str] = (),
     ) -> None:
         """
         Args:
@@ -190,10 +200,16 @@ class Client:
             retry_s: Longest time from a request's first failure to its last attempt.
             contexts: Context servers for `endpoints`.
             protocol: Protocol between context and generation servers.
+            is_chat: The servers' dialects are those of chats.
+            models: Models that requests name in turn, and the requests of a conversation together; empty: the
+                only model of the server.
         """
         self.endpoints = endpoints
         self.contexts = deque(contexts)
         self.protocol = protocol
+        self.is_chat = is_chat
+        self._models = models
+        self._turns = itertools.count()
         self.listener = listener
         self.stream = stream
         self.calls: dict[int, Call] = {}  # open, by id
@@ -206,6 +222,8 @@ class Client:
         self._text_of = text_of
         self._silence_s = silence_s
         self._retry_s = retry_s
+        # The server of each conversation's last request, in order of these requests.
+        self._holders: OrderedDict[tuple[int, bool], RemoteServer] = OrderedDict()
         self._timers: set[asyncio.TimerHandle] = set()
         self._watching: asyncio.TimerHandle | None = None
 
@@ -217,14 +235,18 @@ class Client:
         prompt: Sequence[int],
         sampling: Sampling,
         on_more: Callable[[Call], None] | None = None,
+        session: int = 0,
+        flags: int = 0,
     ) -> None:
         """Send a request. No open call may have `id_`.
 
-        `on_more` is called when tokens after the first arrive.
+        `on_more` is called when tokens after the first arrive. `session`: the conversation, or 0. `flags`:
+        `RequestFlag`s, for the owner.
         """
         if self._watching is None:
             self._watch()
-        call = self.calls[id_] = Call(self, id_, prompt, sampling, on_more)
+        model = self._models[(session or next(self._turns)) % len(self._models)] if self._models else ""
+        call = self.calls[id_] = Call(self, id_, prompt, sampling, on_more, session, flags, model)
         if not self._parked:
             self._start(call)
 
@@ -329,18 +351,31 @@ class Client:
         call.endpoint.release(call, call.connection, is_complete)
 
     def _start(self, call: Call) -> None:
-        """Send `call` to the server with the fewest outstanding requests, but rather not where it failed."""
+        """Send `call` to the server with the fewest outstanding requests, but rather not where it failed.
+
+        A conversation stays at its server until that has many more outstanding requests than another one.
+        """
         failed = call.endpoint
         self.contexts.rotate(-1)  # so equally loaded servers take turns
         servers = self.contexts if call.at_context else self.endpoints
-        endpoint = min(servers, key=lambda one: (one is failed, len(one.calls)))
+        key = call.session, call.at_context
+        holder = self._holders.get(key)
+        endpoint = min(
+            servers,
+            key=lambda one: (one is failed, len(one.calls) - (_HOLDER_AHEAD if one is holder else 0)),
+        )
         call.endpoint = endpoint
+        if call.session and len(servers) > 1:
+            self._holders[key] = endpoint
+            self._holders.move_to_end(key)
+            if len(self._holders) > _MAX_SESSIONS:
+                self._holders.popitem(last=False)
         try:
-            request = self._body(endpoint.dialect, endpoint.model, call)
+            request = self._body(endpoint.dialect, call.model or endpoint.model, call)
         except ValueError as error:
             self._fail(call, AnswerError(str(error), Refusal(400, str(error))), is_last=True)
             return
-        endpoint.start(call, request)
+        endpoint.start(call, request, call.session)
 
     def _body(self, dialect: Dialect, model: str, call: Call) -> bytes:
         prompt = call.prompt if dialect.token_prompts else self._text_of(call.prompt)
@@ -390,7 +425,7 @@ class Client:
             return
         del self.calls[call.id]
         endpoint_error = (ServerUnreachable if is_unreachable else EndpointError)(
-            f"{call.endpoint.url}{COMPLETIONS}: {error}"
+            f"{call.endpoint.url}{call.endpoint.path_of(call.endpoint.dialect.path)}: {error}"
         )
         endpoint_error.refusal = error.refusal if isinstance(error, AnswerError) else None
         self.listener.on_failed(call, endpoint_error)

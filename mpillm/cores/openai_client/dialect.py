@@ -1,18 +1,19 @@
-"""Completion requests: OpenAI's `/v1/completions`, and the servers' extensions for token ids.
+"""Requests to OpenAI's `/v1/completions` and `/v1/chat/completions`, and the servers' extensions.
 
-Sources: vLLM's `CompletionRequest` (`return_token_ids`, `min_tokens`, `top_k`, token-id prompts), the same
-class of TensorRT-LLM (`tensorrt_llm/serve/openai_protocol.py`: rejects unknown fields; `detokenize: false`
-gives token ids), and `transformers serve` (`cli/serving/completion.py`: text only, rejects unknown fields).
+Sources: vLLM's `CompletionRequest` and `ChatCompletionRequest` (`return_token_ids`, `min_tokens`, `top_k`,
+token-id prompts), the same classes of TensorRT-LLM (`tensorrt_llm/serve/openai_protocol.py`: reject unknown
+fields; `detokenize: false` gives token ids), and `transformers serve` (`cli/serving/completion.py`: text
+only, rejects unknown fields).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-COMPLETIONS = "/v1/completions"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,12 @@ class Dialect:
     options: bool = True  # requests may have min_tokens, top_k and stop_token_ids
     sends_text: bool = False  # a prompt's tokens here are the bytes of its text; the server counts tokens
     usage_option: bool = True  # a stream has usage (token counts) if `stream_options` requests it
+    path: str = COMPLETIONS
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether prompts are messages: see `mpillm.data.chat_request`."""
+        return self.path == CHAT
 
 
 # In the order of the probes: the first that a server understands is used.
@@ -49,6 +56,11 @@ TEXT_DIALECTS = (
     _text("text, without options", token_ids=False, options=False),
     _text("text, without options or stream_options", token_ids=False, options=False, usage_option=False),
 )
+CHAT_DIALECTS = tuple(
+    replace(one, name=one.name.replace("text prompts", "chat").replace("text", "chat"), path=CHAT)
+    for one in TEXT_DIALECTS
+    if "detokenize" not in one.extra
+)
 
 
 @dataclass(frozen=True)
@@ -64,19 +76,19 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    cache_salt: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)  # fields that the user adds
 
 
 def body(
     dialect: Dialect, model: str, prompt: str | Sequence[int], sampling: Sampling, stream: bool
 ) -> bytes:
-    """Return the JSON of a completion request. Raises ValueError for an option that the dialect lacks."""
-    request: dict[str, Any] = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        **dialect.extra,
-    }
+    """Return the JSON of a request. Raises ValueError for an option that the dialect lacks."""
+    request: dict[str, Any] = {"model": model, "temperature": sampling.temperature, **dialect.extra}
+    # OpenAI's chat endpoint deprecates `max_tokens`.
+    request["max_completion_tokens" if dialect.is_chat else "max_tokens"] = sampling.max_tokens
+    if not dialect.is_chat:
+        request["prompt"] = prompt
     if stream:
         request["stream"] = True
         if dialect.usage_option:
@@ -92,6 +104,7 @@ def body(
         "top_k": sampling.top_k or None,
         "stop_token_ids": list(sampling.stop_token_ids) or None,
         "ignore_eos": sampling.ignore_eos or None,
+        "cache_salt": sampling.cache_salt or None,
     }
     for name, value in options.items():
         if value is None:
@@ -99,4 +112,6 @@ def body(
         if not dialect.options:
             raise ValueError(f"it has no {name}: it accepts only text and OpenAI's own options")
         request[name] = value
-    return json.dumps(request, separators=(",", ":")).encode()
+    request |= sampling.extra
+    text = json.dumps(request, separators=(",", ":"))
+    return (f"{{{prompt}],{text[1:]}" if dialect.is_chat else text).encode()

@@ -13,7 +13,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from launch.bounded_http import MAX_PAGE_BYTES
 from mpillm.comms.messages import Refusal
-from mpillm.cores.openai_client.dialect import COMPLETIONS, DIALECTS, Dialect
+from mpillm.cores.openai_client.dialect import CHAT, COMPLETIONS, DIALECTS, Dialect
 from mpillm.cores.openai_client.http_connection import (
     HttpConnection,
     HttpError,
@@ -51,13 +51,31 @@ class OutstandingRequest(Receiver, Protocol):
         """Record the time of sending, `at` (time.perf_counter()); `reused`: the connection is not new."""
 
 
+def _tls(insecure: bool) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    if insecure:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
 class RemoteServer:
     """A server. Everything but the address belongs to the event loop's thread."""
 
-    def __init__(self, url: str, strict_model: bool = False) -> None:
+    def __init__(
+        self,
+        url: str,
+        strict_model: bool = False,
+        headers: Mapping[str, str] | None = None,
+        session_header: str = "X-Session-ID",
+        *,
+        request_path: str | None = None,
+        insecure: bool = False,
+    ) -> None:
         """`url`: host:port, or http(s)://host[:port][/path]. Raises ValueError for any other form.
 
-        `strict_model`: see `ServerTally`.
+        `strict_model`: see `ServerTally`. `headers`: more of them, for each request. `session_header`: see
+        `start`. `request_path`: in place of that of completions and chats. `insecure`: do not check the
+        certificate.
         """
         # Error messages append a path that begins with /v1.
         self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
@@ -68,18 +86,21 @@ class RemoteServer:
             self._host = ""
         if not self._host or "@" in parts.netloc or parts.query:
             raise ValueError(f"{url} is not host:port, or a URL of http or https without user and query")
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._path = parts.path
+        self._tls = _tls(insecure) if parts.scheme == "https" else None
+        self._path, self._request_path = parts.path, request_path
         behind = parts.scheme in getproxies() and not proxy_bypass(self._host)
         self._past_proxy = " (the proxy of the environment is not used)" if behind else ""
         key = os.environ.get(API_KEY)
         self.sends_key = bool(key)
+        more = {"Authorization": f"Bearer {key}"} if key else {}
+        more |= headers or {}
         self._head = (
             f"Host: {parts.netloc}\r\n"
-            + (f"Authorization: Bearer {key}\r\n" if key else "")
+            + "".join(f"{name}: {value}\r\n" for name, value in more.items())
             + "Content-Type: application/json\r\nContent-Length: "
         )
-        self._post = self._start_line("POST", COMPLETIONS)
+        self._session_header = session_header.encode("latin-1")
+        self._posts = {path: self._start_line("POST", path) for path in (COMPLETIONS, CHAT)}
         self.model = ""
         self.dialect: Dialect = DIALECTS[0]
         self.last_statistics: Any = None  # see `server_counts`
@@ -93,16 +114,24 @@ class RemoteServer:
         self._connecting: set[asyncio.Task[None]] = set()
 
     def _start_line(self, method: str, path: str) -> bytes:
-        return f"{method} {self._path}{path} HTTP/1.1\r\n{self._head}".encode("latin-1")
+        return f"{method} {self._path}{self.path_of(path)} HTTP/1.1\r\n{self._head}".encode("latin-1")
+
+    def path_of(self, path: str) -> str:
+        """Return the path of requests that OpenAI's API has at `path`."""
+        return self._request_path or path if path in (COMPLETIONS, CHAT) else path
 
     # --- calls ---
 
-    def start(self, call: OutstandingRequest, body: bytes) -> None:
-        """Send the request of `call`, over a free connection or a new one."""
+    def start(self, call: OutstandingRequest, body: bytes, session: int = 0) -> None:
+        """Send the request of `call`, over a free connection or a new one.
+
+        `session`: of the session header, by which routers keep a conversation at one server; 0: none.
+        """
         if not self.calls:
             self.last_received = time.perf_counter()
         self.calls.add(call)
-        request = b"%b%d\r\n\r\n%b" % (self._post, len(body), body)
+        header = b"%b: %08x\r\n" % (self._session_header, session) if session else b""
+        request = b"%b%d\r\n%b\r\n%b" % (self._posts[self.dialect.path], len(body), header, body)
         while self._idle:
             connection = self._idle.pop()
             if not connection.closed:
@@ -133,7 +162,7 @@ class RemoteServer:
 
     def count(self, request: Request, n_tokens: int | None) -> None:
         """Add an answer to the tally: see `ServerTally.add`."""
-        self.tally.add(request, self.dialect, self.model, n_tokens)
+        self.tally.add(request, self.dialect, request.model or self.model, n_tokens)
 
     def release(self, call: OutstandingRequest, connection: HttpConnection | None, is_complete: bool) -> None:
         """End `call`, and reuse its connection if the response was complete; otherwise close it."""
@@ -156,7 +185,7 @@ class RemoteServer:
         except ssl.SSLCertVerificationError as error:
             raise UntrustedError(
                 f"its certificate is not trusted: {error.verify_message}; the environment variable"
-                " SSL_CERT_FILE may name a file of certificates to trust"
+                " SSL_CERT_FILE may name a file of certificates to trust, or --insecure trusts any"
             ) from None
         except ssl.SSLError as error:  # its errno is not a system error
             raise NothingSentBack(f"TLS: {error.reason or error}") from None
@@ -194,7 +223,8 @@ class RemoteServer:
             connection.send(b"%b%d\r\n\r\n%b" % (start, len(body), body), reply)
             await asyncio.wait_for(reply.ended, max(0.0, end - time.monotonic()))
         except (asyncio.TimeoutError, TimeoutError):
-            raise NoAnswer(f"no answer to {method} {path} within {round(timeout_s, 2):g} s") from None
+            request = f"{method} {self.path_of(path)}"
+            raise NoAnswer(f"no answer to {request} within {round(timeout_s, 2):g} s") from None
         finally:
             self._used.discard(connection)
             connection.close()

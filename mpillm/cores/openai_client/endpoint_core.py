@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
 import math
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from disagg.errors import ConfigError, about
 from mpillm.comms.messages import WAITING, Batch, Refusal, RequestFlag, ResponseFlag
@@ -21,14 +25,16 @@ from mpillm.cores.clients import (
     until_when,
     with_owner_failures,
 )
+from mpillm.cores.openai_client.cache_reset import MAX_RESET_S, reset_prefix_caches
 from mpillm.cores.openai_client.client import Call, Client
 from mpillm.cores.openai_client.client_core import ClientCore
 from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.cores.openai_client.delivered_tokens import AnswerTokens, DeliveredTokens
-from mpillm.cores.openai_client.dialect import COMPLETIONS, Sampling
+from mpillm.cores.openai_client.dialect import CHAT, COMPLETIONS, Sampling
 from mpillm.cores.openai_client.disagg_protocol import protocol_of
 from mpillm.cores.openai_client.endpoint import EndpointError, RemoteServer, ServerUnreachable
 from mpillm.cores.openai_client.endpoint_options import EndpointOptions, HarnessValues
+from mpillm.cores.openai_client.profiling import ServerProfilers
 from mpillm.cores.openai_client.readiness import (
     UNKNOWN_STARTS,
     ServerStarts,
@@ -40,6 +46,7 @@ from mpillm.cores.openai_client.readiness import (
 from mpillm.cores.openai_client.server_reader import ServerReader
 from mpillm.cores.openai_client.server_records import counts_of, server_records
 from mpillm.cores.openai_client.statistics import Statistics
+from mpillm.data.chat_request import ChatRequests
 from mpillm.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 from mpillm.errors import Failure, RunError
 
@@ -51,9 +58,13 @@ _log = logging.getLogger(__name__)
 # Answers that arrive within this time are sent together. A message for each answer would cost the
 # other ranks and the client's thread a quarter more CPU time per request.
 _GATHER_S = 1e-3
+_Row = tuple[ResponseFlag, Sequence[int]]  # of a request: flags, tokens
+_OF_CONTENT = (400, 413, 422)  # statuses that mean the request's content
 _MAX_LOGGED = 100  # failed single requests in the log: HTTP clients may send any number
 _BROKEN = Refusal(502, "the server behind this one did not answer; its rank's log has the cause")
 _LONGER = "--health_deadline"
+_PROFILER_START_S = 15.0
+_PROFILER_END_S = 2.0  # after a failure: other ranks wait for this one
 _AGAIN_S = 0.5  # between attempts to warm up a restarted server
 
 
@@ -68,6 +79,8 @@ class EndpointCore(ClientCore):
         self._harness: HarnessValues = config.settings
         super().__init__(config, comms, self._harness.endpoint_urls, self._harness.max_concurrency)
         self._options = EndpointOptions.from_options(config.options)
+        self._is_chat = self._harness.endpoint_type == "chat" and not config.serves
+        self._models = () if config.serves else self._harness.lora_modules or ()
         self._context_urls: list[str] = []
         self.waits_for_server = False
         self._tokenizer: Tokenizer | None = None
@@ -80,12 +93,18 @@ class EndpointCore(ClientCore):
         self._delivered: dict[int, DeliveredTokens] = {}  # by id, of open calls
         self._may_fail_alone = False  # whether a request may; warm-up requests may not
         self._n_failed = 0  # single requests
+        self._profilers: ServerProfilers | None = None  # with --profile, of the first client of each server
         self._began(0.0)
 
     @classmethod
     def check(cls, config: CoreConfig) -> NumericLimits | None:
-        EndpointOptions.from_options(config.options)
+        options = EndpointOptions.from_options(config.options)
         harness: HarnessValues = config.settings
+        if options.model is not None and harness.lora_modules:
+            raise ConfigError(
+                "--core_options model:NAME and --lora_modules exclude each other: add the name to the latter",
+                about=["core_options", "lora_modules"],
+            )
         for url in harness.endpoint_urls:
             with about("trtllm_server_urls"):
                 try:
@@ -151,10 +170,20 @@ class EndpointCore(ClientCore):
             self._options.retry_s,
             self._contexts,
             protocol_of(self.config.client.protocol, self.config.instance) if self._contexts else None,
+            self._is_chat,
+            self._models,
         )
 
     def _endpoint(self, url: str) -> RemoteServer:
-        return RemoteServer(url, strict_model=self.config.client.names_model)
+        harness, strict_model = self._harness, self.config.client.names_model
+        return RemoteServer(
+            url,
+            strict_model,
+            harness.extra_headers,
+            harness.session_header,
+            request_path=harness.endpoint_path,
+            insecure=harness.insecure,
+        )
 
     def server_lost(self) -> None:
         assert self._thread is not None
@@ -184,8 +213,7 @@ class EndpointCore(ClientCore):
         end = time.monotonic() + limit
         while True:
             try:
-                endpoint.model = await self._find_model(endpoint, limit)
-                await self._choose_dialect(endpoint, limit)
+                await self._prepare(endpoint, limit)
                 break
             except EndpointError as error:  # if the server is lost again, `server_lost` follows
                 if time.monotonic() > end:
@@ -202,12 +230,13 @@ class EndpointCore(ClientCore):
     def run_health_check(self) -> None:
         """Find the model and generate a token on each server."""
         endpoints = [*self._contexts, *self._endpoints]
-        limit = DEADLINE_SHARE * self._harness.health_deadline / (2 * len(endpoints))
+        checks = 2 * len(endpoints) * max(1, len(self._models))
+        limit = DEADLINE_SHARE * self._harness.health_deadline / checks
         limit = longest_first_token_s(self.config, limit)
         for endpoint in endpoints:
-            self.awaits = f"{WAITING}{endpoint.url}: a first token (POST {COMPLETIONS})"
-            endpoint.model = self._run(self._find_model(endpoint, limit), limit + 60)
-            self._run(self._choose_dialect(endpoint, limit), limit + 60)
+            path = endpoint.path_of(CHAT if self._is_chat else COMPLETIONS)
+            self.awaits = f"{WAITING}{endpoint.url}: a first token (POST {path})"
+            self._run(self._prepare(endpoint, limit), checks * limit + 60)
             if self._harness.compliance_test and not endpoint.dialect.token_ids:
                 raise RunError(
                     Failure(
@@ -221,11 +250,14 @@ class EndpointCore(ClientCore):
             _log.info("%s serves %s: %s; %s", endpoint.url, endpoint.model, endpoint.dialect.name, framework)
         self.awaits = ""
 
-    def _find_model(self, endpoint: RemoteServer, limit_s: float) -> Coroutine[Any, Any, str]:
+    async def _prepare(self, endpoint: RemoteServer, limit_s: float) -> None:
+        """Find each model, and have it generate a token; `limit_s`: for each of these steps."""
         config = self.config
-        return find_model(
-            endpoint, self._options.model, config.engine.model_path, limit_s, strict=config.client.names_model
-        )
+        for name in self._models or (self._options.model,):
+            endpoint.model = await find_model(
+                endpoint, name, config.engine.model_path, limit_s, strict=config.client.names_model
+            )
+            await self._choose_dialect(endpoint, limit_s)
 
     def _index_of(self, error: EndpointError) -> int | None:
         """Return the index of the run's context server that an error names; None: it names another server."""
@@ -239,7 +271,9 @@ class EndpointCore(ClientCore):
     def _choose_dialect(self, endpoint: RemoteServer, limit_s: float) -> Coroutine[Any, Any, None]:
         texts, stream = self.config.client.sends_text, self._harness.streaming
         known = self._tokenizer is not None
-        return choose_dialect(endpoint, known, limit_s, _LONGER, texts=texts, stream=stream)
+        return choose_dialect(
+            endpoint, known, limit_s, _LONGER, texts=texts, chat=self._is_chat, stream=stream
+        )
 
     def _run(self, work: Any, limit_s: float) -> Any:
         assert self._thread is not None
@@ -253,15 +287,39 @@ class EndpointCore(ClientCore):
 
     def warm_up_requests(self) -> Batch:
         """Return a request for each server, with an answer that may end immediately."""
-        return short_requests(max(len(self._endpoints), len(self._contexts)))
+        requests = short_requests(n := max(len(self._endpoints), len(self._contexts)))
+        if not self._is_chat:
+            return requests
+        prompt = ChatRequests().encode("Hello")
+        requests.rows["n_tokens"] = len(prompt)
+        return Batch(requests.rows, np.array(prompt * n, np.int32))
 
     def start_test(self) -> None:
         assert self._thread is not None
         self._client.outlives_server = self.config.client.restarts
         self._may_fail_alone = self.config.serves
+        if self.config.resets_prefix_cache and self._reads:
+            self.reset_prefix_cache()
         if self._reader is not None:
             self._reader.start(self._run)
+        if self.config.client.profiler_stop_s is not None and self._reads:
+            self._profilers = ServerProfilers(self._read_servers())
+            self._run(self._profilers.start(_PROFILER_START_S), _PROFILER_START_S + 60)
         self._began(self._thread.cpu_s())
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix caches of this client's servers. Raises RunError if a server cannot."""
+        self._run(reset_prefix_caches(self._read_servers()), MAX_RESET_S + 60)
+
+    def _read_servers(self) -> list[RemoteServer]:
+        """Return the servers of which this client is the first, if it `_reads`."""
+        return [*self._endpoints, *(self._contexts if self.config.instance == 0 else ())]
+
+    def flush(self) -> None:
+        super().flush()
+        limit_s = self.config.client.profiler_stop_s
+        if self._profilers is not None and limit_s is not None:
+            self._run(self._profilers.stop(limit_s), limit_s + 60)
 
     def _began(self, cpu_s: float) -> None:
         self._statistics, self._prompt_tokens = Statistics(), 0
@@ -293,6 +351,7 @@ class EndpointCore(ClientCore):
             **counts_of([*self._endpoints, *self._contexts]),
             **self._statistics.values(),
             **(self._reader.counted(self._run) if self._reader else {}),
+            **(self._profilers.values() if self._profilers else {}),
             "servers": server_records(
                 self._endpoints,
                 self._contexts,
@@ -313,6 +372,9 @@ class EndpointCore(ClientCore):
     def notify_stop(self) -> None:
         if self._thread is not None:
             thread, self._thread = self._thread, None
+            if self._profilers is not None and self._profilers.running:  # the run has failed
+                with contextlib.suppress(TimeoutError):
+                    thread.run(self._profilers.stop(_PROFILER_END_S), 2 * _PROFILER_END_S)
             thread.post(self._close)
             thread.stop()
 
@@ -372,9 +434,14 @@ class EndpointCore(ClientCore):
                 () if ignore else stop_texts,
                 self.config.engine.end_ids or () if ignore else ids,
                 ignore_eos=bool(row["flags"] & RequestFlag.IGNORE_END),
+                cache_salt=f"{row['salt']:016x}" if row["salt"] else "",
+                extra=self._harness.extra_body,
             )
             on_more = self._report_tokens if row["flags"] & RequestFlag.STREAM else None
-            self._client.submit(int(row["id"]), request.tokens.tolist(), sampling, on_more)
+            texts, session = self.config.client.sends_text, int(row["session"])
+            # A list of a text's bytes would take milliseconds, and delay all requests after it.
+            prompt = request.tokens.astype(np.uint8).tobytes() if texts else request.tokens.tolist()
+            self._client.submit(int(row["id"]), prompt, sampling, on_more, session, int(row["flags"]))
 
     def _text(self, prompt: Sequence[int]) -> str:
         if self.config.client.sends_text:
@@ -391,7 +458,7 @@ class EndpointCore(ClientCore):
         elif call.on_more is not None:
             self._report_tokens(call)
         elif call.streams and call.answer.finish_reason is None and (tokens := self._tokens.of(call)):
-            self._add(call.id, ResponseFlag.FIRST, tokens[:1])
+            self._add(call.id, (ResponseFlag.FIRST, tokens[:1]))
             self._delivered[call.id] = DeliveredTokens(tokens[:1])
 
     def _report_tokens(self, call: Call) -> None:
@@ -401,11 +468,13 @@ class EndpointCore(ClientCore):
         delivered = self._delivered.get(call.id) or DeliveredTokens()
         if delivered.again or not (new := self._tokens.new(call, delivered)):
             return
+        rows: list[_Row] = []
         if not delivered.tokens:
             self._delivered[call.id] = delivered
-            self._add(call.id, ResponseFlag.FIRST, new[:1])
+            rows.append((ResponseFlag.FIRST, new[:1]))
         if more := new if delivered.tokens else new[1:]:
-            self._add(call.id, ResponseFlag.PARTIAL, more)
+            rows.append((ResponseFlag.PARTIAL, more))
+        self._add(call.id, *rows)
         delivered.tokens += new
 
     def on_done(self, call: Call) -> None:
@@ -420,7 +489,7 @@ class EndpointCore(ClientCore):
             and tokens[: len(delivered.tokens)] != delivered.tokens
         ):
             _log.error("request %d: the restarted server generates another answer", call.id)
-            self._add(call.id, ResponseFlag.FINAL | ResponseFlag.ERROR, [])
+            self._add(call.id, (ResponseFlag.FINAL | ResponseFlag.ERROR, []))
             return
         flags = ResponseFlag.FINAL
         if delivered is None:
@@ -433,19 +502,32 @@ class EndpointCore(ClientCore):
         call.endpoint.count(call, len(tokens))
         if call.streams:
             self._statistics.add(call, len(tokens))
-        self._add(call.id, flags, tokens)
+        n_prompt, cached = call.answer.prompt_tokens, call.answer.cached_tokens
+        rows: list[_Row] = []
+        if call.flags & RequestFlag.PROMPT_COUNTS and n_prompt is not None:
+            rows.append((ResponseFlag.PROMPT_COUNTS, [n_prompt, -1 if cached is None else cached]))
+        if call.flags & RequestFlag.MESSAGE and self._is_chat:
+            rows.append((ResponseFlag.MESSAGE, list(json.dumps(call.answer.message).encode())))
+        self._add(call.id, *rows, (flags, tokens))
 
     def on_failed(self, call: Call, error: EndpointError) -> None:
-        if self._may_fail_alone and not isinstance(error, ServerUnreachable) and self._is_alone(error):
+        if self._is_refused(call, error) or (
+            self._may_fail_alone and not isinstance(error, ServerUnreachable) and self._is_alone(error)
+        ):
             self._delivered.pop(call.id, None)
             self._n_failed += 1
             if self._n_failed <= _MAX_LOGGED:
                 _log.error("request %d: %s", call.id, error)
-            self._add(call.id, ResponseFlag.REFUSED, (error.refusal or _BROKEN).numbers())
-            self._add(call.id, ResponseFlag.FINAL | ResponseFlag.ERROR, [])
+            refused = ResponseFlag.REFUSED, (error.refusal or _BROKEN).numbers()
+            self._add(call.id, refused, (ResponseFlag.FINAL | ResponseFlag.ERROR, []))
             return
         self._failed = self._failed or error
         self.wake()
+
+    def _is_refused(self, call: Call, error: EndpointError) -> bool:
+        """Return whether the server refuses the content of a request, such as a prompt that is too long."""
+        may_be = bool(call.flags & RequestFlag.MAY_BE_REFUSED)
+        return may_be and error.refusal is not None and error.refusal.status in _OF_CONTENT
 
     def _is_alone(self, error: EndpointError) -> bool:
         """Return whether the error is about one request only. If an owned server exits, all requests fail."""
@@ -453,11 +535,11 @@ class EndpointCore(ClientCore):
 
     def on_cancelled(self, call: Call) -> None:
         self._delivered.pop(call.id, None)
-        self._add(call.id, ResponseFlag.FINAL | ResponseFlag.CANCELLED, [])
+        self._add(call.id, (ResponseFlag.FINAL | ResponseFlag.CANCELLED, []))
 
-    def _add(self, id_: int, flags: ResponseFlag, tokens: list[int]) -> None:
-        # The first of several rows wakes the rank, which takes all.
-        if self._answers.add(id_, flags, tokens) == 1:
+    def _add(self, id_: int, *rows: _Row) -> None:
+        """Add rows of one request together: rows that come later would wait for `_GATHER_S`."""
+        if self._answers.add_rows(id_, rows) == len(rows):  # rows that come later need no wake-up
             self._hand_on()
 
     def _hand_on(self) -> None:

@@ -12,26 +12,20 @@ from mpillm.cores.base import check_option_names
 class HarnessValues(Protocol):
     """The settings of an endpoint core: see `LLMCore.settings`."""
 
-    @property
-    def streaming(self) -> bool: ...
-
-    @property
-    def endpoint_urls(self) -> tuple[str, ...]: ...
-
-    @property
-    def max_concurrency(self) -> int | None: ...  # simultaneous requests per server; None: `MAX_PER_SERVER`
-
-    @property
-    def load_deadline(self) -> float: ...  # seconds, like the next two
-
-    @property
-    def health_deadline(self) -> float: ...
-
-    @property
-    def stall_timeout(self) -> float: ...
-
-    @property
-    def compliance_test(self) -> str | None: ...
+    streaming: bool
+    endpoint_urls: tuple[str, ...]
+    max_concurrency: int | None  # simultaneous requests per server; None: `MAX_PER_SERVER`
+    load_deadline: float  # seconds, like the next two
+    health_deadline: float
+    stall_timeout: float
+    endpoint_type: str  # completions or chat
+    extra_body: dict[str, Any]  # fields of each request
+    extra_headers: dict[str, str]  # of each request
+    endpoint_path: str | None  # of requests, in place of OpenAI's
+    insecure: bool  # certificates are not checked
+    session_header: str
+    lora_modules: tuple[str, ...] | None  # models of requests, in turn
+    compliance_test: str | None
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,17 @@ from typing import Any, Protocol
 from disagg.errors import nearest
 from mpillm.comms.messages import WAITING
 from mpillm.cores.openai_client.answer import AnswerError, CompletionResponse, failure_text, is_page
-from mpillm.cores.openai_client.dialect import COMPLETIONS, DIALECTS, TEXT_DIALECTS, Dialect, Sampling, body
+from mpillm.cores.openai_client.dialect import (
+    CHAT_DIALECTS,
+    DIALECTS,
+    TEXT_DIALECTS,
+    Dialect,
+    Sampling,
+    body,
+)
 from mpillm.cores.openai_client.endpoint import API_KEY, EndpointError, RemoteServer, UntrustedError
 from mpillm.cores.openai_client.http_connection import HttpError, NoAnswer, NothingSentBack
+from mpillm.data.chat_request import chat_prompt
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.2
@@ -27,11 +35,12 @@ _LOADS_S = 27.0  # minimum patience with a server that answers with its own erro
 _BUSY_S = {429: _REFUSES_S, 503: _LOADS_S}  # patience with a server that does not begin a request yet
 _KEY = (401, 403)
 _NO_SUCH_PATH = (404, 405)
-_NO_COMPLETIONS = f"; its API lists models, but does not take requests at {COMPLETIONS}, which mpillm needs"
+_NO_PATH = "; its API lists models, but does not take requests there: see --endpoint_type"
 # `owned_by` in the list of models, by server.
 _FRAMEWORKS = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorRT-LLM", "mpillm": "mpillm"}
 _PROBE = "Hello"
 _PROBE_IDS = [3] * 8  # ids that every model has
+_PROBE_CHAT = chat_prompt([{"role": "user", "content": _PROBE}])
 
 
 class ServerStarts(Protocol):
@@ -237,25 +246,26 @@ async def choose_dialect(
     longer: str = "",
     *,
     texts: bool = False,
+    chat: bool = False,
     stream: bool = False,
 ) -> None:
     """Request a token in each dialect; set `endpoint.dialect` to the first that works. Raises EndpointError.
 
     `has_tokenizer`: there is a tokenizer here, to convert between text and tokens. `longer`: the option that
-    extends the deadline. `texts`: prompts are texts, and the server must count tokens. `stream`: the server
-    must also count the tokens of streams.
+    extends the deadline. `texts`: prompts are texts, and the server must count tokens. `chat`: they are those
+    of chats. `stream`: the server must also count the tokens of streams.
     """
-    start, where = time.monotonic(), f"{endpoint.url}{COMPLETIONS}"
+    dialects = CHAT_DIALECTS if chat else TEXT_DIALECTS if texts else DIALECTS
+    path = endpoint.path_of(dialects[0].path)
+    start, where = time.monotonic(), f"{endpoint.url}{path}"
     end = start + timeout_s
     refusals: list[str] = []
-    dialects = TEXT_DIALECTS if texts else DIALECTS
     for dialect in dialects:
-        prompt = _PROBE_IDS if dialect.token_prompts else _PROBE
-        request = body(dialect, endpoint.model, prompt, Sampling(max_tokens=1), stream=False)
+        request = _probe(endpoint, dialect, stream=False)
         while True:
             try:
                 left = max(0.0, end - time.monotonic())
-                status, headers, reply = await endpoint.fetch("POST", COMPLETIONS, left, request)
+                status, headers, reply = await endpoint.fetch("POST", dialect.path, left, request)
             except HttpError as error:
                 option = f" ({longer})" if longer and time.monotonic() >= end else ""
                 raise EndpointError(f"{where}: {error}{option}") from None
@@ -265,7 +275,7 @@ async def choose_dialect(
             await asyncio.sleep(1)
         if status == 200:
             try:
-                (answer := CompletionResponse(stream=False, max_tokens=1)).feed(reply, 0.0)
+                (answer := CompletionResponse(False, 1, chat)).feed(reply, 0.0)
                 answer.finish(0.0)
             except (AnswerError, ValueError) as error:
                 if dialect is not dialects[-1] and not answer.finish_reason:
@@ -288,7 +298,7 @@ async def choose_dialect(
             return
         if not 400 <= status < 500 or status in (429, *_KEY, *_NO_SUCH_PATH):
             refusal = failure_text(status, reply, headers.get("location"))
-            advice = _NO_COMPLETIONS if status in _NO_SUCH_PATH else _advice(status, endpoint)
+            advice = _NO_PATH if status in _NO_SUCH_PATH else _advice(status, endpoint)
             raise EndpointError(f"{where}: {refusal}{advice}")
         refusals.append(f"{dialect.name}: {failure_text(status, reply)}")
     if any("no usage" in refusal for refusal in refusals):
@@ -299,16 +309,21 @@ async def choose_dialect(
     raise EndpointError("\n  ".join([f"{where} refused a request of one token in every form:", *refusals]))
 
 
+def _probe(endpoint: RemoteServer, dialect: Dialect, *, stream: bool) -> bytes:
+    prompt = _PROBE_IDS if dialect.token_prompts else _PROBE_CHAT if dialect.is_chat else _PROBE
+    return body(dialect, endpoint.model, prompt, Sampling(max_tokens=1), stream)
+
+
 async def _counts(endpoint: RemoteServer, dialect: Dialect, end: float) -> bool:
     """Return whether a stream of this server has usage (token counts)."""
-    request = body(dialect, endpoint.model, _PROBE, Sampling(max_tokens=1), stream=True)
+    request = _probe(endpoint, dialect, stream=True)
     left = max(0.0, end - time.monotonic())
     try:
-        status, _, reply = await endpoint.fetch("POST", COMPLETIONS, left, request)
-        (answer := CompletionResponse(stream=True, max_tokens=1)).feed(reply, 0.0)
+        status, _, reply = await endpoint.fetch("POST", dialect.path, left, request)
+        (answer := CompletionResponse(True, 1, dialect.is_chat)).feed(reply, 0.0)
         answer.finish(0.0)
     except HttpError as error:
-        raise EndpointError(f"{endpoint.url}{COMPLETIONS}: {error}") from None
+        raise EndpointError(f"{endpoint.url}{endpoint.path_of(dialect.path)}: {error}") from None
     except (AnswerError, ValueError):  # an end token alone has no text
         return status == 200 and bool(answer.completion_tokens)
     return status == 200 and bool(answer.completion_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -9,6 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from mpillm.cores.draft_counts import accepted_at
 from mpillm.cores.openai_client.endpoint import RemoteServer
 from mpillm.cores.openai_client.http_connection import HttpError
 
@@ -35,6 +37,9 @@ class ServerCounts(NamedTuple):
     computed_tokens: float | None = None  # of prompts, computed by this server
     expired_leases: float | None = None  # KV caches that it dropped before another server had read them
     late_reads: float | None = None  # reads of KV caches after it had dropped them
+    drafted_tokens: float | None = None
+    verifications: float | None = None  # steps of a request with draft tokens
+    accepted_at: tuple[float, ...] = ()  # accepted draft tokens by position of the draft; () if not reported
 
 
 # Servers' names of these counts, in Prometheus' text format. `cached_tokens` excludes tokens that a KV
@@ -55,6 +60,8 @@ _NAMES = {
         "mpillm:prefix_cache_hits_total",
     ),
     "accepted_guesses": ("vllm:spec_decode_num_accepted_tokens_total",),
+    "drafted_tokens": ("vllm:spec_decode_num_draft_tokens_total",),
+    "verifications": ("vllm:spec_decode_num_drafts_total", "sglang:spec_verify_calls_total"),
     "preemptions": ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total"),
     "transfers": ("vllm:nixl_xfer_time_seconds_count", "mpillm:kv_transfers_total"),
     "failed_transfers": (
@@ -70,12 +77,13 @@ _NAMES = {
 }
 _BY_SOURCE, _SOURCE = "vllm:prompt_tokens_by_source_total", re.compile(r'\bsource="\w*"')
 _MEANINGS = {name: meaning for meaning, names in _NAMES.items() for name in names}
-_COUNTS = ServerCounts._fields[3:]
+_COUNTS = tuple(name for name in ServerCounts._fields[3:] if name != "accepted_at")
+_BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+_POSITION = re.compile(r'\bposition="(\d{1,2})"')
 # SGLang's counts. The server's page omits each of them while it is 0.
 _SGLANG = "sglang:"
 _SGLANG_COUNTS = {
     **{name: of for name, of in _MEANINGS.items() if name.startswith(_SGLANG) and name.endswith("_total")},
-    "sglang:spec_verify_calls_total": "verified",
     "sglang:num_requests_total": "requests",
 }
 _MEANINGS |= _SGLANG_COUNTS
@@ -84,6 +92,7 @@ _MEANINGS |= _SGLANG_COUNTS
 def reading_of(text: str) -> ServerCounts:
     """Return the counts of a page in Prometheus' text format: sums over all labels."""
     counts: dict[str, float] = {}
+    by_position: dict[int, float] = {}
     for line in text.splitlines():
         # A label may hold spaces, and a time may follow the value.
         name, brace, labels = line.partition("{")
@@ -91,25 +100,30 @@ def reading_of(text: str) -> ServerCounts:
             name, _, labels = line.partition(" ")
         elif name == _BY_SOURCE and (source := _SOURCE.search(labels)):
             name = f"{name}{{{source[0]}}}"
-        if (meaning := _MEANINGS.get(name)) is None:
+        position = _POSITION.search(labels) if name == _BY_POSITION else None
+        if (meaning := _MEANINGS.get(name)) is None and position is None:
             continue
         value_texts = (labels.rpartition("}")[2] if brace else labels).split()
         try:
             value = float(value_texts[0])
         except (IndexError, ValueError):
             continue
-        if math.isfinite(value):
+        if position is not None and math.isfinite(value):
+            at = int(position[1])
+            by_position[at] = by_position.get(at, 0.0) + value
+        elif meaning is not None and math.isfinite(value):
             before = counts.get(meaning, 0.0)
             counts[meaning] = max(before, value) if meaning == "kv_cache_usage" else before + value
     if _SGLANG in text:
         counts = _sglang_counts(counts)
-    return finite(ServerCounts(**counts))
+    positions = tuple(by_position.get(at, 0.0) for at in range(max(by_position, default=-1) + 1))
+    return finite(ServerCounts(**counts, accepted_at=positions))
 
 
 def _sglang_counts(counts: dict[str, float]) -> dict[str, float]:
     """Return the counts with the missing zeros. Accepted draft tokens are derived from other counts."""
     all_counts = dict.fromkeys(_SGLANG_COUNTS.values(), 0.0) | counts
-    verified, requests = all_counts.pop("verified"), all_counts.pop("requests")
+    verified, requests = all_counts["verifications"], all_counts.pop("requests")
     # Each prompt yields one token. Each verification yields the accepted draft tokens and one more.
     accepted = all_counts["generated_tokens"] - requests - verified if verified else 0.0
     return all_counts | {"accepted_guesses": max(0.0, accepted)}
@@ -129,23 +143,45 @@ def of_iterations(text: str, before: ServerCounts) -> ServerCounts:
     last, cache = rows[-1], _part(rows[-1], "kvCacheStats")
     used, n_blocks = _number(cache, "usedNumBlocks"), _number(cache, "maxNumBlocks")
     reused, size = _number(cache, "reusedBlocks"), _number(cache, "tokensPerBlock")
-    accepted_counts = (_number(_part(row, "specDecodingStats"), "numAcceptedTokens") for row in rows)
-    accepted = [n for n in accepted_counts if n is not None]
+    drafts: dict[str, Any] = {
+        meaning: _total(before, meaning, [_part(row, "specDecodingStats") for row in rows], name)
+        for meaning, name in _SPEC_DECODING_STATS.items()
+    }
     counts = before._replace(
         running=_number(last, "numActiveRequests"),
         waiting=_number(last, "numQueuedRequests"),
         kv_cache_usage=used / n_blocks if used is not None and n_blocks else before.kv_cache_usage,
         cached_tokens=before.cached_tokens if reused is None or size is None else reused * size,
-        accepted_guesses=(before.accepted_guesses or 0.0) + sum(accepted)
-        if accepted
-        else before.accepted_guesses,
+        **drafts,
     )
     return finite(counts)
 
 
+# TensorRT-LLM's names, per iteration.
+_SPEC_DECODING_STATS = {
+    "accepted_guesses": "numAcceptedTokens",
+    "drafted_tokens": "numDraftTokens",
+    "verifications": "numRequestsWithDraftTokens",
+}
+
+
+def _total(before: ServerCounts, meaning: str, rows: list[dict[str, Any]], name: str) -> float | None:
+    """Return a count of the last reading, plus its numbers in later iterations."""
+    numbers = [number for row in rows if (number := _number(row, name)) is not None]
+    last: float | None = getattr(before, meaning)
+    return (last or 0.0) + sum(numbers) if numbers else last
+
+
 def finite(reading: ServerCounts) -> ServerCounts:
     """Return the counts without values that a float cannot hold."""
-    return ServerCounts(*(value if value is None or math.isfinite(value) else None for value in reading))
+    changed: dict[str, Any] = {
+        name: None
+        for name, value in reading._asdict().items()
+        if isinstance(value, float) and not math.isfinite(value)
+    }
+    if not all(map(math.isfinite, reading.accepted_at)):
+        changed["accepted_at"] = ()
+    return reading._replace(**changed)
 
 
 def _part(row: dict[str, Any], name: str) -> dict[str, Any]:
@@ -195,4 +231,10 @@ def grown(before: Sequence[ServerCounts], after: Sequence[ServerCounts]) -> dict
         known = [b - a if b >= a else b for a, b in pairs if a is not None and b is not None]
         if known:
             growth[name] = sum(known)
+    for a, b in zip(before, after, strict=True):
+        for position, (old, new) in enumerate(
+            itertools.zip_longest(a.accepted_at, b.accepted_at, fillvalue=0.0)
+        ):
+            name = accepted_at(position)
+            growth[name] = growth.get(name, 0.0) + (new - old if new >= old else new)
     return growth

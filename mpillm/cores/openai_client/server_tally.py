@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -27,6 +28,9 @@ class Request(Protocol):
     @property
     def handoff_params(self) -> Mapping[str, Any] | None: ...  # from a context server
 
+    @property
+    def model(self) -> str: ...  # that it names; "": the server's only model
+
 
 class ServerTally:
     """Counts of one server's answers to one client."""
@@ -46,6 +50,7 @@ class ServerTally:
         self.other_model, self.other_models = "", 0  # an unrequested name in answers; number of such answers
         self.cut_answers = 0
         self.counts = dict.fromkeys(COUNTED, 0)
+        self.by_model = Counter[str]()  # answers to requests that name one of several models
 
     def add(self, request: Request, dialect: Dialect, model: str, n_tokens: int | None) -> None:
         """Count an answer.
@@ -59,6 +64,8 @@ class ServerTally:
         n_prompt = len(request.prompt) if dialect.token_prompts else answer.prompt_tokens
         n_generated = len(answer.tokens) if dialect.token_ids else answer.completion_tokens
         self.answers += 1
+        if request.model:
+            self.by_model[request.model] += 1
         self.uncounted += n_prompt is None or n_generated is None
         self.prompt_tokens += n_prompt or 0
         self.generated_tokens += n_generated or 0
@@ -103,4 +110,5 @@ class ServerTally:
             "other_models": self.other_models,
             "cut_answers": self.cut_answers,
             **self.counts,
+            **({"answers_by_model": dict(self.by_model)} if self.by_model else {}),
         }

@@ -16,7 +16,7 @@ class Statistics:
     """Latencies of a test; written on the client's thread."""
 
     def __init__(self) -> None:
-        self._names = ("socket_ttft", "socket_tpot", "socket_itl")
+        self._names = ("socket_ttft", "socket_first_answer", "socket_tpot", "socket_itl")
         self._waiting: dict[str, list[float]] = {name: [] for name in self._names}
         self._histograms = {name: Histogram() for name in self._names}
 
@@ -24,6 +24,8 @@ class Statistics:
         """Count an answer's latencies at the socket."""
         times = call.answer.times
         self._add("socket_ttft", [times[0] - call.sent_at])
+        if call.answer.first_content is not None:  # of a chat: after the reasoning
+            self._add("socket_first_answer", [call.answer.first_content - call.sent_at])
         if n_tokens > 1 and len(times) > 1:
             self._add("socket_tpot", [(times[-1] - times[0]) / (n_tokens - 1)])
             self._add("socket_itl", [after - before for before, after in itertools.pairwise(times)])

@@ -27,6 +27,7 @@ from mpillm.endpoint.leader.server_request import ServerRequest
 from mpillm.endpoint.leader.workers import Pool, Worker
 from mpillm.endpoint.prometheus import FIRST_TOKEN_S, REQUEST_S, TEXT, BucketHistogram, escaped, head
 from mpillm.endpoint.protocol import stream_of
+from mpillm.endpoint.sessions import SESSION_HEADERS, session_of
 from mpillm.endpoint.shapes import DONE, error_event
 from mpillm.version import __version__
 
@@ -85,7 +86,7 @@ class LeaderMetrics:
 
 
 _MAX_ERROR = 1 << 16  # bytes of a server's error to send to the client
-_PASSED_ON = ("Authorization", "X-Request-Id")
+_PASSED_ON = ("Authorization", "X-Request-Id", *SESSION_HEADERS)
 _RESPONSE_HEADERS = ("Retry-After", "WWW-Authenticate", "X-Request-Id")
 
 
@@ -204,7 +205,8 @@ class LeaderService:
     def _request(self, pool: Pool, request: web.Request, body: Json | None = None) -> ServerRequest:
         headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
         path, retries = request.path, self._max_retries
-        return ServerRequest(self._session, pool, self._silence_s, path, headers, body, retries)
+        session = session_of(headers, body or {})
+        return ServerRequest(self._session, pool, self._silence_s, path, headers, body, retries, session)
 
     async def _passed_on(self, answer: ServerRequest) -> web.Response:
         """Return a server's error unchanged."""

@@ -41,6 +41,7 @@ class ServerRequest:
         headers: Mapping[str, str],
         body: Json | None = None,
         max_retries: int | None = None,
+        session_number: int = 0,
     ) -> None:
         """POST `body`, or GET without a body.
 
@@ -48,12 +49,14 @@ class ServerRequest:
             silence_s: Longest silence of the server. Also the time limit for the head of its response, for a
                 complete body that is not a stream, and for each event of a stream.
             max_retries: How many other servers to try; None: all.
+            session_number: The conversation, see `session_of`.
         """
         self._session = session
         self._pool = pool
         self._silence_s = silence_s
         self._path = path
         self._headers = headers
+        self._session_number = session_number
         self._body = body
         self._max_servers = len(pool.workers) if max_retries is None else 1 + max_retries
         self._place: Assignment | None = None
@@ -64,7 +67,7 @@ class ServerRequest:
         prompt, n_output = _load_of(self._body or {})
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._silence_s)
         while True:
-            self._place = self._pool.take(prompt, n_output, tried)
+            self._place = self._pool.take(prompt, n_output, tried, self._session_number)
             if self._place is None:
                 raise self._no_server(tried)
             try:

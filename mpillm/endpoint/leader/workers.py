@@ -85,17 +85,19 @@ class Pool:
         for position in range(len(workers)):
             router.grant(position, _MAX_REQUESTS, _MAX_TOKENS)
 
-    def take(self, prompt: NDArray[np.int32], n_output: int, tried: Sequence[Worker]) -> Assignment | None:
+    def take(
+        self, prompt: NDArray[np.int32], n_output: int, tried: Sequence[Worker], session: int = 0
+    ) -> Assignment | None:
         """Assign a request to a healthy server that is not in `tried`; return None if there is none.
 
-        `prompt`: tokens, or a substitute such as a text's bytes.
+        `prompt`: tokens, or a substitute such as a text's bytes; `session`: see `session_of`.
         """
         router, need = self._router, len(prompt) + n_output
         closed = [i for i, worker in enumerate(self.workers) if worker.failure or worker in tried]
         for position in closed:
             router.grant(position, -_MAX_REQUESTS, 0)
         rows = np.zeros(1, REQUEST)
-        rows["n_tokens"] = len(prompt)
+        rows["n_tokens"], rows["session"] = len(prompt), session
         positions = router.assign(np.array([need]), Batch(rows, prompt))
         for position in closed:
             router.grant(position, _MAX_REQUESTS, 0)

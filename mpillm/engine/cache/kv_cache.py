@@ -81,20 +81,27 @@ class KVCache:
         """Copy some layers and heads. Returns a piece of a handoff for each sequence, uint8 [bytes]."""
         sizes = [self.piece_bytes(one.n_tokens, layers, heads) for one in cached]
         pieces = list(torch.split(torch.empty(sum(sizes), dtype=torch.uint8, device=self.keys.device), sizes))
+        self.read_into(cached, layers, heads, pieces)
+        return pieces
+
+    @torch.inference_mode()
+    def read_into(
+        self, cached: list[CachedBlocks], layers: slice, heads: slice, pieces: list[Tensor]
+    ) -> None:
+        """Fill pieces, as `read` does. With a GPU, pieces are in its memory, or pinned in the host's."""
         if self.keys.is_cuda:
             self._copy_on_gpu(cached, layers, heads, pieces, into_pieces=True)
-            return pieces
+            return
         for (blocks, n_tokens, _), piece in zip(cached, pieces, strict=True):
             n_full, n_last = divmod(n_tokens, self.tokens_per_block)
             for pool, full, end in self._parts(piece, n_tokens, layers, heads):
                 full.copy_(pool[:, blocks[:n_full]])
                 if n_last:
                     end.copy_(pool[:, blocks[n_full], :, :n_last])
-        return pieces
 
     @torch.inference_mode()
     def write(self, cached: list[CachedBlocks], layers: slice, heads: slice, pieces: list[Tensor]) -> None:
-        """Fill blocks with pieces that `read` returned for the same tokens, layers and heads."""
+        """Fill blocks with pieces of the same tokens, layers and heads; pieces as in `read_into`."""
         if self.keys.is_cuda:
             self._copy_on_gpu(cached, layers, heads, pieces, into_pieces=False)
             return
@@ -172,9 +179,14 @@ def widened(cached: Tensor, dtype: torch.dtype, scales: Tensor | None) -> Tensor
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros. On a CPU, use NumPy, which allocates memory on first use; PyTorch would write it all."""
+    """Return zeros. On a CPU, memory is allocated when it is first used; PyTorch would write it all."""
     if device.type != "cpu":
         with fixed_segments():  # other processes access the cache (see `peer_memory`)
             return torch.zeros(shape, dtype=dtype, device=device)
+    return lazy_zeros(shape, dtype)
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return zeros in the host's memory, which is allocated when it is first used."""
     n_bytes = int(np.prod(shape)) * dtype.itemsize
     return torch.from_numpy(np.zeros(n_bytes, np.uint8)).view(dtype).view(shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mpillm.engine.cache.host_cache import HostCache
 from mpillm.engine.cache.kv_cache import KVCache
 from mpillm.engine.cache.two_caches import TwoCaches
 from mpillm.engine.kernels import ops
@@ -61,6 +62,7 @@ class ModelPart:
 
         with torch.inference_mode():
             self.cache = cache(False, info.kv_cache_tokens)
+            self.host_cache = HostCache(self.cache, info.host_blocks) if info.host_blocks else None
             # The cache of layers with a window, if it is not `cache` (see `WindowBlocks`).
             self.window_cache = cache(True, info.window_cache_tokens) if info.window_cache_tokens else None
 

@@ -87,6 +87,8 @@ class Worker:
         on the other ranks, and for a step without spans.
         """
         layer_stored = None
+        if step.copies:
+            self._copy_blocks(step)
         if step.transfers:
             assert self.transfers is not None
             self.transfers.start(step.transfers)
@@ -110,6 +112,13 @@ class Worker:
         tokens, numbers = chosen
         self.steps.feed(tokens)
         return None if layout.tp_rank else SampledTokens(numbers)
+
+    def _copy_blocks(self, step: Step) -> None:
+        assert self.part.host_cache is not None
+        self.part.host_cache.copy(step.copies)
+        if self.part.cache.keys.is_cuda and any(one.kind == Kind.RECEIVE for one in step.transfers):
+            # Another GPU may write to a received cache's blocks at any time. Their content is saved first.
+            torch.cuda.current_stream().synchronize()
 
     def logits(self, step: Step) -> Tensor:
         """Run a step up to the logits: this rank's columns for each of `Step.logits_rows`.

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from mpillm.comms.messages import Message
 from mpillm.comms.tags import Tag
+from mpillm.engine.schedule.host_blocks import BlockCopy
 from mpillm.engine.schedule.sampling_params import SamplingParams
 from mpillm.engine.schedule.step import Span, Step
 from mpillm.engine.schedule.transfer import Kind, Transfer
@@ -23,14 +24,16 @@ if TYPE_CHECKING:  # the module starts MPI
     from mpillm.comms.transport import Buffer
 
 # A step consists of int32: the head, a row for each span, blocks and window blocks of each span, a row for
-# each transfer, blocks and window blocks of each transfer, the tokens. Unless all requests are greedy, a row
-# of `_SAMPLING` for each of `logits_rows` follows. The bytes of `Step.extras` come last. `Step.add` puts a
-# span's last rows into `logits_rows`, and the first of these rows into `not_end`.
-_HEAD = 6  # spans, transfers, tokens, rows of `_SAMPLING`, `Step.logprobs`, whether there are `Step.extras`
+# each transfer, blocks and window blocks of each transfer, a row for each copy, the tokens. Unless all
+# requests are greedy, a row of `_SAMPLING` for each of `logits_rows` follows. The bytes of `Step.extras` come
+# last. `Step.add` puts a span's last rows into `logits_rows`, and the first of these rows into `not_end`.
+# Spans, transfers, copies, tokens, rows of `_SAMPLING`, `Step.logprobs`, whether there are `Step.extras`.
+_HEAD = 7
 # Slot, cached tokens, new tokens, blocks sent before, blocks sent now, window blocks likewise, rows in
 # `logits_rows`, rows in `not_end`.
 _SPAN = 9
 _TRANSFER = 7  # kind, ticket, peer, slot, tokens, blocks, window blocks
+_COPY = len(BlockCopy._fields)
 _SAMPLING = np.dtype(
     [("temperature", "<f4"), ("top_k", "<i4"), ("top_p", "<f4"), ("seed", "<u4"), ("place", "<i4")]
 )
@@ -59,6 +62,7 @@ def _write_step(step: Step) -> Buffer:
     numbers = [
         len(step.spans),
         len(step.transfers),
+        len(step.copies),
         len(step.tokens),
         len(step.sampling or ()),
         step.logprobs,
@@ -80,6 +84,8 @@ def _write_step(step: Step) -> Buffer:
     for t in step.transfers:
         numbers += t.blocks
         numbers += t.window_blocks
+    for copy in step.copies:
+        numbers += copy
     numbers += step.tokens
     rows = [
         (p.temperature, p.top_k, p.top_p, p.seed, place)
@@ -93,7 +99,7 @@ def _write_step(step: Step) -> Buffer:
 
 def _read_step(buffer: Buffer) -> Step:
     numbers = buffer.view(np.int32)
-    n_spans, n_transfers, n_tokens, n_sampled, n_logprobs, has_extras = numbers[:_HEAD].tolist()
+    n_spans, n_transfers, n_copies, n_tokens, n_sampled, n_logprobs, has_extras = numbers[:_HEAD].tolist()
     step, at, end = Step(logprobs=n_logprobs), _HEAD + n_spans * _SPAN, 0
     for *of_sequence, n_logits_rows, n_not_end in numbers[_HEAD:at].reshape(-1, _SPAN).tolist():
         slot, n_cached, n_new, n_sent, n_blocks, n_window_sent, n_window_blocks = of_sequence
@@ -111,6 +117,10 @@ def _read_step(buffer: Buffer) -> Step:
         of_both = blocks[:n_blocks], blocks[n_blocks:]
         step.transfers.append(Transfer(Kind(kind), ticket, peer, slot, length, *of_both))
         at += n_blocks + n_window_blocks
+    copies = numbers[at : (at := at + n_copies * _COPY)].reshape(-1, _COPY)
+    step.copies = [
+        BlockCopy(block, host_block, bool(is_load)) for block, host_block, is_load in copies.tolist()
+    ]
     step.tokens = numbers[at : at + n_tokens].tolist()
     at += n_tokens
     if n_sampled:

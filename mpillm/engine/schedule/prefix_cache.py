@@ -14,14 +14,17 @@ import itertools
 import numpy as np
 
 from mpillm.engine.schedule.block_allocator import NULL_BLOCK, BlockAllocator
+from mpillm.engine.schedule.host_blocks import HostBlocks
 from mpillm.engine.schedule.sequence import Sequence
 
 
 class PrefixCache(BlockAllocator):
     """An allocator whose blocks outlive their sequences."""
 
-    def __init__(self, n_blocks: int, tokens_per_block: int) -> None:
+    def __init__(self, n_blocks: int, tokens_per_block: int, host: HostBlocks | None = None) -> None:
+        """`host`: for the content of blocks whose memory is needed; None: it is lost."""
         super().__init__(n_blocks)
+        self.host = host
         self._tokens_per_block = tokens_per_block
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}  # the inverse
@@ -37,7 +40,9 @@ class PrefixCache(BlockAllocator):
         forgotten: list[int] = []
         while len(self._free) + len(forgotten) < n:
             block = next(iter(self._left))
-            del self._left[block], self._block_of[self._hash_of.pop(block)]
+            del self._left[block], self._block_of[hash_ := self._hash_of.pop(block)]
+            if self.host is not None:
+                self.host.save(hash_, block)
             forgotten.append(block)
         super().give_back(forgotten)
         blocks = super().take(n)
@@ -55,13 +60,28 @@ class PrefixCache(BlockAllocator):
             else:
                 super().give_back([block])
 
+    def forget_all(self) -> None:
+        """Let no sequence find the blocks that are known now."""
+        self._block_of.clear()
+        self._hash_of.clear()
+        unheld, self._left = list(self._left), {}
+        super().give_back(unheld)
+        if self.host is not None:
+            self.host.forget_all()
+
     def known(self, sequence: Sequence) -> list[int]:
-        """Return known blocks after a sequence's cached tokens, but never all: the last must be computed."""
+        """Return known blocks after a sequence's cached tokens, but never all: the last must be computed.
+
+        `NULL_BLOCK` stands for content in host memory.
+        """
         if sequence.n_cached % self._tokens_per_block:
             return []
         hashes = self._hashes(sequence, (sequence.n_context - 1) // self._tokens_per_block)
-        blocks = map(self.find, hashes[sequence.n_cached // self._tokens_per_block :])
-        return list(itertools.takewhile(bool, blocks))
+        known = itertools.takewhile(self._is_known, hashes[sequence.n_cached // self._tokens_per_block :])
+        return [self.find(hash_) for hash_ in known]
+
+    def _is_known(self, hash_: bytes) -> bool:
+        return hash_ in self._block_of or (self.host is not None and hash_ in self.host)
 
     def find(self, hash_: bytes) -> int:
         """Return the block with a hash, or `NULL_BLOCK`."""
@@ -73,6 +93,27 @@ class PrefixCache(BlockAllocator):
             self._left.pop(block, None)
             self._n_holders[block] += 1
         self.reused_blocks += len(blocks)
+
+    def hold_known(self, sequence: Sequence, known: list[int]) -> list[int]:
+        """Take what `known` has returned, and return its blocks.
+
+        Content in host memory is loaded into the sequence's own blocks, or into free ones if it has none.
+        """
+        first = sequence.n_cached // self._tokens_per_block
+        self.hold([block for block in known if block != NULL_BLOCK])
+        absent = [i for i, block in enumerate(known, first) if block == NULL_BLOCK]
+        if not absent:
+            return known
+        assert self.host is not None
+        hashes = [sequence.hashes[i] for i in absent]
+        host_blocks = self.host.hold(hashes)
+        own = [sequence.blocks[i] for i in absent if i < len(sequence.blocks)]
+        loaded = own + self.take(len(absent) - len(own))
+        self.host.load(hashes, host_blocks, loaded)
+        self._note(hashes, loaded)
+        self.reused_blocks += len(loaded)
+        targets = iter(loaded)
+        return [next(targets) if block == NULL_BLOCK else block for block in known]
 
     def publish(self, plan: list[tuple[Sequence, int]], window_blocks: PrefixCache | None = None) -> None:
         """Let later steps find the blocks that the step `plan` fills.

@@ -51,6 +51,8 @@ class Scheduler:
         self._window = window
         self._window_blocks = window_blocks
         self._n_in_flight = n_in_flight
+        # Without prompts that begin with a received one, its blocks need no hashes.
+        self._shares_received = config.max_local_prefill_length > 0
         self._has_blocks = {
             "max_util": self._has_blocks_to_start,
             "no_evict": self._has_blocks_to_end,
@@ -105,6 +107,8 @@ class Scheduler:
             step.places = []
         else:
             step.sampling = [s.sampling for s in step.sampled]
+        if self._known is not None and self._known.host is not None:
+            step.copies = self._known.host.take_copies()
         step.logprobs = max((s.wants_logprobs for s in step.sampled), default=0)
         if self._known is not None:
             self._known.publish(plan, None if self._window_blocks is None else self._window_blocks.known)
@@ -186,7 +190,8 @@ class Scheduler:
         """Run a sequence that holds the blocks of a reservation."""
         self._reserved -= 1
         sequence.max_blocks = self._max_blocks(len(sequence.blocks), sequence.max_cached)
-        sequence.n_published = sequence.n_cached // self._tokens_per_block  # no sequence here has its prompt
+        if not self._shares_received:
+            sequence.n_published = sequence.n_cached // self._tokens_per_block
         self._stamp(sequence)
         self._take_slot(sequence)
         self.running.append(sequence)
@@ -321,13 +326,14 @@ class Scheduler:
         if self._window_blocks is not None:
             known = known[: self._window_blocks.reuse(sequence, len(known))]
         if known:
-            self._known.hold(known)
+            known = self._known.hold_known(sequence, known)
             first = sequence.n_cached // self._tokens_per_block
             part = slice(first, first + len(known))
-            self._blocks.give_back(sequence.blocks[part])
+            self._blocks.give_back([block for block in sequence.blocks[part] if block not in known])
             sequence.blocks = [*sequence.blocks[:first], *known, *sequence.blocks[part.stop :]]
             sequence.n_cached += len(known) * self._tokens_per_block
-            sequence.n_reused += len(known)
+            if not sequence.output:
+                sequence.n_reused += len(known) * self._tokens_per_block
             sequence.n_blocks_sent = 0
 
     def _take_slot(self, sequence: Sequence) -> None:
@@ -359,6 +365,8 @@ class Scheduler:
             self._give_slot_back(youngest)
             self.free(youngest)
             youngest.n_cached = youngest.n_published = 0
+            if not youngest.output:
+                youngest.n_reused = 0
             bisect.insort(self.waiting, youngest, key=_arrival)
             self.preemptions += 1
             if youngest is sequence:

@@ -49,7 +49,8 @@ class Sequence:
     added_at: float = 0.0  # time.perf_counter()
     started_at: float = 0.0  # when it first got blocks, likewise
     times: bool = False  # the response contains the two times above
-    n_reused: int = 0  # blocks that already held its prompt
+    n_reused: int = 0  # tokens of its prompt that were in the cache when its computation began
+    wants_reused: bool = False  # the response contains this number
     hashes: list[bytes] = field(default_factory=list)  # of full blocks, if computed (see `PrefixCache`)
     n_published: int = 0  # how many of its blocks other sequences can find in the cache
     salt: bytes = b""  # sequences with different salts never share blocks

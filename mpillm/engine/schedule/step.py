@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import SupportsBytes
 
+from mpillm.engine.schedule.host_blocks import BlockCopy
 from mpillm.engine.schedule.sampling_params import SamplingParams
 from mpillm.engine.schedule.sequence import Sequence
 from mpillm.engine.schedule.transfer import Transfer
@@ -55,6 +56,8 @@ class Step:
     logprobs: int = 0
     # An object of `engine.extras` on the root rank, its bytes on other ranks.
     extras: SupportsBytes | None = None
+    # Copies from and to host memory, before anything else of the step.
+    copies: list[BlockCopy] = field(default_factory=list)
     # The sequence of each of `logits_rows`, on the root rank.
     sampled: list[Sequence] = field(default_factory=list, compare=False)
 

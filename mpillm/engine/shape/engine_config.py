@@ -25,6 +25,8 @@ class SchedulerConfig:
     context_chunking_policy: str = AllFields.context_chunking_policy.default  # or equal_progress
     # Share the blocks of a common prefix.
     enable_kv_cache_reuse: bool = AllFields.enable_kv_cache_reuse.default
+    # of generation instances: new tokens of later turns that they compute themselves, at most; 0: none
+    max_local_prefill_length: int = AllFields.max_local_prefill_length.default
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,10 @@ class EngineConfig:
     kv_cache_tokens: int | None = None  # size of the KV cache; None: the core chooses
     # of the GPU memory that the model leaves
     kv_cache_free_gpu_mem_fraction: float = AllFields.kv_cache_free_gpu_mem_fraction.default
+    kv_host_cache_gb: float | None = None  # of each rank's host memory, behind the KV cache
     enable_max_num_tokens_tuning: bool = AllFields.enable_max_num_tokens_tuning.default
     speculative_config: Mapping[str, Any] | None = None  # see `engine.speculation`; None: no draft tokens
+    acceptance_length: float | None = None  # see `engine.speculation.fixed_acceptance`; None: as computed
     beam_width: int = AllFields.beam_width.default
     end_ids: tuple[int, ...] | None = None  # None: the model's generation_config.json / config.json
     stop_words: tuple[str | tuple[int, ...], ...] = ()  # as text, or as tokens

@@ -70,6 +70,7 @@ class ModelInfo:
     engine: EngineFolder | None = None  # source of the weights; None: no built engine
     head: EagleConfig | MtpConfig | None = None  # draft head
     feature_rows: int = 0  # rows of `Features`: of the largest step
+    host_blocks: int = 0  # of the KV cache in each rank's host memory (see `HostBlocks`)
     window_cache_tokens: int = 0  # size of the KV cache of layers with a window; 0: they use the other one
 
     @property
@@ -86,7 +87,18 @@ def check_model(config: EngineConfig) -> ModelInfo:
     info = model_info(config)
     if config.gpu_bytes is None:
         check_fit(config, info)
+    _check_host_cache(config)
     return info
+
+
+def _check_host_cache(config: EngineConfig) -> None:
+    needed, available = int((config.kv_host_cache_gb or 0) * 1e9) * config.node_ranks, available_bytes()
+    if needed > available:
+        raise ConfigError(
+            f"--kv_host_cache_gb {config.kv_host_cache_gb:g}: {config.node_ranks} ranks on this node need"
+            f" {gibibytes(needed)}, and {gibibytes(available)} are available",
+            about=["kv_host_cache_gb"],
+        )
 
 
 @about("model_path")
@@ -195,6 +207,7 @@ def model_info(config: EngineConfig) -> ModelInfo:
         free_bytes = free_cache_bytes(config, needs, config.gpu_bytes)
         cache = cache_bytes(config, model, kv_dtype, needs.per_token)
     kv_cache_tokens, max_seq_len = _lengths(config, model, cache, free_bytes)
+    window_cache_tokens = cache.window_cache_tokens(kv_cache_tokens)
     is_unlimited = config.scheduler.enable_chunked_context or config.role == "generation"
     return ModelInfo(
         config=model,
@@ -213,7 +226,8 @@ def model_info(config: EngineConfig) -> ModelInfo:
         engine=engine,
         head=head,
         feature_rows=0 if head is None else max_rows(config),
-        window_cache_tokens=cache.window_cache_tokens(kv_cache_tokens),
+        host_blocks=_host_blocks(config, model, kv_dtype, window_cache_tokens),
+        window_cache_tokens=window_cache_tokens,
     )
 
 
@@ -405,6 +419,26 @@ def _lengths(
             about=["kv_cache_tokens", "max_seq_len"],
         )
     return tokens, min(longest, tokens)
+
+
+def _host_blocks(config: EngineConfig, model: ModelConfig, kv_dtype: str, window_cache_tokens: int) -> int:
+    if config.kv_host_cache_gb is None or config.role == "generation":  # which looks up no prompts
+        return 0
+    option = f"--kv_host_cache_gb {config.kv_host_cache_gb:g}"
+    if window_cache_tokens:
+        raise ConfigError(
+            f"{option}: {config.model_path} has layers with a window, and their KV cache keeps no blocks in"
+            " host memory",
+            about=["kv_host_cache_gb"],
+        )
+    size = config.scheduler.tokens_per_block
+    block_bytes = size * model.kv_bytes_per_token(kv_dtype, config.tp_size, config.pp_size)
+    n_blocks = int(config.kv_host_cache_gb * 1e9) // block_bytes
+    if not n_blocks:
+        raise ConfigError(
+            f"{option}: a block of {size} tokens needs {block_bytes / 1e9:.3g} GB", about=["kv_host_cache_gb"]
+        )
+    return n_blocks
 
 
 def _end_ids(config: EngineConfig, raw: dict[str, Any], folder: Path | None) -> tuple[int, ...]:

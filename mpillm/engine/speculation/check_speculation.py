@@ -5,12 +5,19 @@ from __future__ import annotations
 from disagg.errors import ConfigError, about
 from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.model_info import ModelInfo, check_fit, model_info
-from mpillm.engine.shape.speculative_config import EAGLE, MTP, SpeculativeConfig, draft_config
+from mpillm.engine.shape.speculative_config import (
+    EAGLE,
+    MTP,
+    SpeculativeConfig,
+    draft_config,
+    read_speculation,
+)
 
 
 @about("speculative_config")
 def check_speculation(config: EngineConfig, info: ModelInfo) -> None:
     """Raise ConfigError if this kind of speculation does not exist, or does not support the model."""
+    _check_acceptance_length(config)
     if config.speculative_config:
         how = SpeculativeConfig.read(config.speculative_config)
         if how.decoding_type in (EAGLE, MTP):
@@ -24,6 +31,22 @@ def check_speculation(config: EngineConfig, info: ModelInfo) -> None:
                 f"--speculative_config speculative_model {draft.model_path}: its vocabulary has"
                 f" {draft_info.vocab_size} tokens, but {config.model_path} has {info.vocab_size}"
             )
+
+
+@about("acceptance_length", "speculative_config")
+def _check_acceptance_length(config: EngineConfig) -> None:
+    """Raise ConfigError if an instance that generates cannot have the given acceptance length."""
+    if (length := config.acceptance_length) is None or config.role == "context":
+        return
+    if (how := read_speculation(config)) is None:
+        raise ConfigError(
+            f"--acceptance_length {length:g}: there are no draft tokens to accept; set --speculative_config"
+        )
+    if length > how.max_draft_len + 1:
+        raise ConfigError(
+            f"--acceptance_length {length:g}: a step has at most {how.max_draft_len + 1} tokens, the draft"
+            f" tokens of --speculative_config ({how.max_draft_len}) and one more"
+        )
 
 
 @about("speculative_config")

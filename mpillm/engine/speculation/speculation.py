@@ -17,6 +17,7 @@ from typing import Protocol
 from mpillm.engine.schedule.scheduler import Scheduler
 from mpillm.engine.schedule.sequence import Sequence
 from mpillm.engine.schedule.step import Step
+from mpillm.engine.speculation.fixed_acceptance import FixedAcceptance
 
 
 class Drafter(Protocol):
@@ -38,6 +39,7 @@ class Speculation:
         max_draft_len: int,
         max_concurrency: int | None = None,
         watch: Callable[[Step, Mapping[int, Sequence]], None] | None = None,
+        fixed: FixedAcceptance | None = None,
     ) -> None:
         """
         Args:
@@ -45,6 +47,7 @@ class Speculation:
             max_draft_len: See `SpeculativeConfig`.
             max_concurrency: See `SpeculativeConfig`.
             watch: Receives each computed step (see `computed`).
+            fixed: Decides which draft tokens are right, instead of the model.
         """
         self._drafter = drafter
         self._scheduler = scheduler
@@ -52,7 +55,10 @@ class Speculation:
         self._max_draft_len = max_draft_len
         self._max_concurrency = max_concurrency
         self._watch = watch
+        self._fixed = fixed
         self.drafted_tokens = self.accepted_tokens = 0
+        self.verifications = 0  # steps of a sequence with draft tokens
+        self.accepted_at = [0] * max_draft_len  # accepted tokens by their position in the draft
         self._has_drafted = False  # the last step has draft tokens
 
     def waits(self) -> bool:
@@ -77,7 +83,9 @@ class Speculation:
         ]
         if not requests:
             return plan
-        for (sequence, _), draft in zip(requests, self._drafter.draft(requests), strict=True):
+        for (sequence, n), draft in zip(requests, self._drafter.draft(requests), strict=True):
+            if self._fixed is not None:
+                draft = self._fixed.completed(sequence, draft, n)
             sequence.draft = draft[: self._scheduler.take_ahead(sequence, len(draft))]
         self._has_drafted = any(sequence.draft for sequence, _ in requests)
         with_drafts = ((s, n + len(s.draft)) for s, n in plan)
@@ -93,21 +101,34 @@ class Speculation:
     ) -> Iterator[tuple[Sequence, int]]:
         """Yield each accepted token of a step: its sequence, and its index in `numbers`.
 
-        The caller appends each token before it takes the next.
+        The caller appends each token before it takes the next. With `fixed`, accepted draft tokens replace
+        the model's tokens in `numbers`, because the KV cache has keys and values of the draft tokens.
         """
         rows = iter(rows)
         for sequence, at in rows:
             draft, sequence.draft = sequence.draft, []
             places = [at, *(at for _, at in itertools.islice(rows, len(draft)))]
-            n = 0
-            while n < len(draft) and draft[n] == numbers[places[n]]:
-                n += 1
+            n = self._n_accepted(sequence, draft, places, numbers)
             sequence.n_cached -= len(draft) - n
             if not sequence.is_cancelled:
                 self.drafted_tokens += len(draft)
+                self.verifications += bool(draft)
             for i, place in enumerate(places[: n + 1]):
-                self.accepted_tokens += i < n and not (sequence.is_done or sequence.is_cancelled)
+                if i < n and not (sequence.is_done or sequence.is_cancelled):
+                    self.accepted_tokens += 1
+                    self.accepted_at[i] += 1
                 yield sequence, place
+
+    def _n_accepted(self, sequence: Sequence, draft: list[int], places: list[int], numbers: list[int]) -> int:
+        if self._fixed is not None:
+            n = self._fixed.n_accepted(sequence, len(draft))
+            for place, token in zip(places, draft[:n], strict=False):
+                numbers[place] = token
+            return n
+        n = 0
+        while n < len(draft) and draft[n] == numbers[places[n]]:
+            n += 1
+        return n
 
     def _is_crowded(self) -> bool:
         return self._max_concurrency is not None and len(self._scheduler.running) > self._max_concurrency

@@ -24,6 +24,7 @@ from mpillm.engine.shape.mtp_config import MtpConfig
 from mpillm.engine.shape.speculative_config import SpeculativeConfig, decode_rows, draft_config, max_rows
 from mpillm.engine.speculation.draft_model import DraftModel
 from mpillm.engine.speculation.eagle import EagleDrafter
+from mpillm.engine.speculation.fixed_acceptance import FixedAcceptance
 from mpillm.engine.speculation.ngram import NGramDrafter
 from mpillm.engine.speculation.speculation import Drafter, Speculation
 from mpillm.engine.weights.rank_weights import read_embedding
@@ -34,7 +35,9 @@ def start_speculation(config: EngineConfig, worker: Worker, scheduler: Scheduler
     how, drafter = _how(config), start_drafter(config, worker)
     watch = drafter.computed if isinstance(drafter, EagleDrafter) else None
     limits = config.scheduler.max_num_tokens, how.max_draft_len, how.max_concurrency
-    return Speculation(drafter, scheduler, *limits, watch)
+    length = config.acceptance_length
+    fixed = None if length is None else FixedAcceptance(length, worker.part.info.end_ids)
+    return Speculation(drafter, scheduler, *limits, watch, fixed)
 
 
 def _how(config: EngineConfig) -> SpeculativeConfig:

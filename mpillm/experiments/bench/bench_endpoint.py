@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,18 @@ from launch.default_paths import RUNS
 from launch.environment import clean_environment
 from mpillm.cores.openai_client.dialect import Sampling
 from mpillm.cores.openai_client.endpoint import EndpointError
+from mpillm.cores.openai_client.server_counts import grown
 from mpillm.data.dataset import Dataset, PromptLimits, Synthetic, load_dataset, unused_lengths
 from mpillm.data.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from mpillm.errors import ExitCode
 from mpillm.experiments.loadtest.endpoint_client import EndpointClient
 from mpillm.experiments.loadtest.endpoint_page import endpoint_page
-from mpillm.experiments.loadtest.load_test import LoadTest, arrivals
+from mpillm.experiments.loadtest.load_test import LoadTest, Record, arrivals
 from mpillm.experiments.loadtest.serving_report import DETAILS, judged, numbers, table, verdict_lines
+from mpillm.experiments.warm_cache import warning
 from mpillm.files import write_json, write_text
 from mpillm.options import json_output
+from mpillm.options.columns import indented
 from mpillm.options.field import option
 from mpillm.options.fields.data import GenerationFields
 from mpillm.options.fields.deadlines import DeadlineFields
@@ -77,6 +81,9 @@ class Options(Values, group="benchmark"):
     metric_percentiles = option("percentiles of latencies, separated by commas", default="99")
     seed = option("seed of arrivals and random prompts", positive, default=1)
     ready_deadline = option("longest time until the server is ready", seconds, default=60.0)
+    cache_salt = option(
+        "test: requests share cached prompts only with requests of this test", choices=("test",)
+    )
     stall_timeout = DeadlineFields.stall_timeout.but(
         "longest silence of a server with outstanding requests", default=300.0, group="benchmark"
     )
@@ -124,6 +131,10 @@ def main(config: Options) -> int:
     print(f"{'The client used, % of a core:':<40} {100 * busy:<10.0f}")
     if busy > _BUSY and not config.null:
         print("The client is near its limit: the server may be faster than this.")
+    random_prompts = not config.dataset_path
+    text = warning(result["cached_prompt_share"], random_prompts=random_prompts, of_run=False)
+    if text and not (config.null or config.cache_salt):
+        print(indented("warning: ", text))
     if dataset.note and not config.null:
         print(f"data set {dataset.name}:\n  {dataset.note}")
     saved = {name: value for name, value in result.items() if config.save_detailed or name not in DETAILS}
@@ -148,7 +159,11 @@ def _measure(
     n, at_once = values["num_prompts"], values["max_concurrency"]
     prompts = [dataset.sample(i % len(dataset)) for i in range(n)]
     sampling = Sampling(
-        values["output_len"], temperature=config.temperature, seed=config.seed, ignore_eos=config.ignore_eos
+        values["output_len"],
+        temperature=config.temperature,
+        seed=config.seed,
+        ignore_eos=config.ignore_eos,
+        cache_salt=secrets.token_hex(8) if config.cache_salt else "",
     )
     due = arrivals(n, config.request_rate, config.burstiness, np.random.default_rng(config.seed))
     first = prompts[: config.num_warmups]
@@ -158,9 +173,10 @@ def _measure(
         url, tokenizer, config.model, config.model_path, config.ready_deadline, config.stall_timeout
     ) as client:
         client.run(warm_up)
-        cpu_s = client.cpu_s()
+        before, cpu_s = client.server_counts(), client.cpu_s()
         duration = client.run(test)
         busy = (client.cpu_s() - cpu_s) / duration
+        share = _cached_share(test.records, grown([before], [client.server_counts()]))
     return {
         "date": time.strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": "openai",
@@ -174,7 +190,21 @@ def _measure(
         "max_concurrency": at_once,
         "duration": duration,
         "client_busy_fraction": busy,
+        "cached_prompt_share": share,
     }, test
+
+
+def _cached_share(records: Sequence[Record], counts: Mapping[str, float]) -> float | None:
+    """Return the cached share of the prompt tokens: by the server's responses, or its counts; None: unknown.
+
+    `counts`: growth of the server's counts in the test, for all its clients.
+    """
+    pairs = [one.counted for one in records if not one.error]
+    if pairs and None not in pairs:
+        prompts, cached = map(sum, zip(*filter(None, pairs), strict=True))
+        return round(cached / prompts, 4) if prompts else None
+    counted = counts.get("prompt_tokens"), counts.get("cached_tokens")
+    return None if not counted[0] or counted[1] is None else round(counted[1] / counted[0], 4)
 
 
 def _dataset(config: Options, tokenizer: Tokenizer, values: dict[str, Any]) -> Dataset:

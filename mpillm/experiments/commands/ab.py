@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
 from disagg.errors import ConfigError
 from mpillm.errors import ExitCode
+from mpillm.experiments import conversation_runs
 from mpillm.experiments.grouped_doubts import grouped_doubts
 from mpillm.experiments.intervals import MAX_PAIRS, PairedTest, pairs_needed
 from mpillm.experiments.pages import ab_page
 from mpillm.experiments.run_pairs import ALPHA, METRICS, judge, run_pairs
 from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_args, parse_series
+from mpillm.experiments.warm_cache import RepeatedPrompts
 from mpillm.files import write_text
 from mpillm.options.columns import indented, table
 from mpillm.options.command_line import Parser
 from mpillm.options.field import option
 from mpillm.options.options import parse_run
 from mpillm.options.parsers import positive
+from mpillm.options.run_config import RunConfig
 from mpillm.report.run_directory import display_path, series_folder
 
 
@@ -68,11 +71,14 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"ab: A would have {ranks[1]} ranks, B {other[1]}: name their number with -n")
     default = "tokens_per_second" if configs["A"].scenario == "Offline" else "latency_mean"
     metric = options.metric or default
+    check_metric(metric, configs.values())
     folder = series_folder(options.log_dir, "ab").absolute()
     print(indented("A: ", texts[0]), indented("B: ", texts[1]), sep="\n")
     print(f"{options.pairs} pairs, in {display_path(folder)}", flush=True)
+    repeated = RepeatedPrompts()
     pairs, doubtful = run_pairs(
-        folder, ranks, sides, options.pairs, lambda line: print(indented("  ", line), flush=True)
+        *(folder, ranks, sides, configs, options.pairs, repeated),
+        report=lambda line: print(indented("  ", line), flush=True),
     )
     verdict = judge(pairs, metric)
     rows = [["pair", "A", "B", "B/A"]]
@@ -84,6 +90,7 @@ def main(argv: Sequence[str]) -> int:
     for line in doubts:
         print(indented("doubtful: ", line))
     page = folder / "ab.html"
+    doubts += filter(None, [repeated.text])
     write_text(page, ab_page(folder, texts, metric, pairs, verdict_text(verdict, options.pairs), doubts))
     print(f"\npage  {display_path(page)}")
     result = {
@@ -95,6 +102,15 @@ def main(argv: Sequence[str]) -> int:
     }
     options.report(result)
     return ExitCode.DONE
+
+
+def check_metric(metric: str, configs: Iterable[RunConfig]) -> None:
+    """Raise ConfigError if the runs of one side will not have this figure."""
+    for config in configs if metric in conversation_runs.METRICS else ():
+        if not config.has_conversations:
+            raise ConfigError(f"--metric {metric} needs --harness conversations", about=["metric"])
+        if metric.startswith("good_") and not config.goodput:
+            raise ConfigError(f"--metric {metric} needs limits: --goodput ttft:500 tpot:50", about=["metric"])
 
 
 def verdict_text(verdict: PairedTest, pairs: int) -> str:

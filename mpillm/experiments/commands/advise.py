@@ -111,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
     max_output = np.full(len(dataset), config.max_output_len, np.int64)
     if dataset.output_lengths is not None:
         max_output = np.minimum(max_output, dataset.output_lengths)
-    load = Load(issued, dataset.lengths(), max_output)
+    load = Load(issued, dataset.n_tokens, max_output)
     began = time.monotonic()
     predicted = [predict(one, planned, calibration, load, limits_ms) for one, planned in plans.items()]
     took = time.monotonic() - began
@@ -227,7 +227,7 @@ def _plans(
         largest,
         test.settings.model,
         config.user_conf,
-        test.dataset.lengths().tolist(),
+        test.dataset.n_tokens.tolist(),
         options.repeats,
         lambda line: print(indented("  ", line.strip()), flush=True),
     )

@@ -10,16 +10,19 @@ from statistics import mean
 
 from disagg.errors import ConfigError
 from mpillm.errors import ExitCode
+from mpillm.experiments.conversation_rate_tests import ConversationRateTests
 from mpillm.experiments.grouped_doubts import kind_of
 from mpillm.experiments.pages import search_page
 from mpillm.experiments.rate_search import RateTrial, SearchRecord, find_max_rate, forecast
 from mpillm.experiments.rate_tests import RateTests
 from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_args, parse_series
 from mpillm.experiments.table import figure
+from mpillm.experiments.warm_cache import RepeatedPrompts
 from mpillm.files import write_text
 from mpillm.options.columns import indented
 from mpillm.options.command_line import Parser
 from mpillm.options.field import option
+from mpillm.options.fields.effects import FIND_MAX_QPS
 from mpillm.options.options import parse_run
 from mpillm.options.parsers import fraction, seconds
 from mpillm.options.run_config import RunConfig
@@ -50,15 +53,17 @@ def parse(argv: Sequence[str]) -> tuple[Options, list[str], RunConfig]:
         epilog="examples:\n"
         "  python -m mpillm find-max-qps -n 3 --benchmarks llama2-70b --scenarios Server --model_scale tiny\n"
         "  python -m mpillm find-max-qps -n 2 --core_type dummy --core_options ttft_ms:20,tpot_ms:5"
-        " --min_duration 30 --goodput ttft:500 tpot:50",
+        " --min_duration 30 --goodput ttft:500 tpot:50\n"
+        "  python -m mpillm find-max-qps -n 2 --harness conversations --dataset_path talks.jsonl"
+        " --model_path DIR --goodput ttft:2000 tpot:50",
     )
     options, args = parse_series(argv, Options, parser)
     typed = [
         *args,
         *([] if any(word.startswith("--scenarios") for word in args) else ["--scenarios=Server"]),
     ]
-    config = parse_run(typed, parser)
-    if config.harness:
+    config = parse_run(typed, parser, FIND_MAX_QPS)
+    if config.harness and not config.has_conversations:
         raise ConfigError(f"{config.named('harness')}: find-max-qps goes by LoadGen's verdicts")
     return options, typed, config
 
@@ -66,7 +71,8 @@ def parse(argv: Sequence[str]) -> tuple[Options, list[str], RunConfig]:
 def main(argv: Sequence[str]) -> int:
     """Search; print each test and the result. Raises StageError if there is none."""
     options, typed, config = parse(argv)
-    tests = RateTests(
+    kind = ConversationRateTests if config.has_conversations else RateTests
+    tests = kind(
         series_folder(options.log_dir, "find-max-qps").absolute(),
         mpirun_args(options, config),
         typed,
@@ -77,6 +83,8 @@ def main(argv: Sequence[str]) -> int:
     record = SearchRecord(
         tests.folder, {"options": typed, "mpirun": tests.mpirun, "goodput": config.goodput or {}}
     )
+    if tests.note:
+        print(indented("", tests.note), flush=True)
     if config.server:
         note = f"each test starts {config.server.partition(':')[0]} again; start a server that loads slowly"
         print(indented("", f"{note} once, and name its address (docs/howto/operating_point.md)"), flush=True)
@@ -99,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _search(options: Options, tests: RateTests, record: SearchRecord, start: float | None) -> int:
-    start = start or record.start
+    start = start or record.start or tests.start
     if start is None:
         print(f"measuring the capacity with all queries issued at the start, {tests.short_s:g} s", flush=True)
         start = tests.capacity()
@@ -108,6 +116,7 @@ def _search(options: Options, tests: RateTests, record: SearchRecord, start: flo
     lengths = f"short tests of {tests.short_s:g} s, then full ones of {tests.full_s:g} s"
     print(indented("", f"{lengths}, in {display_path(tests.folder)}"))
 
+    repeated = RepeatedPrompts()
     printed: set[str] = set()  # kinds of doubts: each is printed only once
     # seconds of this command's tests; True: full ones
     lasted: dict[bool, list[float]] = {False: [], True: []}
@@ -123,6 +132,10 @@ def _search(options: Options, tests: RateTests, record: SearchRecord, start: flo
             print(_line(one, _left(left, lasted, tests)), flush=True)
         else:
             print(_line(one, "  (from before)"), flush=True)
+        # A test that was stopped has no figures, but the server knows its prompts.
+        result = RunFiles.read(Path(one.folder)).result if one.figures else None
+        if text := repeated.warning(tests.config, result):
+            print(indented(" " * 13, f"warning: {text}"), flush=True)
         for doubt in one.doubts:
             if kind_of(doubt) not in printed:
                 printed.add(kind_of(doubt))
@@ -131,8 +144,8 @@ def _search(options: Options, tests: RateTests, record: SearchRecord, start: flo
 
     result = find_max_rate(test, start, options.tolerance)
     best = result.best
-    print(f"\nhighest VALID rate         {figure(best.rate, 5)} per second")
-    print(f"not VALID at               {figure(result.too_high, 5)} per second")
+    print(f"\nhighest VALID rate         {figure(best.rate, 5)} {tests.per_second}")
+    print(f"not VALID at               {figure(result.too_high, 5)} {tests.per_second}")
     for name, value in best.figures.items():
         print(f"{name.replace('_', ' '):<26} {figure(value, 5)}")
     print(f"confirming run             {display_path(Path(best.folder))}")
@@ -162,7 +175,9 @@ def _leave_page(tests: RateTests, record: SearchRecord, too_high: float | None) 
     page = tests.folder / "find-max-qps.html"
     # A test that was stopped early has no result with its limits.
     limits = next((limits_ms(RunFiles.read(Path(one.folder))) for one in record.tests if one.figures), {})
-    write_text(page, search_page(tests.folder, record.tests, too_high, limits))
+    if tests.config.has_conversations:
+        limits = {**tests.limits_ms}
+    write_text(page, search_page(tests.folder, record.tests, too_high, limits, tests.unit, tests.note))
     print(f"page                       {display_path(page)}", flush=True)
 
 

@@ -22,8 +22,9 @@ from mpillm.experiments.option_grid import (
     pareto,
 )
 from mpillm.experiments.run_series import GROUP, RankedOptions, mpirun_args, parse_series
-from mpillm.experiments.sweep_page import COLUMNS, doubtful_points, per, sweep_page
+from mpillm.experiments.sweep_page import columns, doubtful_points, per, sweep_page
 from mpillm.experiments.table import cell, values_text
+from mpillm.experiments.warm_cache import RepeatedPrompts
 from mpillm.files import write_text
 from mpillm.options.columns import indented, table
 from mpillm.options.command_line import Parser
@@ -60,21 +61,25 @@ def main(argv: Sequence[str]) -> int:
     todo = list(grid_points(grid))
     if len(todo) < 2:
         raise ConfigError("sweep: no option has several values; example: --max_batch_size 4 8 16")
-    mpirun = [mpirun_args(options, parse_run(point.args, parser)) for point in todo]
+    configs = [parse_run(point.args, parser) for point in todo]
+    mpirun = [mpirun_args(options, config) for config in configs]
     folder = series_folder(options.log_dir, "sweep").absolute()
     print(f"{len(todo)} points, in {display_path(folder)}", flush=True)
     lasted: list[float] = []  # seconds of this command's runs
-    points = [
-        _point(folder, point, start, i, todo, lasted)
-        for i, (point, start) in enumerate(zip(todo, mpirun, strict=True), 1)
-    ]
+    repeated = RepeatedPrompts()
+    points = []
+    for i, (point, start, config) in enumerate(zip(todo, mpirun, configs, strict=True), 1):
+        points.append(one := _point(folder, point, start, i, todo, lasted))
+        result = None if one["status"] == "FAILED" else RunFiles.read(Path(one["run"])).result
+        if text := repeated.warning(config, result):
+            print(indented("  warning: ", text), flush=True)
     front = pareto(points)
     fixed = {name: values[0] if values else "" for name, values in grid.items() if len(values) < 2}
     print("\n" + _table(todo, points, front))
     for line in doubtful_points(points):
         print(indented("doubtful: ", line))
     options.report({"points": points, "pareto": front})
-    write_text(folder / "sweep.html", sweep_page(folder, points, front, fixed))
+    write_text(folder / "sweep.html", sweep_page(folder, points, front, fixed, repeated.text))
     print(f"\npage  {display_path(folder / 'sweep.html')}")
     return ExitCode.TEST_FAILED if any(one["status"] == "FAILED" for one in points) else ExitCode.DONE
 
@@ -115,9 +120,10 @@ def _left(folder: Path, others: Sequence[Point], lasted: Sequence[float]) -> str
 def _table(todo: Sequence[Point], points: Sequence[dict[str, Any]], front: Sequence[int]) -> str:
     of = per(points)
     names = list(todo[0].values)
-    rows = [[*names, *(text.format(of=of) for text in COLUMNS.values()), "Pareto"]]
+    titles = columns(points)
+    rows = [[*names, *(text.format(of=of) for text in titles.values()), "Pareto"]]
     for i, (point, one) in enumerate(zip(todo, points, strict=True)):
-        cells = [cell(one.get(key)) for key in COLUMNS]
+        cells = [cell(one.get(key)) for key in titles]
         rows.append([*point.values.values(), *cells, "*" if i in front else ""])
     lines = [table(rows, len(names) + 1, len(names))]
     if front:

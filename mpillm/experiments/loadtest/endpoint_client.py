@@ -10,6 +10,7 @@ from mpillm.cores.openai_client.client import Client
 from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.cores.openai_client.endpoint import RemoteServer
 from mpillm.cores.openai_client.readiness import choose_dialect, find_model, until_ready
+from mpillm.cores.openai_client.server_counts import MAX_READ_S, ServerCounts, read_one
 from mpillm.data.tokenizer import FileTokenizer, Tokenizer
 from mpillm.experiments.loadtest.load_test import LoadTest
 from mpillm.report.console import Console
@@ -80,6 +81,10 @@ class EndpointClient:
         lasted = self._thread.run(test.run(self._client), _DAY_S, show)
         self._console.clear()
         return lasted
+
+    def server_counts(self) -> ServerCounts:
+        """Return the server's own counts so far."""
+        return self._thread.run(read_one(self.endpoint), 2 * MAX_READ_S)
 
     def cpu_s(self) -> float:
         """Return the CPU time of the client so far."""

@@ -28,6 +28,7 @@ class Record:
     itl: list[float] = field(default_factory=list)  # between pieces of the stream
     latency: float = 0.0  # until the last token
     output_len: int = 0
+    counted: tuple[int, int] | None = None  # prompt tokens and cached ones, by the server; None: unknown
     text: str = ""
     error: str = ""
 
@@ -123,6 +124,8 @@ class LoadTest:
         record.latency = times[-1] - call.sent_at
         record.output_len = call.answer.completion_tokens or call.answer.size
         record.text = call.answer.text
+        if call.answer.prompt_tokens is not None and call.answer.cached_tokens is not None:
+            record.counted = call.answer.prompt_tokens, call.answer.cached_tokens
         self._tokens += record.output_len
         self._end()
 

@@ -92,7 +92,8 @@ class BuiltInCore(LLMCore):
             flags = 0 if query.stop_tokens else RequestFlag.IGNORE_STOP
             seed = (self._seed + id_) & 0xFFFFFFFF
             sampling = (gen.max_output_len, gen.min_output_len, gen.temperature, gen.top_k, gen.top_p, seed)
-            rows.append((id_, len(query.input_tokens), *sampling, flags, NO_INSTANCE, 0))
+            of_conversation = 0, 0  # no session, no salt
+            rows.append((id_, len(query.input_tokens), *sampling, flags, NO_INSTANCE, 0, *of_conversation))
             tokens.append(np.array(query.input_tokens, np.int32))
         if rows:
             self._core.enqueue(Batch(np.array(rows, REQUEST), np.concatenate(tokens)))

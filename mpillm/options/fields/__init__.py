@@ -14,7 +14,7 @@ from mpillm.options.fields.data import DataFields, GenerationFields
 from mpillm.options.fields.deadlines import DEADLINES as DEADLINES
 from mpillm.options.fields.deadlines import DeadlineFields
 from mpillm.options.fields.general import GeneralFields
-from mpillm.options.fields.loadgen import LoadgenFields, OtherHarnessFields
+from mpillm.options.fields.loadgen import ConversationFields, LoadgenFields, OtherHarnessFields
 from mpillm.options.fields.model import ModelFields
 from mpillm.options.fields.results import OutputFields
 from mpillm.options.fields.runtime_flags import BUILD_OPTIONS, RUNTIME_FLAGS, RUNTIME_OPTIONS
@@ -35,6 +35,7 @@ class AllFields(
     ServerFields,
     OwnServerFields,
     OtherHarnessFields,
+    ConversationFields,
     ServingFields,
     DataFields,
     GenerationFields,

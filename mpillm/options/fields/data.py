@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mpillm.options.field import EVERYWHERE, Options, option
-from mpillm.options.fields.effects import COMPUTING, SYNTHETIC, TEST, of_engines
+from mpillm.options.field import ANY, EVERYWHERE, Effect, Options, Use, option
+from mpillm.options.fields.effects import COMPUTING, RUN, SYNTHETIC, TEST, of_engines
 from mpillm.options.parsers import (
     boolean,
     fraction,
@@ -50,6 +50,10 @@ class DataFields(Options, group="data", effect=SYNTHETIC):
     input_stdev = option("synthetic: its standard deviation", not_negative, default=0.0)
     output_mean = option("synthetic: mean answer length, tokens", one_or_more, default=32.0)
     output_stdev = option("synthetic: its standard deviation", not_negative, default=0.0)
+    synthetic_text = option(
+        "take the prompts of synthetic data from the text in this file, in place of random tokens",
+        effect=Effect((*SYNTHETIC.uses, Use((RUN,), needs=("synthetic_conversations", ANY)))),
+    )
     apply_chat_template = option(
         "wrap prompts in the model's chat template, if it has one", boolean, default=True, effect=EVERYWHERE
     )

@@ -21,11 +21,20 @@ from mpillm.core_names import (
     TRTLLM_HLAPI,
 )
 from mpillm.options.field import Effect, Use
+from mpillm.programs.load_clients.kinds import CONVERSATIONS
 
 RUN, SERVE, PLAN, SUBMISSION = "run", "serve", "plan", "submission"
+FIND_MAX_QPS = "find-max-qps"
 BOTH = (RUN, SERVE)
 STAGES = ("generate-engines", "run-llm-server")
 """Commands before a measurement or a server: they build engines or start servers."""
+
+LOADGEN, LOAD_CLIENTS = "LoadGen", "load clients"
+"""Two of three sources of a run's load. The third one is CONVERSATIONS."""
+PROMPTS = (LOADGEN, LOAD_CLIENTS)
+"""The sources of single prompts. A load client sends as many as LoadGen would."""
+OWN_LOADS = (LOADGEN, CONVERSATIONS)
+"""The sources in rank 0, which records each request. A load client makes its own records."""
 
 LIBRARY = (*TRTLLM_EXECUTOR, *TRTLLM_HLAPI)
 COMPUTING = (*EMBEDDED, *LIBRARY, *TRTLLM_DISAGG)
@@ -41,10 +50,12 @@ def used_by(
     commands: Sequence[str] = BOTH,
     scenarios: Sequence[str] = (),
     needs: tuple[str, Any] | None = None,
+    loads: Sequence[str] = (),
     measured: bool = True,
 ) -> Effect:
     """Return the effect of an option with one use; `cores`: none means all."""
-    return Effect((Use(tuple(commands), tuple(dict.fromkeys(cores)), tuple(scenarios), needs),), measured)
+    use = Use(tuple(commands), tuple(dict.fromkeys(cores)), tuple(scenarios), needs, tuple(loads))
+    return Effect((use,), measured)
 
 
 def of_engines(*cores: str, needs: tuple[str, Any] | None = None) -> Effect:
@@ -64,6 +75,10 @@ BUILT = Effect(
 """An engine's size. With attention data parallelism, it limits the requests to a client's servers."""
 TEST = used_by(commands=[RUN])
 """Options of a test."""
+OF_LOADGEN = used_by(commands=[RUN], loads=[LOADGEN])
+OF_OWN_LOADS = used_by(commands=[RUN], loads=OWN_LOADS)
+OF_PROMPTS = used_by(commands=[RUN], loads=PROMPTS)
+OF_CONVERSATIONS = used_by(commands=[RUN], loads=[CONVERSATIONS])
 REPORTED = used_by(commands=[RUN], measured=False)
 """Options of a test that only its records contain."""
 SERVED = used_by(commands=[SERVE], measured=False)

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from mpillm.core_names import DEFAULT, DUMMY, EMBEDDED, TRTLLM_DISAGG, TRTLLM_ENDPOINT, TRTLLM_EXECUTOR
 from mpillm.options.field import Effect, Options, Use, option
-from mpillm.options.fields.effects import BOTH, COMPUTING, LIBRARY, MODELS, of_engines, used_by
-from mpillm.options.parsers import boolean, flag_dict, fraction, one_of, positive
+from mpillm.options.fields.effects import (
+    BOTH,
+    COMPUTING,
+    LIBRARY,
+    MODELS,
+    RUN,
+    SERVE,
+    of_engines,
+    used_by,
+)
+from mpillm.options.parsers import boolean, flag_dict, fraction, gigabytes, one_of, one_or_more, positive
 
 # Policies by the names in NVIDIA's harness, with the names in TensorRT-LLM.
 SCHEDULER_POLICIES = {
@@ -79,6 +88,12 @@ class ModelFields(Options, group="model"):
         default=0.80,
         effect=of_engines(*MODELS),
     )
+    kv_host_cache_gb = option(
+        "GB of host memory of each rank that keep the blocks for which its KV cache has no room."
+        " Generation instances have none",
+        gigabytes,
+        effect=of_engines(*EMBEDDED, needs=("enable_kv_cache_reuse", True)),
+    )
     tokens_per_block = option(
         "tokens of one KV cache block",
         positive,
@@ -122,6 +137,22 @@ class ModelFields(Options, group="model"):
         default=False,
         effect=of_engines(*MODELS),
     )
+    reset_prefix_cache = option(
+        "run: empty the prefix caches of all instances or servers after the warm-up, before the test."
+        " serve: answer POST /reset_prefix_cache, which does so",
+        boolean,
+        default=False,
+        effect=Effect((Use((RUN,), (DEFAULT, *TRTLLM_ENDPOINT)), Use((SERVE,), (DEFAULT,)))),
+        group="topology",  # a server gets a request, not an option
+    )
+    profile = option(
+        "profile the servers in the test, by POST /start_profile and /stop_profile (vLLM, SGLang). The traces"
+        " of servers that the run starts are in its run directory. The figures are slower than without it",
+        boolean,
+        default=False,
+        effect=used_by(*TRTLLM_ENDPOINT, commands=[RUN]),
+        group="topology",
+    )
     speculative_config = option(
         "speculative decoding, with the same answers: key:value,key:value (docs/explain/speculation.md):"
         " decoding_type (NGram, Draft_Target, Eagle, MTP), max_draft_len, max_matching_ngram_size,"
@@ -129,6 +160,13 @@ class ModelFields(Options, group="model"):
         " that this engine runs",
         flag_dict,
         effect=of_engines(*EMBEDDED, *TRTLLM_DISAGG),
+    )
+    acceptance_length = option(
+        "accept draft tokens as if the mean number of tokens per verification step were this, the model's own"
+        " token included, whatever the draft tokens are; for --speculative_config, and for vllm, sglang,"
+        " trtllm-serve and mpillm as --server. The result is not an MLPerf result",
+        one_or_more,
+        effect=used_by(DEFAULT),
     )
     num_threads = option(
         "CPU threads of each instance rank [default: the node's cores, shared evenly]",

@@ -3,10 +3,38 @@
 from __future__ import annotations
 
 from mpillm.core_names import EMBEDDED, RUNS_ENGINES, TRTLLM_DISAGG, TRTLLM_ENDPOINT
-from mpillm.options.field import Options, option
-from mpillm.options.fields.effects import BUILT, MODELS, REPORTED, STAGES, TOOLS, of_engines, used_by
+from mpillm.options.field import Effect, Options, Use, option
+from mpillm.options.fields.effects import (
+    BUILT,
+    MODELS,
+    OF_OWN_LOADS,
+    RUN,
+    SERVE,
+    STAGES,
+    TOOLS,
+    of_engines,
+    used_by,
+)
 from mpillm.options.fields.general import workload_names
-from mpillm.options.parsers import batch_sizes, boolean, flag_dict, http_urls
+from mpillm.options.parsers import (
+    batch_sizes,
+    body_fields,
+    boolean,
+    flag_dict,
+    headers,
+    http_urls,
+    model_names,
+    session_header,
+    url_path,
+)
+from mpillm.programs.load_clients.kinds import CONVERSATIONS
+
+_OF_CONVERSATIONS = Effect(
+    (
+        Use((RUN,), (*TRTLLM_ENDPOINT, *TRTLLM_DISAGG), loads=(CONVERSATIONS,)),
+        Use((SERVE,), (*TRTLLM_ENDPOINT, *TRTLLM_DISAGG)),
+    )
+)
 
 
 class CheckpointFields(Options, group="checkpoint"):
@@ -65,9 +93,50 @@ class HarnessFields(Options, group="harness"):
         aliases=("url",),
         effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG),
     )
+    endpoint_type = option(
+        "the requests of a test: completions, or chats, to which the server applies its chat template",
+        choices=("completions", "chat"),
+        default="completions",
+        effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG, commands=[RUN]),
+    )
+    extra_body = option(
+        'fields that are added to each request, as JSON: {"priority": 1}',
+        body_fields,
+        default={},
+        effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG),
+    )
+    extra_headers = option(
+        'headers that are added to each request, as JSON: {"X-Tenant": "a"}',
+        headers,
+        default={},
+        effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG),
+    )
+    endpoint_path = option(
+        "the path of requests after the URL's, in place of /v1/completions or /v1/chat/completions",
+        url_path,
+        effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG),
+    )
+    insecure = option(
+        "do not check the certificates of servers behind TLS",
+        boolean,
+        default=False,
+        effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG, measured=False),
+    )
+    session_header = option(
+        "the header with a conversation's name, by which a router keeps the conversation at one server",
+        session_header,
+        default="X-Session-ID",
+        effect=_OF_CONVERSATIONS,
+    )
+    lora_modules = option(
+        "names of LoRA adapters, or of other models, at the server: requests, or conversations, take turns"
+        " with them [default: one model, see --core_options model:NAME]",
+        model_names,
+        effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG, commands=[RUN]),
+    )
     show_steady_state_progress = option(
         "also show the throughput of the last 30 seconds in the progress line",
         boolean,
         default=False,
-        effect=REPORTED,
+        effect=OF_OWN_LOADS,
     )

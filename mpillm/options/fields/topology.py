@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from mpillm.core_names import BUILT_IN, DEFAULT, OTHER_NAMES, TRTLLM_HLAPI, WITH_BACKENDS, names
+from mpillm.core_names import BUILT_IN, DEFAULT, EMBEDDED, OTHER_NAMES, TRTLLM_HLAPI, WITH_BACKENDS, names
 from mpillm.options.field import Options, option
-from mpillm.options.fields.effects import BUILT, COMPUTED, DISAGG, PLAN, SIZED, used_by
-from mpillm.options.parsers import flag_dict, name_or_class, one_or_two, positive
+from mpillm.options.fields.effects import BUILT, COMPUTED, DISAGG, PLAN, RUN, SIZED, used_by
+from mpillm.options.parsers import flag_dict, name_or_class, natural, one_or_two, positive
+from mpillm.programs.load_clients.kinds import CONVERSATIONS
 
 PROMPTS_ALONE = "isl_load_balancing"
 
@@ -56,10 +57,21 @@ class TopologyFields(Options, group="topology"):
     traffic_distribution_policy = option(
         "which instance gets a request. load_balancing: the instance with the fewest outstanding tokens,"
         " counting prompts and longest answers. round_robin: the next in turn. kv_cache_aware: an instance"
-        " that has cached the beginning of the prompt. isl_load_balancing: treated as load_balancing;"
+        " that has cached the beginning of the prompt. conversation: the instance of the conversation's"
+        " previous request. isl_load_balancing: treated as load_balancing;"
         " NVIDIA's leader counts only prompts with it",
         default="load_balancing",
-        choices=("load_balancing", "round_robin", "kv_cache_aware", PROMPTS_ALONE),
+        choices=("load_balancing", "round_robin", "kv_cache_aware", "conversation", PROMPTS_ALONE),
+    )
+    max_local_prefill_length = option(
+        "disaggregated: a conversation's later request with at most so many tokens after the previous prompt"
+        " is computed by the generation instance that has the previous response in its KV cache"
+        " (TensorRT-LLM's name). 0: context instances compute all prompts",
+        natural,
+        default=0,
+        effect=used_by(
+            *EMBEDDED, commands=[RUN], needs=("enable_kv_cache_reuse", True), loads=[CONVERSATIONS]
+        ),
     )
     world_size = option(
         "number of ranks, control ranks included, for commands without mpirun", positive, group="plan"

@@ -19,3 +19,6 @@ KINDS: NamedKinds[LoadClientKind] = NamedKinds(
     "mpillm.programs.load_clients.any_command:command_kind",
 )
 kind_of = KINDS.kind_of
+
+CONVERSATIONS = "conversations"
+"""The name of mpillm's own load of conversations, in the place of a client's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 from launch.command import Command, KnownFailure
 from mpillm.devices import as_visible
 from mpillm.programs.kind import ProgramKind
+from mpillm.programs.servers.acceptance import OPTION
 
 Option = Callable[[Any], Sequence[str]]
 """From an option's value to arguments. Raises ValueError: the server has nothing like it."""
@@ -43,6 +45,8 @@ class ServerSpec:
     reached_at: str = "127.0.0.1"  # the host, as its clients name it
     restarts: int = 0  # allowed in the test
     role: str = ""  # context or generation, in disaggregated serving
+    resets_prefix_cache: bool = False  # it needs a route that empties its prefix cache
+    profiles: bool = False  # it needs routes that start and stop its profiler
     llm_args: Mapping[str, Any] = field(default_factory=dict)  # TensorRT-LLM's, of its section of the YAML
     node: ServerNode = field(default_factory=ServerNode)
     # Known at its start. A command line that is only printed has names instead.
@@ -71,6 +75,11 @@ class ServerSpec:
     def base(self) -> Path:
         """The path of its files, without a suffix."""
         return self.folder / base_name(self.index, self.node.number)
+
+    @property
+    def profile_folder(self) -> Path:
+        """The folder for its profiler's traces."""
+        return self.base.with_name(f"{self.base.name}_profile").absolute()
 
     @property
     def visible_devices(self) -> Sequence[str] | None:
@@ -157,6 +166,14 @@ class ServerKind(ProgramKind[ServerSpec]):
     secret: str = ""  # the variable with the secret that these share, unless the user has set it
     multi_node: Callable[[ServerSpec], Command] | None = None  # as `disagg`, of a node; None: one node only
     takes_llm_args: bool = False  # TensorRT-LLM's, in its section of a YAML
+    # The user's arguments and more environment for --acceptance_length; raises ValueError. None: the kind has
+    # no such setting.
+    fix_acceptance: Callable[[ServerSpec, float], Command] | None = None
+    # As `disagg`, for a route that empties the prefix cache; None: it needs nothing.
+    reset_route: Callable[[ServerSpec], Command] | None = None
+    # As `disagg`, for a profiler that routes start and stop; None: it has no such routes.
+    profiler: Callable[[ServerSpec], Command] | None = None
+    acceptance_setting: str = ""  # part of the server's own name of that setting
 
     common_failures = COMMON_FAILURES
 
@@ -166,7 +183,8 @@ class ServerKind(ProgramKind[ServerSpec]):
 
     def takes(self, name: str) -> bool:
         """Return whether an option of mpillm has a meaning for it."""
-        return name in self.options or name in self.in_file
+        is_acceptance = name == OPTION and self.fix_acceptance is not None
+        return is_acceptance or name in self.options or name in self.in_file
 
     def command(self, spec: ServerSpec) -> Command:
         args = [*self.arguments(spec)]
@@ -180,16 +198,38 @@ class ServerKind(ProgramKind[ServerSpec]):
                 args += option(values[name])
             except ValueError as error:
                 raise ValueError(f"{name} {values[name]}: a {self.name} server {error}") from None
-        env = dict(self.environment)
+        own = self._own_args(spec)
+        env = {**self.environment, **own.env}
         if spec.node.n > 1 and self.multi_node is None:
             raise ValueError(f"server_nodes {spec.node.n}: a {self.name} server is started on one node")
-        more = (self.disagg if spec.role else None, self.multi_node if spec.node.n > 1 else None)
+        more = (
+            self.reset_route if spec.resets_prefix_cache else None,
+            self.profiler if spec.profiles else None,
+            self.disagg if spec.role else None,
+            self.multi_node if spec.node.n > 1 else None,
+        )
         for extend in filter(None, more):
             args += extend(spec).argv
             env |= extend(spec).env
         if (devices := spec.visible_devices) is not None:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        return Command((*args, *spec.args), env)
+        return Command((*args, *own.argv), env)
+
+    def _own_args(self, spec: ServerSpec) -> Command:
+        """Return the user's arguments, and more environment, with any --acceptance_length in them.
+
+        Raises ValueError, also if the user has set the server's own setting: the result would not contain it.
+        """
+        if (own := self.acceptance_setting) and any(own in text for text in (*spec.args, *os.environ)):
+            raise ValueError(f"{own}: use --{OPTION} instead, so that the result contains it")
+        length = spec.values.get(OPTION)
+        # A context server generates a single token of each response.
+        if length is None or self.fix_acceptance is None or spec.role == "context":
+            return Command(spec.args)
+        try:
+            return self.fix_acceptance(spec, length)
+        except ValueError as error:
+            raise ValueError(f"{OPTION} {length:g}: a {self.name} server {error}") from None
 
     def file_text(self, spec: ServerSpec) -> str:
         """Return the text of its file of options, ``base.yaml``; "" if it has none."""

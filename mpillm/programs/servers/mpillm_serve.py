@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from launch.command import Command
 from launch.environment import SECRETS
+from mpillm.programs.servers.acceptance import OPTION, value_of
 from mpillm.programs.servers.kind import Option, ServerKind, ServerSpec, named
 
 
@@ -35,6 +36,12 @@ def _same(name: str) -> Option:
     return lambda value: flag(str(value).lower() if isinstance(value, bool) else value)
 
 
+def _fix_acceptance(spec: ServerSpec, length: float) -> Command:
+    if value_of(spec.args, "--speculative-config") is None:
+        raise ValueError("has no draft tokens; add --speculative_config to --server_args")
+    return Command((*spec.args, f"--{OPTION}", f"{length:.12g}"))
+
+
 MPILLM = ServerKind(
     name="mpillm",
     arguments=_arguments,
@@ -43,4 +50,7 @@ MPILLM = ServerKind(
     disagg_protocol="disaggregated_params",
     disagg=lambda spec: Command(("--server_role", spec.role)),
     secret=SECRETS["kv_secret"],
+    reset_route=lambda spec: Command(("--reset_prefix_cache",)),
+    fix_acceptance=_fix_acceptance,
+    acceptance_setting=OPTION,
 )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from launch.command import Command, KnownFailure
+from mpillm.programs.servers.acceptance import check_length, number_of, value_of
 from mpillm.programs.servers.kind import ServerKind, ServerSpec, named, switch
 
 
@@ -25,6 +26,26 @@ def _multi_node(spec: ServerSpec) -> Command:
     node = spec.node
     args = ("--nnodes", str(node.n), "--node-rank", str(node.number))
     return Command((*args, "--dist-init-addr", f"{node.first_host}:{node.first_port}"))
+
+
+_ACCEPTANCE = "SGLANG_SIMULATE_ACC"
+
+
+def _fix_acceptance(spec: ServerSpec, length: float) -> Command:
+    """Set the variables of python/sglang/srt/speculative/spec_utils.py: their length is mpillm's.
+
+    The method `match-expected` has this mean; `multinomial` clips a normal distribution. The server draws
+    once for all requests of a step.
+    """
+    if value_of(spec.args, "--speculative-algorithm") is None:
+        raise ValueError("has no draft tokens; add --speculative-algorithm to --server_args")
+    if (steps := value_of(spec.args, "--speculative-num-steps")) is not None:
+        check_length(length, number_of(steps[1]))
+    elif (tokens := value_of(spec.args, "--speculative-num-draft-tokens")) is not None:
+        n_verified = number_of(tokens[1])  # it counts the token before the draft
+        check_length(length, None if n_verified is None else n_verified - 1)
+    variables = {"LEN": f"{length:.12g}", "METHOD": "match-expected", "TOKEN_MODE": "real-draft-token"}
+    return Command(spec.args, {f"{_ACCEPTANCE}_{name}": value for name, value in variables.items()})
 
 
 SGLANG = ServerKind(
@@ -60,6 +81,9 @@ SGLANG = ServerKind(
     ),
     names_model=True,
     multi_node=_multi_node,
+    profiler=lambda spec: Command((), {"SGLANG_TORCH_PROFILER_DIR": str(spec.profile_folder)}),
+    fix_acceptance=_fix_acceptance,
+    acceptance_setting=_ACCEPTANCE,
     install="pip install sglang, or activate the environment that has it",
     no_disagg="its context and generation servers need a request simultaneously, with a bootstrap_room, which"
     " mpillm does not send; start them with SGLang's router, and name that with --trtllm_server_urls",

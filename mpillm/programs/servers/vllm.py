@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from launch.command import Command, KnownFailure
+from mpillm.programs.servers.acceptance import check_length, number_of, value_of
 from mpillm.programs.servers.kind import ServerKind, ServerSpec, named, switch
 
 _SIDE_CHANNEL = "side_channel"
+_SPECULATION = "--speculative-config"
+_DRAFT_TOKENS = "num_speculative_tokens"
 _KV_ROLES = {"context": "kv_producer", "generation": "kv_consumer"}
 
 
@@ -41,6 +44,47 @@ def _multi_node(spec: ServerSpec) -> Command:
     args += ["--master-addr", node.first_host, "--master-port", str(node.first_port)]
     # Its queues between nodes listen there.
     return Command((*args, *(["--headless"] if node.number else [])), {"VLLM_HOST_IP": spec.address})
+
+
+def _fix_acceptance(spec: ServerSpec, length: float) -> Command:
+    """Add the length to the configuration of vLLM's `SpeculativeConfig` (vllm/config/speculative.py).
+
+    The definition is mpillm's. Only the rejection sampling `synthetic` reads it.
+    """
+    more = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
+    at = value_of(spec.args, _SPECULATION) or value_of(spec.args, "-sc")
+    if at is None:
+        return Command(_with_keys(spec.args, more, length))
+    index, text = at
+    try:
+        config = json.loads(text)
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise ValueError(f"has no JSON object in its {_SPECULATION}") from None
+    check_length(length, number_of(config.get(_DRAFT_TOKENS)))
+    flag, equals, _ = spec.args[index].partition("=")
+    new = json.dumps(config | more)
+    after = spec.args[index + (1 if equals else 2) :]
+    return Command((*spec.args[:index], *([f"{flag}={new}"] if equals else [flag, new]), *after))
+
+
+def _with_keys(args: Sequence[str], more: dict[str, Any], length: float) -> tuple[str, ...]:
+    """Return arguments with keys as separate flags: ``--speculative-config.method ngram``."""
+    prefix = f"{_SPECULATION}."
+    if not any(arg.replace("_", "-").startswith(prefix) for arg in args):
+        raise ValueError(f"has no draft tokens; add {_SPECULATION} to --server_args")
+    n_draft = value_of(args, prefix + _DRAFT_TOKENS.replace("_", "-"))
+    check_length(length, number_of(n_draft[1]) if n_draft else None)
+    return (*args, *(text for key, value in more.items() for text in (prefix + key, str(value))))
+
+
+def _profiler(spec: ServerSpec) -> Command:
+    """Name the folder of its traces, unless the user has set its profiler."""
+    if any(arg.replace("_", "-").startswith("--profiler-config") for arg in spec.args):
+        return Command(())
+    config = {"profiler": "torch", "torch_profiler_dir": str(spec.profile_folder)}
+    return Command(("--profiler-config", json.dumps(config)))
 
 
 VLLM = ServerKind(
@@ -86,5 +130,9 @@ VLLM = ServerKind(
     disagg=_disagg,
     disagg_ports=(_SIDE_CHANNEL,),
     multi_node=_multi_node,
+    reset_route=lambda spec: Command((), {"VLLM_SERVER_DEV_MODE": "1"}),
+    profiler=_profiler,
+    fix_acceptance=_fix_acceptance,
+    acceptance_setting="synthetic_acceptance",
     install="pip install vllm, or activate the environment that has it",
 )

@@ -124,8 +124,8 @@ def _answered(facts: Facts) -> Chart | None:
     for name, key, colour in (("issued", "issued", 7), ("answered", "samples", 6)):
         counts = floats(progress[key])
         chart.lines.append((name, _listed(_rate(grid, seconds, counts)), colour))
-    # In Offline, all samples are issued simultaneously, and a server does not count issued ones.
-    if facts.run.result.get("scenario") == "Offline" or not any(progress["issued"]):
+    # A server does not count issued samples.
+    if facts.run.all_at_once or not any(progress["issued"]):
         del chart.lines[0]
     return chart
 

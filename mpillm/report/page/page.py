@@ -15,6 +15,7 @@ from mpillm.report.page.charts import distributions, lane_rows, machines, over_t
 from mpillm.report.page.document import CDF, ZOOM, chart_section, document
 from mpillm.report.page.run_analysis import Facts, facts_of, unrecorded
 from mpillm.report.page.trace import write_trace
+from mpillm.report.page.turn_lanes import turn_lanes
 from mpillm.report.run_directory import PAGE, TELEMETRY, TRACE, display_path
 from mpillm.report.run_files import RunFiles
 
@@ -81,6 +82,7 @@ def page(run: RunFiles, price_per_gpu_hour: float | None = None) -> str:
         build("about the run", about_run, "", facts),
         build("charts", chart_section, "", "Over time", times, ZOOM),
         build("charts", chart_section, "", "Latencies", latencies, CDF),
+        build("turns of conversations", turn_lanes, "", facts),
         build("lanes", _lanes, "", rows, end, facts),
         build("charts", chart_section, "", "Processors", hardware, ""),
         build("energy", sections.energy, "", facts, price_per_gpu_hour),

@@ -51,8 +51,11 @@ class InstanceFacts:
     @property
     def load(self) -> float | None:
         """The degree to which the instance may have limited the test, 0 to 1."""
-        if self.has_steps or not self.is_never_starved:
-            return self.share if self.has_steps else self.waited
+        if self.has_steps:
+            return self.share
+        if not self.is_never_starved:
+            # A count of waiting requests may come with a request, and misses the time without requests.
+            return min((one for one in (self.share, self.waited) if one is not None), default=None)
         return max((one for one in (self.share, self.waited) if one is not None), default=None)
 
 
@@ -148,8 +151,8 @@ class Facts:
 
     @property
     def _as_clients_like(self) -> bool:
-        """Whether clients decide when requests come: in a Server test, and in a run that serves."""
-        return self.run.result.get("scenario") in ("Server", None)
+        """Whether requests come as clients send them: in all tests but Offline and SingleStream."""
+        return self.run.has_conversations or self.run.result.get("scenario") in ("Server", None)
 
     @property
     def _keeps_up(self) -> bool:

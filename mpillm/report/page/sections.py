@@ -11,21 +11,21 @@ from mpillm.report.page import svg
 from mpillm.report.page.document import escape, link, section, table
 from mpillm.report.page.run_analysis import Facts, InstanceFacts, limits_ms
 from mpillm.report.percentiles import too_few
-from mpillm.report.result import counted_from_text
+from mpillm.report.result import conversation_facts, counted_from_text, goodput_rows
 from mpillm.report.run_directory import MEASURED, PAGE, RANKS, TRACE, failures_in
-from mpillm.report.run_files import RunFiles
+from mpillm.report.run_files import SERVERS, RunFiles
+from mpillm.report.speculation import speculation_rows
 from mpillm.report.validity_checks import failed_checks, unchecked
 
 _MAX_CARDS = 128
 _MAX_LOGS = 256
 _MAX_SERVERS = 4
-_SERVERS = ("trtllm_server_urls", "triton_server_urls")
 _FAILED = '<em class="flag">failed</em>'
 _VERDICTS = {
     "VALID": "LoadGen accepts this test.",
     "INVALID": "LoadGen does not accept this test.",
     "SERVED": "This run served until it was ended.",
-    MEASURED: "Another client made the load: LoadGen has not judged it.",
+    MEASURED: "LoadGen did not make the load, and has not judged it.",
     "FAILED": "This run failed.",
     "STOPPED": "Ended before it was done: there is no verdict. The figures until then are below.",
     "": "This run has left no outcome: it goes on, or was killed.",
@@ -62,8 +62,7 @@ def head(facts: Facts) -> str:
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if started else ""
     subtitle = (
         result.get("workload") or model or result.get("core_type"),
-        result.get("scenario"),
-        result.get("test_mode"),
+        *(["conversations"] if run.has_conversations else [result.get("scenario"), result.get("test_mode")]),
         result.get("mode"),
         f"core {result['core_type']}" if result.get("core_type") else "",
         _server(run),
@@ -92,7 +91,7 @@ def _server(run: RunFiles) -> str:
     """Return this run's URL if it served, or the servers that it used; "" if neither."""
     if url := run.result.get("url"):
         return str(url)
-    urls = [url for name in _SERVERS for url in run.value(name) or ()]
+    urls = [url for name in SERVERS for url in run.value(name) or ()]
     more = f" and {len(urls) - _MAX_SERVERS} more" if len(urls) > _MAX_SERVERS else ""
     return f"of {', '.join(map(str, urls[:_MAX_SERVERS]))}{more}" if urls else ""
 
@@ -262,11 +261,9 @@ def _time_or_dash(ms: float | None) -> str:
     return "-" if ms is None else milliseconds(ms)
 
 
-def figures(facts: Facts) -> str:
-    """Return the tables: latencies, instances, phases."""
-    result = facts.run.result
-    latencies = [
-        (label, *(_time_or_dash(latency.get(key)) for key in ("p50", "p90", "p99", "mean")))
+def _latency_rows(result: Mapping[str, Any], suffix: str = "") -> list[tuple[str, ...]]:
+    return [
+        (f"{label}{suffix}", *(_time_or_dash(latency.get(key)) for key in ("p50", "p90", "p99", "mean")))
         for label, name in (
             ("time to first token", "ttft_ms"),
             ("time per output token", "tpot_ms"),
@@ -274,6 +271,16 @@ def figures(facts: Facts) -> str:
         )
         if (latency := result.get(name)) is not None
     ]
+
+
+def figures(facts: Facts) -> str:
+    """Return the tables: latencies, instances, phases."""
+    result = facts.run.result
+    latencies = _latency_rows(result)
+    of = result.get("conversations") or {}
+    for name in ("first turns", "later turns"):
+        part = of.get(name.replace(" ", "_"))
+        latencies += _latency_rows(part or {}, f", {name}")
     instances = []
     for one in facts.instances.values():
         entry = one.result or {}
@@ -300,7 +307,9 @@ def figures(facts: Facts) -> str:
     rows = [[row[i] for i in known] for row in instances] if len(known) > 1 else []
     phases = [(name, f"{seconds:.2f} s") for name, seconds in (result.get("phases_s") or {}).items()]
     return (
-        section("Latencies", ("", "p50", "p90", "p99", "mean"), latencies)
+        section("Conversations", ("", ""), [*conversation_facts(of), *goodput_rows(result)] if of else [])
+        + section("Speculative decoding", ("", ""), speculation_rows(result))
+        + section("Latencies", ("", "p50", "p90", "p99", "mean"), latencies)
         + section("Instances", [names[i] for i in known], rows)
         + section("Phases", ("", "took"), phases)
     )

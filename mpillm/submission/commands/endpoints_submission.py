@@ -4,107 +4,116 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from datetime import date
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from launch.command import find_program
 from mpillm import workloads
+from mpillm.cores.clients import allow_files
 from mpillm.cores.openai_client.dialect import Sampling
 from mpillm.cores.openai_client.endpoint import EndpointError
 from mpillm.data.dataset import Dataset, PromptLimits, load_dataset
 from mpillm.data.preprocessed.loader import loader_of
 from mpillm.data.tiny_dataset import REFERENCES, write_dataset
-from mpillm.data.tokenizer import NoTokenizer, load_tokenizer
-from mpillm.errors import ExitCode, StageError
+from mpillm.data.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
+from mpillm.errors import ExitCode, RunError, StageError
 from mpillm.experiments.loadtest.endpoint_client import EndpointClient
-from mpillm.files import as_written, read_object, write_json
+from mpillm.files import as_written, write_json
 from mpillm.options.command_line import Parser
 from mpillm.options.field import option
 from mpillm.options.fields.deadlines import DeadlineFields
-from mpillm.options.fields.general import GeneralFields
 from mpillm.options.fields.model import ModelFields
-from mpillm.options.fields.results import OutputFields
-from mpillm.options.parsers import integers, one_of, positive, seconds
-from mpillm.options.values import Values, collect
+from mpillm.options.parsers import one_of, seconds
+from mpillm.options.values import collect
 from mpillm.programs.load_clients.kind import LoadSpec, PromptSample, Seeds
 from mpillm.programs.load_clients.kinds import kind_of
-from mpillm.report.run_directory import display_path
 from mpillm.submission.client_form import ACCURACY, CONFIG, SUMMARY
+from mpillm.submission.client_points import measured_point
+from mpillm.submission.curve_command import (
+    GROUP,
+    SEEDS,
+    SERVED_MODEL,
+    CurveOptions,
+    check_point,
+    exit_code,
+    finish,
+    is_measured,
+    make_curve,
+    measured_points,
+    need,
+    print_seed_set,
+    refuse,
+)
 from mpillm.submission.endpoint_points import (
     NOTES,
-    POWER,
+    SALT,
+    STEADY_STATE,
     WARMUP,
     Curve,
     accuracy_results,
-    measured_point,
     read_measurement,
     request_logs,
     result_summary,
     system_tps,
-    write_shared,
     write_yaml,
 )
 from mpillm.submission.endpoint_rules import (
-    DIVISIONS,
-    MAX_POINTS,
-    MIN_POINTS,
-    SEED_SETS,
-    Regions,
-    default_points,
     min_duration_s,
-    next_cohort,
     sample_order,
     warm_up_prompts,
 )
-from mpillm.submission.fixed_concurrency import FixedConcurrency
+from mpillm.submission.fixed_concurrency import FixedConcurrency, FullPasses, SteadyStateGoal
+from mpillm.submission.power import MEASURED, PowerWatch, local_meters
 from mpillm.submission.references import read_references
 from mpillm.submission.rouge import need_libraries
-from mpillm.submission.rules import folder_name
+from mpillm.submission.salts import Salts, salt_seed
 from mpillm.submission.scores import METRICS, Row, ScoredResponse
+from mpillm.submission.seed_sets import (
+    MODEL,
+    SAMPLES,
+    SCHEDULER,
+)
+from mpillm.submission.steady_state import SteadyState, SuperPasses, find_steady_state
 from mpillm.workloads import WORKLOADS
 from mpillm.workloads.workload import Workload
 
-_GROUP = "submission"
 _BENCHMARKS = {name: named for name, workload in WORKLOADS.items() if (named := workload.endpoints)}
 
 
-class _Options(Values, group=_GROUP):
+class _Options(CurveOptions, group=GROUP):
     """Options of ``endpoints-submission``."""
 
-    url = option("the server: host:port, or a URL of http or https")
     model = option("the model's name at the server [default: the only one]")
-    model_path = ModelFields.model_path.but("a folder with the model's tokenizer, for text", group=_GROUP)
+    model_path = ModelFields.model_path.but("a folder with the model's tokenizer, for text", group=GROUP)
     benchmarks = option("the workload", one_of(*_BENCHMARKS))
     model_scale = option("tiny: a scaled-down data set", one_of("full", "tiny"), default="full")
     dataset_path = option("the data set, with its reference answers")
-    max_supported_concurrency = option("the highest concurrency of the curve", positive)
-    concurrency = option(
-        "the points, with commas between them [default: seven, evenly on a log scale]", integers
+    offline = option(
+        "elected: the point of the highest concurrency also represents Offline; dedicated: a separate run,"
+        " which sends a whole data set together",
+        one_of("elected", "dedicated"),
+        default="elected",
     )
-    min_duration = option("of each point [default: 600 s up to concurrency 32, 1200 s above]", seconds)
-    submitter = OutputFields.submitter.but("your organisation, and its folder's name", group=_GROUP)
-    system_name = GeneralFields.system_name.but("the system's name, and its folder's", group=_GROUP)
-    submission_id = option("the folder below the submitter's", default="1")
-    division = option("the division", one_of(*DIVISIONS), default=DIVISIONS[0])
-    system_description = option("a JSON file with the fields of system_desc.json about the hardware")
-    system_power = option("a JSON file with the system's power, system_power.json")
-    disclosure = option("a JSON file with more fields for each point.yaml, and under r8 for concurrency 8")
-    src = option("a folder with the implementation's code and its README.md")
-    docs = option("a folder with documents")
-    seed_set = option("the published seeds", one_of(*SEED_SETS), default="A")
-    target_cohort = option("YYYY-MM-C0 or C1 [default: next month's C0]")
-    output = OutputFields.output.but("the folder that the submission is made in", group=_GROUP)
-    ready_deadline = option("longest time until the server is ready", seconds, default=60.0)
+    min_duration = option(
+        "issue time of each point's steady state [default: 600 s up to concurrency 32, 1200 s above]", seconds
+    )
+    max_duration = option(
+        "without a steady state, no pass over the data set begins after this time [default: three times"
+        " min_duration]",
+        seconds,
+    )
     harness = option(
         "measure points with MLCommons' client as it is, which Standardized entries need; it must be in PATH"
         " [default: mpillm's own client]",
         one_of("inference-endpoint"),
     )
     stall_timeout = DeadlineFields.stall_timeout.but(
-        "longest silence of a server with outstanding requests", default=300.0, group=_GROUP
+        "longest silence of a server with outstanding requests", default=300.0, group=GROUP
     )
 
 
@@ -125,10 +134,9 @@ def main(argv: Sequence[str]) -> int:
         " --system_description system.json --system_power power.json --output build/endpoints",
     )
     options = collect(argv, _Options, parser)
-    needed = ("url", "benchmarks", "max_supported_concurrency", "submitter", "system_name", "output")
-    if missing := [name for name in needed if not options.values[name]]:
-        raise ConfigError(f"endpoints-submission needs --{', --'.join(missing)}")
+    need(options, "endpoints-submission", "benchmarks")
     curve, workload = _curve(options)
+    print_seed_set(curve)
     if options.harness:
         if not options.model_path:
             raise ConfigError("--harness needs --model_path: the client counts tokens with its tokenizer")
@@ -138,57 +146,29 @@ def main(argv: Sequence[str]) -> int:
     except EndpointError as error:
         print(f"mpillm: {error}", file=sys.stderr)
         return ExitCode.NOT_READY
-    curve.finish()
-    root = curve.root
     readme = f"{options.benchmarks} on {options.url}, measured with `mpillm endpoints-submission`.\n"
-    write_shared(root, _folder(options.src), _folder(options.docs), readme)
-    if options.system_power:
-        write_json(root / "results" / curve.system / POWER, read_object(Path(options.system_power)))
-    print(f"\nsubmission  {display_path(root)}\ncheck it    endpoints-submission-cli check-submission {root}")
+    finish(options, curve, readme)
     if workload.scaled:
         full = workloads.get(options.benchmarks or "").n_samples
         samples = f"{workload.n_samples} of the benchmark's {full:,} samples"
         print(f"tiny        {samples}: no submission, and the checker rejects it")
-    for line in curve.missing_disclosures(options.system_power is not None):
-        print(f"yours       {line}")
-    for line in failed:
-        print(f"mpillm: {line}", file=sys.stderr)
-    return ExitCode.TEST_FAILED if failed else ExitCode.DONE
+    if options.harness:
+        print("yours       salts (rules, 2.9.5): the client gets token ids, to which it adds none")
+    return exit_code(failed)
 
 
 def _curve(options: _Options) -> tuple[Curve, Workload]:
     name, c_max = options.benchmarks or "", options.max_supported_concurrency or 0
-    points = sorted({*(options.concurrency or default_points(c_max))})
-    if points[-1] != c_max:
-        raise ConfigError(
-            f"--concurrency: the highest is {points[-1]}; must be {c_max}, which stands for Offline"
-        )
-    regions = Regions.of(c_max, points[0])
-    if len(points) > MAX_POINTS:
-        raise ConfigError(f"--concurrency: {len(points)} points; {MAX_POINTS} are the most")
-    if len(points) < MIN_POINTS:
-        print(f"{len(points)} points: a submission needs {MIN_POINTS}")
     workload = workloads.get(name, options.model_scale)
-    files = {
-        option: read_object(Path(file)) if (file := options.values[option]) else {}
-        for option in ("system_description", "disclosure")
-    }
-    curve = Curve(
-        Path(options.output or ""),
-        points,
-        folder_name("submitter", options.submitter),
-        folder_name("submission_id", options.submission_id),
-        folder_name("system_name", options.system_name),
-        options.division,
-        _BENCHMARKS[name],
-        c_max,
-        regions,
-        options.seed_set,
-        options.target_cohort or next_cohort(date.today()),
-        workload.n_samples,
-        files["system_description"],
-        files["disclosure"],
-    )
+    is_dedicated = options.offline == "dedicated"
+    if is_dedicated and workload.n_samples <= c_max:
+        raise ConfigError(
+            f"--offline dedicated: its concurrency is the size of the data set, {workload.n_samples:,}, which"
+            f" must be more than --max_supported_concurrency {c_max}; use --offline elected"
+        )
+    curve = make_curve(options, _BENCHMARKS[name], workload.n_samples, offline_run=is_dedicated)
+    for c in curve.points:
+        _max_duration(options, c)  # raises ConfigError
     return curve, workload
 
 
@@ -196,15 +176,26 @@ def _measure(options: _Options, curve: Curve, workload: Workload) -> list[str]:
     """Measure the points. Returns a line for each failure."""
     failed: list[str] = []
     _check_measured(options, curve)
-    scored = curve.regions.accuracy_points(curve.points)
+    earlier = {c for c in curve.points if (curve.folder(c) / ACCURACY).exists()}
+    scored = curve.regions.accuracy_points(curve.points, curve.offline_run, earlier)
+    scored += [curve.min_samples] if curve.offline_run else []
     if workload.accuracy.metric == "by_reference":
         failed.append(f"no accuracy: {workload.name} is scored by {workload.accuracy.evaluator}")
         scored = []
-    unmeasured = [c for c in curve.points if not _is_measured(curve.folder(c))]
-    unscored = [c for c in scored if not (curve.folder(c) / ACCURACY).exists()]
-    todo = sorted({*unmeasured, *unscored})
-    for c in sorted({*curve.points} - {*todo}):
-        print(f"{f'concurrency {c}':>17}  measured earlier")
+    todo = []
+    for c in curve.runs:
+        if not is_measured(curve.folder(c)):
+            todo.append(c)
+        elif _may_become_steady(options, curve.folder(c), c):
+            print(f"{curve.title(c):>17}  without a steady state; measured again with a longer time")
+            todo.append(c)
+        elif c in scored and not (curve.folder(c) / ACCURACY).exists():
+            print(
+                f"{curve.title(c):>17}  without its accuracy run, which must follow directly; measured again"
+            )
+            todo.append(c)
+    for c in sorted({*curve.runs} - {*todo}):
+        print(f"{curve.title(c):>17}  measured earlier")
     if not todo:
         return failed
     folder = options.model_path
@@ -216,6 +207,10 @@ def _measure(options: _Options, curve: Curve, workload: Workload) -> list[str]:
     if scored:
         need_libraries()
         rows = read_references(workload, str(path / REFERENCES if workload.scaled else path))
+    try:
+        allow_files(max(todo))
+    except RunError as error:
+        raise ConfigError(str(error)) from None
     with EndpointClient(
         options.url or "",
         tokenizer,
@@ -226,44 +221,37 @@ def _measure(options: _Options, curve: Curve, workload: Workload) -> list[str]:
     ) as client:
         _check_model(curve, client.endpoint.model)
         for c in todo:
-            if c in unmeasured:
-                failed += _point(options, curve, c, client, dataset, workload)
-            if c in unscored:
+            if c in scored:
+                (curve.folder(c) / ACCURACY).unlink(missing_ok=True)
+            failed += _point(options, curve, c, client, dataset, workload, tokenizer)
+            if c in scored:
                 failed += _accuracy(curve, c, client, dataset, rows, workload)
     return failed
 
 
 # Options that affect a point's result, without the duration.
 _MEASURED = (
-    *("url", "model", "model_path", "benchmarks", "model_scale", "dataset_path", "seed_set"),
+    *("url", "model", "model_path", "benchmarks", "model_scale", "dataset_path"),
     "harness",
 )
-_SERVED_MODEL = "served_model"  # key in the point's notes
-_REMEDY = "remove it, or choose another --submission_id"
+_MAX_DURATION = 3  # times min_duration
+_TOO_SHORT = ("partial_dataset", "insufficient_passes", "insufficient_duration")
 
 
 def _check_measured(options: _Options, curve: Curve) -> None:
     """Raise ConfigError if a point in the folder has other options, or is not part of the curve."""
-    for file in sorted(curve.folder(1).parent.glob(f"r[0-9]*/{CONFIG}")):
-        folder, config = file.parent, read_measurement(file.parent)
-        c = int(folder.name[1:])
-        if c not in curve.points:
-            raise ConfigError(f"{folder} is not a point of this curve (--concurrency): {_REMEDY}")
+    for c, config in measured_points(curve).items():
         present = {name: options.values[name] for name in _MEASURED} | {"min_duration": _lasts(options, c)}
-        for name, value in present.items():
-            if (earlier := config.get(name)) != value:
-                option = f"without --{name}" if earlier is None else f"with --{name} {earlier}"
-                this = "without" if value is None else value
-                raise ConfigError(f"{folder} was measured {option}, this is {this}: {_REMEDY}")
+        check_point(curve, curve.folder(c), config, present)
+        if SALT not in config and not options.harness:
+            raise refuse(curve.folder(c), "was measured without salts (rules, 2.9.5)")
 
 
 def _check_model(curve: Curve, model: str) -> None:
     """Raise ConfigError if the server had another model during the measurement of a point."""
-    for folder in map(curve.folder, curve.points):
-        if _is_measured(folder) and (was := read_measurement(folder).get(_SERVED_MODEL, model)) != model:
-            raise ConfigError(
-                f"{folder} was measured with the server's model {was}, now it has {model}: {_REMEDY}"
-            )
+    for folder in map(curve.folder, curve.runs):
+        if is_measured(folder) and (was := read_measurement(folder).get(SERVED_MODEL, model)) != model:
+            raise refuse(folder, f"was measured with the server's model {was}, now it has {model}")
 
 
 def _lasts(options: _Options, c: int) -> float:
@@ -271,11 +259,27 @@ def _lasts(options: _Options, c: int) -> float:
     return options.min_duration if options.min_duration is not None else min_duration_s(c)
 
 
-def _is_measured(folder: Path) -> bool:
-    """Return whether a point has a result without failed requests."""
-    file = folder / SUMMARY
-    with as_written(file):
-        return file.exists() and not read_object(file)["n_samples_failed"]
+def _max_duration(options: _Options, c: int) -> float:
+    """Return the time in seconds after which no further pass of a point begins."""
+    min_s = _lasts(options, c)
+    if options.max_duration is None:
+        return _MAX_DURATION * min_s
+    if options.max_duration < min_s:
+        raise ConfigError(
+            f"--max_duration {options.max_duration:g}: less than the steady state of concurrency {c},"
+            f" {min_s:g} s (--min_duration)"
+        )
+    return options.max_duration
+
+
+def _may_become_steady(options: _Options, folder: Path, c: int) -> bool:
+    """Return whether a measured point has no steady state, and may now take longer."""
+    with as_written(folder / CONFIG):
+        config = read_measurement(folder)
+        state, earlier = config.get(STEADY_STATE), config.get("max_duration")
+        if state is None or earlier is None:
+            return False
+        return state["status"] in _TOO_SHORT and float(earlier) < _max_duration(options, c)
 
 
 def _sampling(curve: Curve, workload: Workload) -> Sampling:
@@ -286,7 +290,7 @@ def _sampling(curve: Curve, workload: Workload) -> Sampling:
         temperature=parameters.get("temperature", 0.0),
         top_k=int(parameters.get("top_k", 0)),
         top_p=parameters.get("top_p", 1.0),
-        seed=SEED_SETS[curve.seed_set]["model_seed"] & 0x7FFFFFFF,
+        seed=curve.seed_set.seeds[MODEL] & 0x7FFFFFFF,
     )
 
 
@@ -301,63 +305,135 @@ def per_user(summary: Mapping[str, Any]) -> str:
 
 
 def _point(
-    options: _Options, curve: Curve, c: int, client: EndpointClient, dataset: Dataset, workload: Workload
+    options: _Options,
+    curve: Curve,
+    c: int,
+    client: EndpointClient,
+    dataset: Dataset,
+    workload: Workload,
+    tokenizer: Tokenizer,
 ) -> list[str]:
     folder = curve.folder(c)
     folder.mkdir(parents=True, exist_ok=True)
-    lasts = _lasts(options, c)
+    lasts, max_s, size = _lasts(options, c), _max_duration(options, c), len(dataset)
     prompts = [dataset.sample(i) for i in range(len(dataset))]
     sampling = _sampling(curve, workload)
-    seeds = SEED_SETS[curve.seed_set]
-    order = sample_order(len(prompts), seeds["sample_index_rng_seed"])
-    others = warm_up_prompts(dataset.tokens, dataset.lengths(), c, seeds["model_seed"])
-    warm_up = FixedConcurrency(others, iter(range(c)), sampling, c, c)
+    seeds = curve.seed_set.seeds
+    order = sample_order(len(prompts), seeds[SAMPLES])
+    n_warm = min(c, curve.c_max)
+    others = warm_up_prompts(dataset.tokens, dataset.n_tokens, n_warm, seeds[MODEL])
+    warm_up = FixedConcurrency(others, iter(range(n_warm)), sampling, n_warm, n_warm)
     took = client.run(warm_up)
     warmed = sum(not record.error for record in warm_up.records)
     write_json(folder / WARMUP, request_logs(warm_up.records))
     warmed_up = {
         "duration_s": round(took, 3),
-        "requests_issued": c,
+        "requests_issued": n_warm,
         "requests_completed": warmed,
         "data_source": f"random tokens, as many as prompts of {dataset.name} have",
-        "concurrency": c,
+        "concurrency": n_warm,
         "logs_retained": True,
         "link_logs": WARMUP,
     }
     explicit = {name: value for name, value in options.values.items() if value is not None}
-    notes = explicit | {"min_duration": lasts, "warmup": warmed_up, _SERVED_MODEL: client.endpoint.model}
+    notes = explicit | {
+        "min_duration": lasts,
+        "max_duration": max_s,
+        "warmup": warmed_up,
+        SERVED_MODEL: client.endpoint.model,
+    }
+    notes |= {"seed_set": curve.seed_set.name, SEEDS: dict(seeds)}
     (folder / NOTES).unlink(missing_ok=True)
     failed: list[str] = []
+    state: SteadyState | None = None
+    power: dict[str, Any] | None = None
     if options.harness:
         load = _load_of(options, curve, c, client, dataset, sampling)
         try:
-            summary = measured_point(load, folder, lasts, c / took)
+            summary, passes = measured_point(load, folder, lasts, max_s, n_warm / took)
         except StageError as error:
-            raise StageError(f"concurrency {c}: {error}") from None
-        write_yaml(folder / NOTES, notes)
+            raise StageError(f"{curve.title(c)}: {error}") from None
+        if passes and not curve.is_offline(c):
+            state = find_steady_state(passes.complete(), size, min_duration_s(c))
+        write_yaml(folder / NOTES, notes | ({STEADY_STATE: state.block()} if state else {}))
     else:
-        test = FixedConcurrency(prompts, order, sampling, c, len(prompts), lasts)
+        salts = Salts(prompts, tokenizer, salt_seed(seeds[MODEL], c, _salt_seed(folder)))
+        notes[SALT] = salts.description()
+        test, passes = _own_test(curve, c, prompts, order, sampling, salts, lasts, max_s)
+        watch = PowerWatch(local_meters(options.url or ""))
         started = time.time()
         duration = client.run(test)
+        power = watch.result()
+        notes |= {MEASURED: power} if power else {}
         summary = result_summary(test.records, duration, started)
-        write_yaml(folder / CONFIG, notes)
+        if passes:
+            state = find_steady_state(passes.complete(), size, min_duration_s(c))
+            summary[STEADY_STATE] = state.block() | state.figures()
+        write_yaml(folder / CONFIG, notes | ({STEADY_STATE: state.block()} if state else {}))
         write_json(folder / SUMMARY, summary)
-        failed = _errors(test, f"concurrency {c}")
+        failed = _errors(test, curve.title(c))
     curve.write_point(c)
+    watts = f"  {power['mean_w']:.4g} W (NVML)" if power else ""
     print(
-        f"{f'concurrency {c}':>17}  {summary['n_samples_issued']:,} requests"
-        f" in {summary['duration_ns'] / 1e9:.1f} s"
-        f"  {system_tps(summary):.4g} tokens/s{per_user(summary)}",
+        f"{curve.title(c):>17}  {summary['n_samples_issued']:,} requests"
+        f" in {summary['duration_ns'] / 1e9:.1f} s  {system_tps(summary):.4g} tokens/s"
+        f"{'' if curve.is_offline(c) else per_user(summary)}"
+        f"{watts}",
         flush=True,
     )
+    if state:
+        print(f"{'':>18} {steady_state_line(state, summary['duration_ns'] / 1e9)}", flush=True)
     return failed
+
+
+def _salt_seed(folder: Path) -> str:
+    """Return the seed of the salts in a point's earlier measurement; "" if there is none."""
+    if not (folder / CONFIG).exists():
+        return ""
+    with as_written(folder / CONFIG):
+        return str(read_measurement(folder).get(SALT, {}).get("seed", ""))
+
+
+def _own_test(
+    curve: Curve,
+    c: int,
+    prompts: Sequence[NDArray[np.int32]],
+    order: Iterator[int],
+    sampling: Sampling,
+    salts: Salts,
+    min_s: float,
+    max_s: float,
+) -> tuple[FixedConcurrency, SuperPasses | None]:
+    """Return the test of a run with mpillm's client, and the super-passes that it fills; None for Offline."""
+    size = len(prompts)
+    if curve.is_offline(c):
+        # Requests of two passes must not be in one batch (5.7.1), so a pass begins after the end of another.
+        full = FullPasses(size, min_s)
+        test = FixedConcurrency(prompts, order, sampling, c, goal=full, drained_after=size, salts=salts)
+        return test, None
+    goal = SteadyStateGoal(size, min_s, max_s)
+    return FixedConcurrency(prompts, order, sampling, c, goal=goal, salts=salts), goal.passes
+
+
+def steady_state_line(state: SteadyState, lasted_s: float) -> str:
+    """Return a point's steady state as a line, with a way to get one if there is none."""
+    seen = f"passes {state.start + 1} to {state.start + len(state.passes)}, {state.duration_s:.1f} s"
+    if state.is_official:
+        figures = state.figures()
+        user = f", {figures['tps_per_user']:.4g} per user" if "tps_per_user" in figures else ""
+        verdict = "" if state.verdict == "STEADY STATE" else f" ({state.verdict})"
+        return f"steady state{verdict}: {seen}: {figures['system_tps']:.4g} tokens/s{user}"
+    verdict = f", {state.verdict}" if state.verdict.startswith("drifting") else ""
+    line = f"no steady state ({state.status}{verdict})"
+    line += f": the longest plateau is {seen}" if state.passes else ""
+    return f"{line}; the figures of all {lasted_s:.1f} s count (longer tests: --max_duration)"
 
 
 def _load_of(
     options: _Options, curve: Curve, c: int, client: EndpointClient, dataset: Dataset, sampling: Sampling
 ) -> LoadSpec:
     """Return the load of MLCommons' client at a point. Its files remain beside the submission."""
-    seeds, tokenizer = SEED_SETS[curve.seed_set], load_tokenizer(Path(options.model_path or ""))
+    seeds, tokenizer = curve.seed_set.seeds, load_tokenizer(Path(options.model_path or ""))
     return LoadSpec(
         (client.endpoint.url,),
         client.endpoint.model,
@@ -371,12 +447,12 @@ def _load_of(
         [False] * len(dataset),
         range(len(dataset)),
         None,
-        c,
+        None if curve.is_offline(c) else c,
         sampling.temperature,
         sampling.top_k,
         sampling.top_p,
         0,
-        Seeds(seeds["sample_index_rng_seed"], seeds["scheduler_rng_seed"], sampling.seed),
+        Seeds(seeds[SAMPLES], seeds[SCHEDULER], sampling.seed),
         lambda text: len(tokenizer.encode_plain(text)),
         min_duration_ms=round(1000 * _lasts(options, c)),
         all_chunks=True,
@@ -395,7 +471,7 @@ def _accuracy(
     sampling = _sampling(curve, workload)
     test = FixedConcurrency(prompts, iter(range(len(prompts))), sampling, c, len(prompts))
     client.run(test)
-    if lost := _errors(test, f"concurrency {c}, accuracy"):
+    if lost := _errors(test, f"{curve.title(c)}, accuracy"):
         return lost
     answers = [ScoredResponse(record.text, record.output_len) for record in test.records]
     scores = METRICS[workload.accuracy.metric](answers, [rows[i] for i in test.indices])
@@ -417,11 +493,3 @@ def _dataset_path(options: _Options, workload: Workload, tiny: Path) -> Path:
         write_dataset(workload, tiny)
         return tiny
     return Path(workload.dataset_path)
-
-
-def _folder(text: str | None) -> Path | None:
-    if text is None:
-        return None
-    if not Path(text).is_dir():
-        raise ConfigError(f"{text}: no such folder")
-    return Path(text)

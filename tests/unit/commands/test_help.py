@@ -43,17 +43,29 @@ EXEMPT = {
     | {
         field.name for field in FIELDS if field.group == "serve"
     },  # of its endpoint for another harness, which sets them
-    "generate-engines": {"kv_cache_dtype"},  # read of the CoreConfig that calibration makes
+    # read of the CoreConfig that calibration makes, and of a run, whose conversations are streamed
+    "generate-engines": {"kv_cache_dtype", "harness"},
+    "generate-triton-config": {"harness"},
+    "generate-disagg-config": {"harness"},
     # It shares the modules of `run`, which read them of a test.
     "serve": {
-        field.name for field in FIELDS if field.group in ("data", "test", "output", "server", "other harness")
+        field.name
+        for field in FIELDS
+        if field.group in ("data", "test", "output", "server", "other harness", "conversations")
     }
     | {"dry_run", "world_size"},
     # read of the CoreConfig whose memory is looked at, and of the run that a plan is for, to be refused
-    "plan": {"beam_width", "end_ids", "max_output_len", "on_instance_loss", "stop_words", "test_deadline"}
-    | {field.name for field in FIELDS if field.group in ("data", "test", "output", "other harness")},
+    "plan": {
+        *("beam_width", "drain_deadline", "end_ids", "max_output_len", "on_instance_loss", "stop_words"),
+        "test_deadline",
+    }
+    | {
+        field.name
+        for field in FIELDS
+        if field.group in ("data", "test", "output", "other harness", "conversations")
+    },
     # It asks a core whether it has `engine_stages`, and does not call them.
-    "run-llm-server": {"build_deadline", "dtype", "port", "quantization"},
+    "run-llm-server": {"build_deadline", "dtype", "harness", "port", "quantization"},
 }
 # How a configuration is called where its values are read: what else has an attribute of a field's name is no
 # reading of the field.

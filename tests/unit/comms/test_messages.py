@@ -84,6 +84,7 @@ SENT: dict[Tag, list[Any]] = {
     Tag.FAILED: [Failure("broken", 3, "Traceback …", 5, interrupted=True)],
     Tag.STOP: [Stop(4, True), Stop(143, False)],
     Tag.BYE: [None],
+    Tag.RESET_CACHE: [None],
     Tag.LOST: [InstanceLoss(1, (4, 5))],
     Tag.QUERY: [batch([3, 0, 4])],
     Tag.WORK: [batch([1])],
@@ -97,7 +98,7 @@ SENT: dict[Tag, list[Any]] = {
     Tag.SETTLE: [[[7, 1], [2**32 - 1, 0]]],
     Tag.OFFER: [batch([5, 6])],
     Tag.ACCEPT: [[[7, 255]], [[1, NO_SLOT], [2**32 - 1, 0]]],
-    Tag.FIRST: [[[7, 31999]], []],
+    Tag.FIRST: [[[7, 31999, -1]], []],
     Tag.WARM_UP: [0],
 }
 MESSAGES = {made.tag: made for made in vars(messages).values() if isinstance(made, Message)}

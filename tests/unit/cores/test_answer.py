@@ -6,12 +6,15 @@ import itertools
 import json
 import time
 from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpillm.cores.openai_client import answer as answer_module
 from mpillm.cores.openai_client.answer import AnswerError, CompletionResponse, EventStream, failure_text
 from mpillm.cores.openai_client.http_connection import HttpConnection, NothingSentBack
 from tests.helpers.scripted_server import choice, event
@@ -70,6 +73,28 @@ def test_an_answer_in_any_pieces(stream: bytes, places: list[int]) -> None:
     names = ("tokens", "text", "finish_reason", "prompt_tokens", "completion_tokens", "size")
     assert [getattr(one, name) for name in names] == [getattr(many, name) for name in names]
     assert len(many.times) == len(one.times) and many.times == sorted(many.times)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_token_ids_of_a_long_prompt_are_not_parsed(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other answers would wait meanwhile."""
+    parsed: list[int] = []
+
+    def loads(data: bytes) -> Any:
+        parsed.append(len(data))
+        return json.loads(data)
+
+    monkeypatch.setattr(answer_module, "json", SimpleNamespace(loads=loads))
+    text = '"prompt_token_ids": [1, "\\'
+    for ids, is_parsed in (([*range(9000)], False), ([*range(9000), [1]], True)):
+        parsed.clear()
+        message = choice([7, 8], text, "length")
+        message["choices"][0]["prompt_token_ids"] = ids
+        made = CompletionResponse(stream, max_tokens=2)
+        made.feed(event(message) if stream else json.dumps(message).encode(), 1.0)
+        made.finish(2.0)
+        assert (made.tokens, made.text) == ([7, 8], text)
+        assert (max(parsed) > 9000) == is_parsed
 
 
 def test_a_long_line_in_small_pieces_takes_little_time() -> None:

@@ -42,6 +42,15 @@ def test_a_certificate_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert secure.url in str(caught.value) and not secure.requests
 
 
+def test_a_certificate_that_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    with server() as secure:
+        url = secure.url.replace("127.0.0.1", "localhost")
+        with core_of(url, "--insecure") as core:
+            core.load()
+            core.run_health_check()
+
+
 def test_a_certificate_for_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
     with server() as secure:

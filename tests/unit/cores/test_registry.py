@@ -25,9 +25,11 @@ from mpillm.cores.registry import BackendRegistry
 
 ROOT = Path(__file__).parents[3]
 # Where PyTorch, or the core of that name, is the subject (doctor asks for its version, and measures NCCL with
-# it); user_config and core_names have the names of all
+# it; it is the name of vLLM's profiler); user_config and core_names have the names of all
 # cores.
-AT_HOME = re.compile(r"engine/|experiments/bench/|triton/peft_|(cores|stages)/torch_|core_names|doctor/gpu")
+AT_HOME = re.compile(
+    r"engine/|experiments/bench/|triton/peft_|(cores|stages)/torch_|core_names|doctor/gpu|programs/servers/vllm"
+)
 
 
 class Halfway(LLMCore):

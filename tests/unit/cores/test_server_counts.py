@@ -103,6 +103,33 @@ def test_guesses_of_sglang() -> None:
     """Of three requests with 16 tokens, 5 come from verifications, and 3 from prompts."""
     assert reading_of(SGLANG + "sglang:spec_verify_calls_total{} 5\n").accepted_guesses == 16 - 5 - 3
     assert reading_of(SGLANG + "sglang:spec_verify_calls_total{} 14\n").accepted_guesses == 0
+    assert reading_of(SGLANG + "sglang:spec_verify_calls_total{} 14\n").verifications == 14
+
+
+DRAFTS = """vllm:spec_decode_num_drafts_total{engine="0"} 100.0
+vllm:spec_decode_num_drafts_created{engine="0"} 1.7e+09
+vllm:spec_decode_num_draft_tokens_total{engine="0"} 300.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0"} 130.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 80.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 50.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="2"} 0.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="1"} 4.0
+vllm:spec_decode_num_accepted_tokens_per_pos_created{engine="0",position="0"} 1.7e+09
+"""
+
+
+def test_acceptance_by_position_of_vllm() -> None:
+    after = reading_of(DRAFTS)
+    assert (after.verifications, after.drafted_tokens, after.accepted_guesses) == (100, 300, 130)
+    assert after.accepted_at == (80, 54, 0)
+    before = reading_of(DRAFTS.replace("100.0", "20.0").replace(" 80.0", " 8.0"))
+    growth = grown([before], [after])
+    assert growth["verifications"] == 80
+    assert [growth[f"accepted_at_{i}"] for i in range(3)] == [72, 0, 0]
+    assert grown([ServerCounts()], [after])["accepted_at_0"] == 80, "a count appears with the first request"
+    for damage in ('position="x"', 'position="-1"', 'position="1000000"'):
+        assert reading_of(DRAFTS.replace('position="2"', damage)).accepted_at == (80, 54)
+    assert reading_of(DRAFTS.replace(" 80.0", " inf")).accepted_at == (0, 54, 0)
 
 
 def test_guesses_and_lost_transfers_are_doubtful() -> None:
@@ -265,18 +292,22 @@ ITERATION = {
     "numActiveRequests": 5,
     "numQueuedRequests": 3,
     "kvCacheStats": {"maxNumBlocks": 1000, "usedNumBlocks": 600, "tokensPerBlock": 64, "reusedBlocks": 7},
-    "specDecodingStats": {"numDraftTokens": 20, "numAcceptedTokens": 15},
+    "specDecodingStats": {"numDraftTokens": 20, "numAcceptedTokens": 15, "numRequestsWithDraftTokens": 5},
 }
+
+
+MORE = {"cached_tokens": 0.0, "accepted_guesses": 15.0, "drafted_tokens": 20.0, "verifications": 5.0}
 
 
 def test_iterations_of_tensorrt_llm() -> None:
     """Each answer has the iterations since the one before: counts are added up, the rest is the last's."""
     first = of_iterations(json.dumps([ITERATION, ITERATION]), ServerCounts())
-    assert first == ServerCounts(5.0, 3.0, 0.6, cached_tokens=448.0, accepted_guesses=30.0)
+    drafts: dict[str, Any] = {"accepted_guesses": 30.0, "drafted_tokens": 40.0, "verifications": 10.0}
+    assert first == ServerCounts(5.0, 3.0, 0.6, cached_tokens=448.0, **drafts)
     none = of_iterations("[]", first)
     assert none == first._replace(running=0.0, waiting=0.0)
     second = of_iterations(json.dumps([ITERATION]), none)
-    assert grown([first], [second]) == {"cached_tokens": 0.0, "accepted_guesses": 15.0}
+    assert grown([first], [second]) == MORE
 
 
 @pytest.mark.parametrize(
@@ -301,4 +332,4 @@ def test_a_server_with_iterations_is_read_again() -> None:
         return [await read_one(endpoint) for _ in range(3)]
 
     first, _, last = asyncio.run(read())
-    assert grown([first], [last]) == {"cached_tokens": 0.0, "accepted_guesses": 15.0}
+    assert grown([first], [last]) == MORE

@@ -56,8 +56,8 @@ def test_prompts_and_tokens_may_be_mixed(tmp_path: Path) -> None:
     assert dataset.texts == {0: "ab", 2: "é"}
     assert dataset.name == "data.jsonl"
     assert dataset.output_lengths is None
-    assert [dataset.tokens.dtype, dataset.offsets.dtype] == [np.dtype(np.int32), np.dtype(np.int64)]
-    assert dataset.lengths().tolist() == [2, 3, 2, 1]
+    assert [dataset.tokens.dtype, dataset.n_tokens.dtype] == [np.dtype(np.int32), np.dtype(np.int64)]
+    assert dataset.n_tokens.tolist() == [2, 3, 2, 1]
 
 
 def test_gather(tmp_path: Path) -> None:
@@ -132,6 +132,8 @@ def test_sequence_length(tmp_path: Path) -> None:
         ConfigError, match=r"jsonl:3: .* max_seq_len 16 with max_output_len 1 \(2 of 3 samples are too long"
     ):
         load_dataset(file, BYTES, PromptLimits(max_seq_len=16))
+    with pytest.raises(ConfigError, match=r"jsonl:3: the prompt has 30 tokens .* max_seq_len 5 with"):
+        load_dataset(file, BYTES, PromptLimits(max_seq_len=5, max_output_len=10))
 
 
 def test_the_models_vocabulary_counts(tmp_path: Path) -> None:
@@ -167,7 +169,7 @@ def test_synthetic() -> None:
     dataset = load_dataset(spec, RequestExtras())
     assert dataset.output_lengths is not None
     assert len(dataset) == len(dataset.output_lengths) == 4000
-    for lengths, mean, stdev in ((dataset.lengths(), 50, 10), (dataset.output_lengths, 20, 5)):
+    for lengths, mean, stdev in ((dataset.n_tokens, 50, 10), (dataset.output_lengths, 20, 5)):
         assert abs(lengths.mean() - mean) < 0.1 * stdev
         assert abs(lengths.std() - stdev) < 0.1 * stdev
         assert lengths.min() >= 1
@@ -188,12 +190,12 @@ def test_synthetic_lengths_are_clipped_and_fixed_ones_exact() -> None:
         Synthetic(input_mean=2, input_stdev=50, output_mean=1, output_stdev=50, num_samples=500), BYTES
     )
     assert wide.output_lengths is not None
-    assert wide.lengths().min() == wide.output_lengths.min() == 1
+    assert wide.n_tokens.min() == wide.output_lengths.min() == 1
     fixed = load_dataset(
         Synthetic(input_mean=128, output_mean=16, num_samples=10), BYTES, PromptLimits(max_seq_len=144)
     )
     assert fixed.output_lengths is not None
-    assert set(fixed.lengths().tolist()) == {128}
+    assert set(fixed.n_tokens.tolist()) == {128}
     assert set(fixed.output_lengths.tolist()) == {16}
 
 

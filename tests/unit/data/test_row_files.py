@@ -120,8 +120,30 @@ REFUSED: list[tuple[str, str, bytes, str]] = [
     ("SQLite database", "a.db", b"SQLite format 3\x00", "sqlite3 -csv -header"),
     ("JSON array", "a.jsonl", b'[{"prompt": "ab"}]', "is a JSON array.*\n  python3 -c"),
     ("ShareGPT file, as an array or JSONL", "a.jsonl", json.dumps([SHARED]).encode(), "is a ShareGPT file"),
-    ("ShareGPT file, as an array or JSONL", "a.jsonl", lines(SHARED), "jsonl:1: a ShareGPT conversation"),
-    ("MLCommons' turns of agents", "a.jsonl", lines(*TURNS), "jsonl:1: a turn of a conversation"),
+    (
+        "ShareGPT file, as an array or JSONL",
+        "a.jsonl",
+        lines(SHARED),
+        "a ShareGPT .*; use `run --harness conv",
+    ),
+    (
+        "MLCommons' turns of agents",
+        "a.jsonl",
+        lines(*TURNS),
+        "jsonl:1: a turn of .*; use `run --harness conv",
+    ),
+    (
+        "conversations of AIPerf and GuideLLM",
+        "a.jsonl",
+        lines({"turns": []}),
+        "jsonl:1: a conversation, not .* --harness",
+    ),
+    (
+        "conversations of AIPerf and GuideLLM",
+        "a.jsonl",
+        lines({"prompt_0": "a"}),
+        "a conversation, not .* --harness",
+    ),
     *(
         ("Parquet or Arrow, without pyarrow", name, data, f"is {what}, which needs pyarrow; .*\n  python3 -c")
         for name, data, what in (
@@ -186,12 +208,13 @@ def test_a_trace(tmp_path: Path) -> None:
         {"timestamp": 0, "input_length": 700, "output_length": 50, "hash_ids": [0, 1]},
         {"timestamp": 3, "input_length": 1024, "output_length": 60, "hash_ids": [0, 2]},
         {"timestamp": 3, "input_length": 600, "output_length": 1, "hash_ids": []},
+        {"timestamp": 4, "input_length": 600, "output_length": 1},
     ]
     dataset = load(tmp_path, "trace.jsonl", lines(*rows))
-    assert dataset.lengths().tolist() == [700, 1024, 600]
-    assert dataset.output_lengths is not None and dataset.output_lengths.tolist() == [50, 60, 1]
-    first, second, third = prompts_of(dataset)
-    assert first[:512] == second[:512] != third[:512]
+    assert dataset.n_tokens.tolist() == [700, 1024, 600, 600]
+    assert dataset.output_lengths is not None and dataset.output_lengths.tolist() == [50, 60, 1, 1]
+    first, second, third, fourth = prompts_of(dataset)
+    assert first[:512] == second[:512] != third[:512] != fourth[:512]
     assert first[512:] != second[512:700]
     assert "its timestamp has no effect; its prompts are random tokens, with the trace's lengths" in (
         dataset.note
@@ -199,7 +222,9 @@ def test_a_trace(tmp_path: Path) -> None:
     for length, message in ((10**10, "its prompts have 10000000000 tokens"), (0, "input_length is 0")):
         with pytest.raises(ConfigError, match=message):
             load(tmp_path, "trace.jsonl", lines({"input_length": length, "output_length": 1}))
-    with pytest.raises(ConfigError, match="sample 0 has 700 tokens and does not fit max_seq_len 650"):
+    with pytest.raises(
+        ConfigError, match=r"a\.jsonl:2: the prompt has 1024 tokens and does not fit max_seq_len 650"
+    ):
         load_dataset(
             _written(tmp_path, lines(*rows)), ByteTokenizer(), PromptLimits(max_seq_len=650, max_output_len=1)
         )

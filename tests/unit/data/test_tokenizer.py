@@ -86,7 +86,7 @@ def test_bytes() -> None:
 TEXT_METHODS: list[Callable[[Tokenizer], object]] = [
     lambda tokenizer: tokenizer.encode("a"),
     lambda tokenizer: tokenizer.encode_batch(["a"]),
-    lambda tokenizer: tokenizer.encode_chat([{"role": "user", "content": "a"}]),
+    lambda tokenizer: tokenizer.encode_chats([[{"role": "user", "content": "a"}]]),
     lambda tokenizer: tokenizer.render([{"role": "user", "content": "a"}]),
     lambda tokenizer: tokenizer.encode_text("a"),
     lambda tokenizer: tokenizer.encode_plain("a"),
@@ -336,8 +336,8 @@ def test_long_chats_are_no_bombs(folder: Path) -> None:
     )
     (folder / "chat_template.jinja").write_text(text)
     tokenizer = load_tokenizer(folder)
-    assert tokenizer.encode_chat([{"role": "user", "content": "ab"}] * 4_000)
-    assert tokenizer.encode_chat([{"role": "user", "content": "ab" * 200_000}])
+    assert tokenizer.encode_chats([[{"role": "user", "content": "ab"}] * 4_000])
+    assert tokenizer.encode_chats([[{"role": "user", "content": "ab" * 200_000}]])
 
 
 def _replaces(text: str, content: str) -> dict[str, Any]:
@@ -451,7 +451,7 @@ def test_a_chat_of_hundreds_of_messages_is_no_bomb(folder: Path, template: str) 
     """Their sums grew with the square of the messages: chats of 500 turns were refused."""
     (folder / "chat_template.jinja").write_text(template)
     messages = [{"role": ("user", "assistant")[i % 2], "content": "ab " * 300} for i in range(400)]
-    assert load_tokenizer(folder).encode_chat(messages)
+    assert load_tokenizer(folder).encode_chats([messages])
 
 
 def test_an_error_of_a_template_is_named(folder: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from http.client import HTTPConnection, HTTPResponse
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,11 @@ class Rank0:
     """Holds what rank 0 has, and plays the leader."""
 
     def __init__(
-        self, drain_s: float = DEADLINE_S, fetch_s: float = DEADLINE_S, guard: Guard | None = None
+        self,
+        drain_s: float = DEADLINE_S,
+        fetch_s: float = DEADLINE_S,
+        guard: Guard | None = None,
+        resets: bool = False,
     ) -> None:
         self.network = Network(2, random.Random(0))
         self.queries: list[Batch] = []
@@ -47,11 +52,17 @@ class Rank0:
         self.network.routes[1].handlers[Tag.CANCEL] = lambda received: self.cancelled.extend(
             CANCEL.read(received.buffer)
         )
+        self.queries_at_reset: list[int] = []  # how many messages with requests came before
+        self.network.routes[1].handlers[Tag.RESET_CACHE] = lambda _: self.queries_at_reset.append(
+            len(self.queries)
+        )
         mailbox = Mailbox()
         self.open = OpenRequests(False, mailbox.out.append)
         self.socket = bind("127.0.0.1", free_port())
         served = ServedModel(("m",), ByteTokenizer(), PromptLimits(256, 100))
-        service = Service(served, self.open, guard=guard)
+        service = Service(
+            served, self.open, guard=guard, reset_prefix_cache=partial(mailbox.put, None) if resets else None
+        )
         self.http = HttpThread(service, self.open, mailbox, self.socket, fetch_s)
         self.role = Frontend(self.network.routes[0], 1, mailbox, self.http, drain_s)
         self.address = url(self.socket).removeprefix("http://").removesuffix("/v1")
@@ -101,6 +112,38 @@ def test_a_signal_lets_what_is_open_end_and_takes_nothing_more() -> None:
         rank0.ask()
     rank0.role.stop()
     assert not rank0.http.thread.runs and not rank0.cancelled
+
+
+def test_caches_are_emptied_between_requests_as_clients_send_them() -> None:
+    """A request that is sent after the answer must find nothing: it may not overtake the message."""
+    rank0 = Rank0(resets=True)
+    rank0.serve()
+    first = rank0.ask()
+    rank0.turn_until(lambda: rank0.queries)
+    resetting = HTTPConnection(rank0.address, timeout=DEADLINE_S)
+    resetting.request("POST", "/reset_prefix_cache")
+    response = resetting.getresponse()  # nobody polls the main thread's role meanwhile
+    assert (response.status, response.read()) == (200, b"")
+    second = rank0.ask()
+    rank0.turn_until(lambda: len(rank0.queries) == 2)
+    assert rank0.queries_at_reset == [1]
+    rank0.answer((0, 2, FIRST_AND_FINAL), (1, 2, FIRST_AND_FINAL))
+    for connection in (first, second):
+        assert connection.getresponse().status == 200
+    rank0.role.end_early()
+    rank0.turn_until(lambda: rank0.role.done("test"))
+    rank0.role.stop()
+
+
+def test_clients_cannot_empty_caches_by_default() -> None:
+    rank0 = Rank0()
+    rank0.serve()
+    connection = HTTPConnection(rank0.address, timeout=DEADLINE_S)
+    connection.request("POST", "/reset_prefix_cache")
+    assert connection.getresponse().status == 404
+    rank0.role.end_early()
+    rank0.turn_until(lambda: rank0.role.done("test"))
+    rank0.role.stop()
 
 
 class BrokenGuard(Guard):

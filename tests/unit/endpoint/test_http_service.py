@@ -27,7 +27,8 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("n", {"n": 0}),
     ("n", {"n": 129}),
     ("n", {"n": True}),
-    ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+    ("tools", {"tools": ["f"]}),
+    ("tool_choice", {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}),
     ("logprobs", {"logprobs": 0}),
     ("logprobs", {"logprobs": True}),
     ("echo", {"echo": True}),
@@ -496,13 +497,13 @@ def test_tokens_from_a_prefix_cache_are_counted_where_they_are_known() -> None:
     """A run against our server, too, could not be checked for them: nothing at all was said."""
 
     async def test() -> None:
-        for block_tokens in (None, 0):
-            async with api(block_tokens=block_tokens) as a:
+        for counts in (False, True):
+            async with api(counts_cached=counts) as a:
                 await a.answer("/v1/completions", prompt=[1, 2], max_tokens=4)
                 async with a.session.get(a.base + "/metrics") as response:
                     page = await response.text()
-                assert reading_of(page).cached_tokens == block_tokens
-                assert ("\nmpillm:prefix_cache_queries_total{" in page) is (block_tokens is not None)
+                assert reading_of(page).cached_tokens == (0 if counts else None)
+                assert ("\nmpillm:prefix_cache_queries_total{" in page) is counts
 
     run(test)
 
@@ -625,7 +626,7 @@ def test_chats_are_rendered_one_at_a_time_beside_the_event_loop() -> None:
     threads: set[str] = set()
 
     class Slow(ByteTokenizer):
-        def render(self, messages: Any) -> str:
+        def render(self, messages: Any, tools: Any = None) -> str:
             threads.add(threading.current_thread().name)
             assert busy.acquire(blocking=False), "two at a time"
             time.sleep(0.02)

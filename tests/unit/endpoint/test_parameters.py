@@ -23,7 +23,7 @@ SERVED = ServedModel(("m",), ByteTokenizer(), PromptLimits(256, 64), seed=0, giv
 HELLO = {"role": "user", "content": "hello"}
 PLAIN = {False: {"prompt": "hello", "stream": True}, True: {"messages": [HELLO], "stream": True}}
 CASES = [(chat, name) for chat, names in ((False, COMPLETION), (True, CHAT)) for name in names]
-WITHOUT_EFFECT = {"user", "session_id", "spaces_between_special_tokens", "parallel_tool_calls"}
+WITHOUT_EFFECT = {"spaces_between_special_tokens", "parallel_tool_calls"}
 
 
 def asked(chat: bool, **more: Any) -> CompletionRequest:
@@ -46,12 +46,29 @@ def test_each_parameter_has_an_effect_or_is_refused(chat: bool, name: str) -> No
         assert name in str(error)
 
 
-@pytest.mark.parametrize(("names", "choice"), [("tools", "tool_choice"), ("functions", "function_call")])
-def test_functions_that_the_request_forbids_have_no_effect(names: str, choice: str) -> None:
-    functions = {names: [{"type": "function", "function": {"name": "f"}}]}
-    assert asked(True, **functions, **{choice: "none"}) == asked(True)
-    with pytest.raises(ApiError, match=names):
-        asked(True, **functions, **{choice: "auto"})
+def test_functions_that_the_request_forbids_have_no_effect() -> None:
+    functions = [{"type": "function", "function": {"name": "f"}}]
+    assert asked(True, functions=functions, function_call="none") == asked(True)
+    with pytest.raises(ApiError, match="functions"):
+        asked(True, functions=functions, function_call="auto")
+    assert asked(True, tools=functions, tool_choice="none") == asked(True)
+    for more in ({}, {"tool_choice": "auto"}):
+        assert asked(True, tools=functions, **more).tools == functions
+    for tools in ("f", ["f"], {"f": 1}):
+        with pytest.raises(ApiError, match="tools"):
+            asked(True, tools=tools)
+
+
+def test_a_chat_template_receives_tools_and_their_calls() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "1", "content": "2"}
+    request = asked(True, messages=[HELLO, answer, result])
+    assert request.messages == [HELLO, answer | {"content": ""}, result]
+    several: tuple[Any, ...] = ("f", ["f"], [{}], [{"function": {}}])
+    for wrong in several:
+        with pytest.raises(ApiError, match="tool_calls must be an array"):
+            asked(True, messages=[HELLO, {"role": "assistant", "content": "", "tool_calls": wrong}])
 
 
 @pytest.mark.parametrize("name", MESSAGE)
@@ -123,16 +140,15 @@ def test_special_tokens_around_a_prompt(chat: bool) -> None:
 def test_cached_tokens_in_usage() -> None:
     """They are those of each prompt once, and left out where an instance did not report them."""
 
-    def choice(i: int, reused: int | None) -> Choice:
+    def choice(i: int, cached: int | None) -> Choice:
         answer = PendingResponse.of(40, [1, 2])
-        answer.times = None if reused is None else [0, 0, reused]
+        answer.cached = cached
         return Choice(i, answer, np.zeros(40, np.int32), 2, asked(False), SERVED)
 
-    choices = [choice(i, reused) for i, reused in enumerate([2, 1, 0, 2])]
-    assert usage(choices, 2, 16)["prompt_tokens_details"] == {"cached_tokens": 32}
-    assert usage(choices, 4, 0)["prompt_tokens_details"] == {"cached_tokens": 0}
-    assert "prompt_tokens_details" not in usage(choices, 2, None)
-    assert "prompt_tokens_details" not in usage([*choices, choice(4, None)], 1, 16)
+    choices = [choice(i, cached) for i, cached in enumerate([32, 16, 0, 32])]
+    assert usage(choices, 2)["prompt_tokens_details"] == {"cached_tokens": 32}
+    assert usage(choices[2:3], 1)["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert "prompt_tokens_details" not in usage([*choices, choice(4, None)], 1)
 
 
 @ROUTES

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpillm.comms.messages import Batch
+from mpillm.comms.messages import Batch, RequestFlag, ResponseFlag
 from mpillm.cores.base import Metrics
 from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.cache.kv_cache import KVCache
@@ -154,11 +154,11 @@ def alike(folder: Path) -> tuple[Tokens, Tokens]:
     return prompts, expected_tokens(folder, prompts, N_OUTPUT)
 
 
-@pytest.mark.parametrize("reuse", [False, True], ids=["", "reuse"])
+@pytest.mark.parametrize("reuse", ["", "reuse", "host memory"])
 @pytest.mark.parametrize("chunking", ["off", "first_come_first_served", "equal_progress"])
 @pytest.mark.parametrize("policy", ["max_util", "no_evict", "static"])
 def test_policies_chunking_and_reuse(
-    folder: Path, alike: tuple[Tokens, Tokens], policy: str, chunking: str, reuse: bool
+    folder: Path, alike: tuple[Tokens, Tokens], policy: str, chunking: str, reuse: str
 ) -> None:
     """Tokens stay the same with a cache of 20 blocks, of which a sequence needs up to 11."""
     prompts, wanted = alike
@@ -167,19 +167,52 @@ def test_policies_chunking_and_reuse(
         options = {"max_num_tokens": 24, "context_chunking_policy": chunking}
     options |= {
         "batch_scheduler_policy": policy,
-        "enable_kv_cache_reuse": reuse,
+        "enable_kv_cache_reuse": bool(reuse),
+        "kv_host_cache_gb": 0.01 if reuse == "host memory" else None,
         "kv_cache_tokens": 160,
         "max_seq_len": None,
     }
     core = make_core(folder, **options)
     assert answer(core, make_batch(prompts)) == wanted
+    if reuse == "host memory":
+        assert answer(core, make_batch(prompts)) == wanted, "again, by what host memory has kept"
     statistics = core.statistics()
     assert (statistics["preemptions"] > 0) == (policy == "max_util")
-    assert set(statistics) == {"preemptions"} | ({"reused_blocks", "reused_tokens"} if reuse else set())
+    of_reuse = {"reused_blocks", "reused_tokens"} if reuse else set()
+    assert set(statistics) - {"loaded_blocks"} == {"preemptions"} | of_reuse
+    if reuse == "host memory":
+        assert statistics["reused_blocks"] >= statistics["loaded_blocks"] > 0
     if reuse:
         assert statistics["reused_tokens"] == 8 * statistics["reused_blocks"] > 0
         core.start_test()
         assert set(core.statistics().values()) == {0}
+
+
+def test_the_cached_tokens_of_each_prompt(folder: Path) -> None:
+    """Those of whole blocks, also of a response to an earlier prompt; never the prompt's last token."""
+    core = make_core(folder, enable_kv_cache_reuse=True, tokens_per_block=8)
+    flags = int(RequestFlag.PROMPT_COUNTS)
+
+    def counts(prompt: list[int]) -> tuple[list[list[int]], list[int]]:
+        core.enqueue(make_batch([prompt], flags=flags))
+        found: list[list[int]] = []
+        response: list[int] = []
+        while core.has_work():
+            for one in (core.poll_responses() or make_batch([])).split():
+                flag = int(one.rows["flags"][0])
+                if flag & ResponseFlag.PROMPT_COUNTS:
+                    found.append(one.tokens.tolist())
+                elif flag & ResponseFlag.FINAL:
+                    response = one.tokens.tolist()
+        return found, response
+
+    prompt = list(range(5, 29))
+    found, response = counts(prompt)
+    assert found == [[24, 0]]
+    assert counts(prompt)[0] == [[24, 16]]
+    later = [*prompt, *response, 7]
+    assert counts(later)[0] == [[len(later), (len(later) - 2) // 8 * 8]]
+    core.start_test()
 
 
 def test_requests_that_come_while_others_run(folder: Path, prompts: Tokens, expected: Tokens) -> None:

@@ -15,9 +15,9 @@ from mpillm.experiments.advise.simulated_slots import SlotTimes
 from mpillm.experiments.advise.step_times import ALONE, CoreSharing, LinearTime, StepTimes
 from mpillm.loadgen.issue_order import IssueOrder
 from mpillm.report.request_log import RECORD
-from mpillm.report.run_directory import REQUESTS
 from mpillm.report.run_files import RunFiles
 from mpillm.telemetry.recorder import StepSums
+from tests.helpers.run_directories import read_rows, write_rows
 
 N, TOKENS = 64, 16
 TIMES = StepTimes((1, 4), (2e-3, 3e-3), (1e-3, 1e-5, 0.0, 1e-6))
@@ -39,7 +39,7 @@ def ran(folder: Path, candidate: Candidate, times: StepTimes) -> RunFiles:
     """A run whose steps took `times`, with answers half as long as they may be."""
     rows = np.zeros(N, RECORD)
     rows["index"], rows["tokens"] = np.arange(N), TOKENS // 2
-    (folder / REQUESTS).write_bytes(rows.tobytes())
+    write_rows(folder, rows)
     roles = ["ctx", "gen"] if candidate.ctx_instances else ["executor", "executor"]
     ranks = [{"rank": i + 1, "roles": [role], "instance": i} for i, role in enumerate(roles)]
     told = {str(i + 1): {"costs": costs(times, 1)} for i in range(2)}
@@ -66,7 +66,7 @@ def test_a_run_of_some_samples_says_what_the_others_will_take(tmp_path: Path) ->
     candidate = Candidate(ONE_RANK, 2, 4)
     calibration = Calibration({ONE_RANK: TIMES}, {}, ALONE, LinearTime(0.0), {N - 1: TOKENS, 0: 1})
     run = ran(tmp_path, candidate, SLOWER)
-    (run.path / REQUESTS).write_bytes((run.path / REQUESTS).read_bytes()[: (N - 1) * RECORD.itemsize])
+    write_rows(run.path, read_rows(run.path)[: N - 1])
     then = with_steps_of(calibration, candidate, run)
     assert then is not None
     assert then.answers[N - 1] == TOKENS and then.answers[0] == then.answers[N - 2] == TOKENS // 2

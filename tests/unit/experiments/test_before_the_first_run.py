@@ -10,6 +10,7 @@ from mpillm.cli import main
 from mpillm.experiments.commands import find_max_qps
 
 DUMMY = ("-n", "2", "--core_type", "dummy")
+TALKS = (*DUMMY, "--harness", "conversations", "--dataset_path", "talks.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -19,6 +20,23 @@ DUMMY = ("-n", "2", "--core_type", "dummy")
         (
             ("find-max-qps", *DUMMY, "--scenarios", "Offline", "--goodput", "ttft:5"),
             "--goodput ttft:5 has no effect in scenario Offline",
+        ),
+        (
+            ("find-max-qps", *TALKS),
+            "--harness conversations: LoadGen does not judge it; give latency limits in milliseconds:"
+            " --goodput ttft:500 tpot:50",
+        ),
+        (
+            ("find-max-qps", *TALKS, "--goodput", "ttft:5", "--num_conversations", "9"),
+            "--num_conversations 9: find-max-qps sets it, from each rate and from --min_duration; leave",
+        ),
+        (
+            ("find-max-qps", *TALKS, "--goodput", "ttft:5", "--scenarios", "Offline"),
+            "only Server and Interactive have a rate to search for",
+        ),
+        (
+            ("find-max-qps", *DUMMY, "--harness", "aiperf", "--goodput", "ttft:5"),
+            "--harness aiperf: find-max-qps goes by LoadGen's verdicts",
         ),
         (("find-max-qps", *DUMMY, "--goodput"), "--goodput: expected at least one argument"),
         (
@@ -40,6 +58,14 @@ DUMMY = ("-n", "2", "--core_type", "dummy")
             "A is scenario Offline, B is",
         ),
         (("ab", "", "--max_batch_size 0", *DUMMY), "--max_batch_size"),
+        (
+            ("ab", "", "", *DUMMY, "--metric", "e2e_avg_interactivity"),
+            "--metric e2e_avg_interactivity needs --harness conversations",
+        ),
+        (
+            ("ab", "", "", *TALKS, "--metric", "good_conversations_per_second"),
+            "--metric good_conversations_per_second needs limits: --goodput ttft:500 tpot:50",
+        ),
         (("ab", "", "", *DUMMY, "--pairs", "2"), "--pairs 2: three or more"),
         (("advise", *DUMMY[2:], "--total_gpus", "0"), "--total_gpus"),
         (("advise", *DUMMY[2:], "--tensor_parallelism", "2"), "advise proposes it; leave it out"),

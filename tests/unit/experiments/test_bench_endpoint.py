@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,20 @@ from mpillm.cli import main
 from mpillm.experiments.loadtest.load_test import Record, arrivals
 from mpillm.experiments.loadtest.serving_report import DETAILS, judged, numbers, table, verdict_lines
 from mpillm.report.console import Console, LoadProgress
-from tests.helpers.scripted_server import Reply, Request, ScriptedServer, good, plain
+from tests.helpers.scripted_server import (
+    DONE,
+    STREAM,
+    Reply,
+    Request,
+    ScriptedServer,
+    answer_of,
+    choice,
+    chunk,
+    event,
+    good,
+    head,
+    plain,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -144,6 +159,69 @@ def test_a_load_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         result["request_throughput"]
     )
     assert 0 < result["median_ttft_ms"] <= result["median_e2el_ms"]
+
+
+def with_cached(request: Request) -> Reply:
+    """Reply to a stream as a server that has two of the prompt's five tokens in its cache."""
+    asked = request.json
+    if not asked.get("stream"):
+        return good(request)
+    tokens = answer_of(asked["prompt"], asked["max_tokens"])
+    usage = {
+        "prompt_tokens": 5,
+        "completion_tokens": len(tokens),
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+    pieces = [chunk(event(choice([token], "t"))) for token in tokens[:-1]]
+    pieces.append(chunk(event(choice(tokens[-1:], "t", "length"))))
+    return Reply([STREAM, *pieces, chunk(event({"choices": [], "usage": usage})) + DONE])
+
+
+def metrics(cached: int) -> Callable[[Request], Reply]:
+    """Return a page of counts that grow from one reading to the next one."""
+    readings = itertools.count()
+
+    def reply(_: Request) -> Reply:
+        n = next(readings)
+        text = f"vllm:prompt_tokens_total {60 * n}\nvllm:prefix_cache_hits_total {cached * n}\n"
+        return Reply([head(Content_Length=len(text)) + text.encode()])
+
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("server", "share", "line"),
+    [
+        (
+            {"completions": with_cached},
+            0.4,
+            "warning: the server had 40 % of the prompt",
+        ),
+        ({"others": {"/metrics": metrics(15)}}, 0.25, "warning: the server had 25 % of the prompt tokens"),
+        ({"others": {"/metrics": metrics(0)}}, 0.0, ""),
+        ({}, None, "warning: the server may have prompts of earlier requests in its prefix cache"),
+    ],
+)
+def test_prompts_that_the_server_had_cached(
+    server: dict[str, Any],
+    share: float | None,
+    line: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "result.json"
+    with ScriptedServer(**server) as scripted:
+        code, out, _ = bench(capsys, "--url", scripted.url, *SMALL, "--result_filename", file)
+    assert code == 0 and json.loads(file.read_text())["cached_prompt_share"] == share
+    assert (line in out) if line else "warning" not in out
+
+
+def test_a_salt_separates_tests(capsys: pytest.CaptureFixture[str]) -> None:
+    with ScriptedServer() as server:
+        outs = [bench(capsys, "--url", server.url, *SMALL, "--cache_salt", "test")[1] for _ in range(2)]
+        salts = [one.get("cache_salt") for one in server.asked() if one.get("stream")]
+    assert "warning" not in "".join(outs)
+    assert len(salts) == 2 * 14 and len({*salts}) == 2 and None not in salts
 
 
 def test_requests_that_fail_are_counted_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ from tests.helpers.pages import (
     words,
 )
 from tests.helpers.run_directories import comparable_run as run
-from tests.helpers.run_directories import make_run, write
+from tests.helpers.run_directories import make_run, read_rows, write, write_rows
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +61,33 @@ def test_answers_that_came_whole_have_no_first_token(
     assert cells["latency mean"] is not None and cells["tokens/s"] is not None
 
 
+def conversation_run(path: Path, later_ttft_s: float) -> Path:
+    """Make a run of 500 conversations of two turns, 8 at a time. First turns take 0.1 s."""
+    run(path, 0.1, scenario="Offline")
+    rows = read_rows(path)
+    rows["session"] = 1 + np.arange(len(rows)) // 2
+    rows["ttft"][1::2] *= later_ttft_s / 0.1
+    write_rows(path, rows)
+    result = {"samples": len(rows), "status": "MEASURED", "scenario": "Offline", "conversations": {}}
+    write(path / "result.json", result)
+    return path
+
+
+def test_conversations_are_compared_by_turns(tmp_path: Path) -> None:
+    """They have no LoadGen's verdict, and latencies even if all are open from the start."""
+    a, b = conversation_run(tmp_path / "a", 0.05), conversation_run(tmp_path / "b", 0.1)
+    assert main(["compare", str(a), str(b), "--output", str(tmp_path / "out.json")]) == 0
+    said = json.loads((tmp_path / "out.json").read_text())
+    cells = {one["figure"]: one["runs"][1] for one in said["figures"]}
+    assert cells["TTFT mean, later turns"]["change"] == pytest.approx(1.0, abs=0.05)
+    assert cells["TTFT mean, later turns"]["differs"] and not cells["TTFT mean, first turns"]["differs"]
+    assert cells["TTFT mean"]["differs"] and cells["interactivity, tokens/s"]["change"] == 0
+    other = run(tmp_path / "c", 0.1, scenario="Offline")
+    assert main(["compare", str(other), str(other), "--output", str(tmp_path / "out.json")]) == 0
+    figures = [one["figure"] for one in json.loads((tmp_path / "out.json").read_text())["figures"]]
+    assert not [one for one in figures if "turns" in one or "interactivity" in one]
+
+
 def test_the_page_shows_options_figures_and_distributions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,9 +117,9 @@ def test_the_page_shows_options_figures_and_distributions(
 def test_tokens_that_come_at_once_count_in_the_distribution(tmp_path: Path) -> None:
     """A client whose server sends whole answers has a time per output token of 0, as the table says."""
     names = [str(run(tmp_path / name, 0.1)) for name in "ab"]
-    rows = np.fromfile(tmp_path / "b" / "requests.bin", RECORD)
+    rows = read_rows(tmp_path / "b")
     rows["latency"][: len(rows) * 3 // 5] = rows["ttft"][: len(rows) * 3 // 5]
-    rows.tofile(tmp_path / "b" / "requests.bin")
+    write_rows(tmp_path / "b", rows)
     assert main(["compare", *names, "--log_dir", str(tmp_path)]) == 0
     charts = {
         one["name"]: one for one in json.loads(embedded((tmp_path / "compare.html").read_text()))["charts"]
@@ -108,9 +135,9 @@ def test_tokens_that_all_come_at_once_have_no_chart(tmp_path: Path) -> None:
     """It was empty: a scale of powers has no 0."""
     for name in "ab":
         run(tmp_path / name, 0.1)
-        rows = np.fromfile(tmp_path / name / "requests.bin", RECORD)
+        rows = read_rows(tmp_path / name)
         rows["latency"] = rows["ttft"]
-        rows.tofile(tmp_path / name / "requests.bin")
+        write_rows(tmp_path / name, rows)
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--log_dir", str(tmp_path)]) == 0
     charts = json.loads(embedded((tmp_path / "compare.html").read_text()))["charts"]
     assert [one["name"] for one in charts] == ["cdf-ttft", "cdf-latency"]
@@ -142,7 +169,7 @@ def test_rates_are_those_that_the_run_told(tmp_path: Path) -> None:
             "tokens_per_second": 25600.0,
         },
     )
-    rows.tofile(a / "requests.bin")
+    write_rows(a, rows)
     assert main(["compare", str(a), str(a), "--output", str(tmp_path / "out.json")]) == 0
     cells = {
         one["figure"]: one["runs"][1] for one in json.loads((tmp_path / "out.json").read_text())["figures"]
@@ -158,9 +185,9 @@ def test_the_rate_of_a_test_that_was_kept_up_with_is_no_merit(
     names = []
     for name, n in (("a", 1000), ("b", 2000)):
         path = run(tmp_path / name, 0.1, n=n)
-        rows = np.fromfile(path / "requests.bin", RECORD)
+        rows = read_rows(path)
         rows["issued"] = np.linspace(0, 10, n)
-        rows.tofile(path / "requests.bin")
+        write_rows(path, rows)
         result = json.loads((path / "result.json").read_text())
         write(path / "result.json", {**result, "queue_grew": False})
         names.append(str(path))
@@ -200,7 +227,7 @@ def test_runs_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixt
     (empty / "config.json").write_text("{}")
     for path, message in (
         (empty, "this run can't be compared: its config.json is empty"),
-        (half, "requests.bin has 3 records, result.json counts 1000: it is half written"),
+        (half, "requests.bin has 2 records, result.json counts 1000: it is half written"),
         (old, "has no requests.bin"),
         (offline, "runs of different scenarios (Offline, Server)"),
         (failed, "this run can't be compared: rank 2 is gone"),

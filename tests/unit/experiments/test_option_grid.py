@@ -9,8 +9,9 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm.cli import main
-from mpillm.experiments.option_grid import finished, grid_of_args, grid_of_yaml, grid_points, pareto
-from tests.helpers.run_directories import make_run
+from mpillm.experiments.option_grid import figures, finished, grid_of_args, grid_of_yaml, grid_points, pareto
+from mpillm.report.run_files import RunFiles
+from tests.helpers.run_directories import make_run, write
 
 
 def test_an_option_with_several_words_is_varied() -> None:
@@ -90,6 +91,40 @@ def test_only_runs_with_a_verdict_are_finished(tmp_path: Path) -> None:
     )
     damaged = [make_run(tmp_path / f"damaged-{i}", result=whole | one) for i, one in enumerate(damage)]
     assert {finished(path) for path in (failed, cut, tmp_path / "none", *damaged)} == {None}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config", "per", "of"),
+    [
+        ([{"device": 0}, {"device": 1}], {}, 6.0, "GPU"),
+        ([{"device": None}, {"device": None}], {}, 6.0, "GPU"),  # a library that takes GPUs by itself
+        ([{"device": None, "server_devices": [0, 1, 2]}, {"device": None}], {}, 4.0, "GPU"),
+        ([{"device": None}, {"device": None}], {"trtllm_server_urls": ["h:1"]}, 6.0, "rank"),
+    ],
+)
+def test_throughput_is_divided_by_the_gpus_that_compute(
+    tmp_path: Path, ranks: list[dict[str, Any]], config: dict[str, Any], per: float, of: str
+) -> None:
+    result = {"loadgen_result": "VALID", "samples_per_second": 2.0, "tokens_per_second": 12.0}
+    run = make_run(tmp_path / "run", result=result | {"compiled": []}, **config)
+    ranks = [{"rank": i, "instance": i, "node": "n0", **one} for i, one in enumerate(ranks)]
+    write(run / "plan.json", {"world_size": 2, "ranks": ranks})
+    found = figures(RunFiles.read(run))
+    assert (found["tokens_per_second_per_gpu"], found["of"]) == (per, of)
+
+
+def test_a_point_has_the_figures_of_conversations(tmp_path: Path) -> None:
+    turns = {"ttft_ms": {"mean": 5.0, "p90": 7.0}, "cached_share": 0.75}
+    of = {"first_turns": turns, "later_turns": turns | {"ttft_ms": None}, "e2e_avg_interactivity": 40.0}
+    result = {"status": "MEASURED", "samples_per_second": 2.0, "tokens_per_second": 12.0, "conversations": of}
+    run = finished(make_run(tmp_path / "run", result=result | {"goodput": {"good_conversations_share": 0.5}}))
+    assert run is not None
+    found = figures(run)
+    assert (found["first_turns_ttft_p90_ms"], found["later_turns_ttft_p90_ms"]) == (7.0, None)
+    assert (found["cached_share"], found["e2e_avg_interactivity"]) == (0.75, 40.0)
+    assert found["good_conversations_share"] == 0.5 and found["e2e_normalized_interactivity_p90"] is None
+    for damage in ({"conversations": 3}, {"conversations": of | {"cached_share": "x", "later_turns": 4}}):
+        assert finished(make_run(tmp_path / f"{len(str(damage))}", result=result | damage)) is None
 
 
 def test_the_front_has_what_nothing_beats() -> None:

@@ -38,6 +38,25 @@ def point(size: int, per_user: float | None, per_gpu: float, **more: Any) -> dic
     }
 
 
+def test_conversations_have_columns_and_a_curve_with_first_tokens_in_it(tmp_path: Path) -> None:
+    """The two curves differ: the point that decodes fastest has the slowest first tokens."""
+    found = [
+        point(4, 90.0, 100.0, e2e_normalized_interactivity_p90=10.0, first_turns_ttft_p90_ms=70.0),
+        point(8, 50.0, 200.0, e2e_normalized_interactivity_p90=20.0, first_turns_ttft_p90_ms=None),
+    ]
+    text = sweep_page(tmp_path, found, pareto(found))
+    (tmp_path / "sweep.html").write_text(text)
+    said = words(tmp_path / "sweep.html")
+    assert "first turns TTFT p90 ms interactivity p90 Pareto 1 4 VALID" in said and "cached share" not in said
+    first, second = json.loads(embedded(text))["charts"]
+    assert second["title"] == "output tokens/s per GPU, against tokens/s per user end to end, p90"
+    assert [line["label"] for line in first["lines"]] == ["Pareto curve"]
+    assert [(one["label"], one["y"]) for one in second["lines"]] == [
+        ("Pareto curve", [None, 200.0]),
+        ("other points", [100.0, None]),
+    ]
+
+
 FAILED = {
     "options": {"max_batch_size": "32"},
     "run": "/runs/32",
@@ -54,7 +73,7 @@ def test_the_curve_joins_the_points_that_no_other_beats(tmp_path: Path) -> None:
     assert loads_nothing(text)
     for part in (
         "4 points, 2 on the Pareto curve, 1 failed",
-        "tokens/s per GPU, against tokens/s per user",
+        "output tokens/s per GPU, against output tokens/s per user",
         "2 8 VALID - 49,360 12,340 50 - - ★",
         "3 16 VALID - 200 50 40 - - 4",
         "32 FAILED",

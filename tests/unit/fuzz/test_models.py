@@ -420,7 +420,7 @@ def test_tokenizer(folder: Path, tokenizer: Any, settings: Any, template: bytes 
     made = load_tokenizer(folder)
     made.encode_text("abab")
     made.encode_text("ab " * 1500)  # long: beside the event loop
-    made.encode_chat([{"role": "user", "content": "ab"}])
+    made.encode_chats([[{"role": "user", "content": "ab"}]])
 
 
 ENGINE: dict[str, Any] = {

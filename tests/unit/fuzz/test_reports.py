@@ -17,7 +17,10 @@ from mpillm.options.command_line import Parser
 from mpillm.options.values import collect
 from mpillm.programs.load_clients.kind import LoadSpec, PromptSample, Seeds
 from mpillm.programs.load_clients.kinds import kind_of
-from mpillm.submission.commands import endpoints_submission
+from mpillm.submission.agentic_rules import AGENTIC, AgenticConfig, shortfalls
+from mpillm.submission.commands import agentic_submission, endpoints_submission
+from mpillm.submission.curve_command import is_measured
+from mpillm.submission.seed_sets import PUBLISHED, read_seed_sets
 from tests.helpers.fuzzing import changed, damaged, fuzz, json_bytes
 
 SAMPLES = [PromptSample([1, 2, 3], "abc", 8, False), PromptSample([4], "d", 8, False)]
@@ -217,11 +220,85 @@ ITERATIONS = [
 )
 def test_statistics_of_iterations(_: Path, data: bytes) -> None:
     found = of_iterations(data.decode("utf-8", "replace"), ServerCounts())
-    assert all(value is None or np.isfinite(value) for value in found)
+    assert all(value is None or np.isfinite(value).all() for value in found)
 
 
 def yaml_text(value: Any) -> bytes:
     return yaml.safe_dump(value, allow_unicode=True).encode("utf-8", "surrogatepass")
+
+
+SEED_SETS = {
+    "cohort": {
+        "version": 1.0,
+        "cohort-id": "2026-10-C1",
+        "seed_sets": [{"id": "A", "scheduler_rng_seed": 1, "sample_index_rng_seed": 2, "model_seed": 3}],
+    }
+}
+
+
+@fuzz(changed([SEED_SETS]).map(yaml_text) | damaged([yaml_text(SEED_SETS)]), refused_by=ConfigError)
+def test_seed_sets(folder: Path, data: bytes) -> None:
+    (folder / "seedset.yaml").write_bytes(data)
+    for one in read_seed_sets(str(folder / "seedset.yaml")):
+        assert one.name and one.line(PUBLISHED[0].cohorts[-1])
+
+
+AGENTIC_CONFIG = {
+    "model_params": {"name": "m"},
+    "datasets": [
+        {
+            "name": "c",
+            "type": "performance",
+            "path": "c.jsonl",
+            "accuracy_config": {"eval_method": "agentic_inference_inline"},
+            "agentic_inference": {"enable_salt": True, "num_trajectories_to_issue": 613},
+        },
+        {
+            "name": "swe_bench",
+            "type": "accuracy",
+            "accuracy_config": {"eval_method": "swe_bench_scorer", "extras": {"num_instances": 200}},
+        },
+    ],
+    "settings": {"load_pattern": {"type": "agentic_inference"}, "runtime": {"min_duration_ms": 0}},
+    "endpoint_config": {"endpoints": ["http://h:1"]},
+}
+
+
+@fuzz(changed([AGENTIC_CONFIG]).map(yaml_text) | damaged([yaml_text(AGENTIC_CONFIG)]), refused_by=ConfigError)
+def test_configurations_of_agentic_points(folder: Path, data: bytes) -> None:
+    (folder / "client.yaml").write_bytes(data)
+    config = AgenticConfig.read(str(folder / "client.yaml"))
+    assert all(isinstance(line, str) for line in config.violations()) and config.has_swe_bench in (
+        True,
+        False,
+    )
+    point = config.of_point(
+        url="http://h:2",
+        model="n",
+        dataset=None,
+        concurrency=8,
+        repeats=2,
+        seeds=PUBLISHED[0].seeds,
+        report=folder,
+        with_accuracy=False,
+    )
+    assert point["endpoint_config"]["endpoints"] == ["http://h:2"]
+
+
+SCORES = {
+    "accuracy_scores": [
+        {"dataset_name": "performance", "dataset_type": "performance", "score": 0.57},
+        {"dataset_name": "swe_bench", "dataset_type": "accuracy", "score": None},
+    ]
+}
+
+
+@fuzz(changed([SCORES]).map(json_bytes) | damaged([json_bytes(SCORES)]), refused_by=ConfigError)
+def test_scores_of_agentic_points(folder: Path, data: bytes) -> None:
+    (folder / "accuracy_results.json").write_bytes(data)
+    scores = agentic_submission._scores(folder)
+    assert all(np.isfinite(value) for value in scores.values())
+    assert all(map(str, shortfalls(AGENTIC["kimi-k3"], {8: scores}, {})))
 
 
 SUMMARY = {"n_samples_issued": 20_000, "n_samples_failed": 0, "system_tps": 5.0}
@@ -231,6 +308,7 @@ NOTES = {
     "model_scale": "full",
     "seed_set": "A",
     "min_duration": 600.0,
+    "salt": {"bits": 64, "after_tokens": 1, "seed": "3/r1/1"},
     "warmup": {"concurrency": 1, "logs_retained": True},
 }
 OF_A_CURVE = (
@@ -260,5 +338,5 @@ def test_points_of_a_curve(folder: Path, summary: bytes, notes: bytes) -> None:
         (place / "result_summary.json").write_bytes(summary if c == 48 else json_bytes(SUMMARY))
         (place / "config.yaml").write_bytes(notes if c == 48 else yaml_text(NOTES))
     endpoints_submission._check_measured(options, curve)
-    if all(endpoints_submission._is_measured(curve.folder(c)) for c in curve.points):
+    if all(is_measured(curve.folder(c)) for c in curve.points):
         curve.finish()

@@ -66,6 +66,9 @@ class Answering:
         self.dialect = DIALECTS[0]
         self._said, self._n = said, 0
 
+    def path_of(self, path: str) -> str:
+        return path
+
     async def fetch(self, *_: object) -> tuple[int, Mapping[str, str], bytes]:
         one = self._said[self._n % len(self._said)]
         self._n += 1
@@ -160,7 +163,8 @@ def test_pages_of_metrics(_: Path, data: bytes) -> None:
     """Every count is a number or not known."""
     text = data.decode(errors="replace")
     for reading in (reading_of(text), of_iterations(text, ServerCounts())):
-        assert all(value is None or math.isfinite(value) for value in reading)
+        *counts, accepted_at = reading
+        assert all(value is None or math.isfinite(value) for value in (*counts, *accepted_at))
         assert all(by == 0 for by in grown([reading], [reading]).values())
 
 

@@ -17,27 +17,37 @@ from mpillm.options.options import parse_run, parse_serve
 from mpillm.options.parsers import (
     Secret,
     accuracy,
+    body_fields,
     boolean,
     flag_dict,
     fraction,
+    gigabytes,
     grpc_ports,
+    headers,
     http_urls,
     length_of_a_test,
+    model_names,
     natural,
     not_negative,
     one_or_more,
     one_or_two,
+    percent,
     port,
     port_or_any,
     positive,
     rate,
     seconds,
     secret,
+    session_header,
+    shape_of_gamma,
     shell_args,
     stop_words,
     token_ids,
+    url_path,
     urls,
 )
+from mpillm.options.synthetic_conversations import synthetic_conversations
+from mpillm.options.trace_columns import trace_columns
 from mpillm.stages.stage_options import parse_each
 from tests.helpers.configured import DUMMY
 
@@ -72,6 +82,22 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
             "",
         ],
     ),
+    synthetic_conversations: (
+        {
+            "turns=2,delay=0.5-2": {
+                "turns": "2",
+                "input": "128",
+                "output": "32",
+                "delay": "0.5-2",
+                "system": "0",
+                "groups": "1",
+                "prefix": "0",
+                "zipf": "0",
+            }
+        },
+        ["", "turns", "turns=0", "turns:2", "turn=2"],
+    ),
+    percent: ({"10": 10.0, "0.5": 0.5, "100": 100.0}, ["0", "-1", "101", "nan", "10%", ""]),
     natural: ({"0": 0, "7": 7}, ["-1", "0.5", "", "none", "1_0", "\u0663", "2147483648"]),
     seconds: (
         {"1": 1.0, "0.5": 0.5, "1e3": 1000.0, "90s": 90.0, "10min": 600.0, "1.5h": 5400.0, "500 ms": 0.5},
@@ -93,6 +119,23 @@ TEXTS: dict[Any, tuple[dict[str, Any], list[str]]] = {
     rate: ({"0.5": 0.5, "1e9": 1e9}, ["0", "-1", "inf", "nan", "", "1_0", "1e10", "\u0663"]),
     not_negative: ({"0": 0.0, "2.5": 2.5}, ["-0.1", "inf", "nan", "", "x", "1_0.5"]),
     one_or_more: ({"1": 1.0, "128.5": 128.5}, ["0", "0.9", "-1", "inf", "nan", ""]),
+    body_fields: ({'{"a": [1]}': {"a": [1]}, "{}": {}}, ["[]", "a", '{"model": "m"}', '{"stream": true}']),
+    headers: (
+        {'{"X-A": "b c"}': {"X-A": "b c"}},
+        ["[]", '{"Host": "a"}', '{"X A": "b"}', '{"X-A": 1}', '{"X-A": "b\\r\\nC: d"}'],
+    ),
+    url_path: (
+        {"/": "/", "/a/b?c=d": "/a/b?c=d"},
+        ["", "a", "/a b", "/\u00e9", "/" + 1001 * "a"],
+    ),
+    session_header: ({"X-Session-ID": "X-Session-ID", "X-Chat": "X-Chat"}, ["", "Host", "X A", "X:"]),
+    model_names: ({"a": ("a",), "a, b:c": ("a", "b:c")}, ["", "a,", "a,a", "a\tb"]),
+    trace_columns: (
+        {"timestamp=T,input_length=Request tokens": {"timestamp": "T", "input_length": "Request tokens"}},
+        ["", "timestamp", "timestamp=", "time=T", "timestamp=T,timestamp=T", "timestamp_unit=h"],
+    ),
+    shape_of_gamma: ({"1": 1.0, "0.25": 0.25, "inf": float("inf")}, ["0", "-1", "nan", "1001", "-inf"]),
+    gigabytes: ({"0.5": 0.5, "64": 64.0}, ["0", "-1", "nan", "1e7", "64GB"]),
     fraction: ({"1": 1.0, "0.1": 0.1}, ["0", "1.01", "-1", "nan", "all"]),
     boolean: (
         {"true": True, "False": False, "1": True, "0": False, "yes": True, "no": False},
@@ -306,6 +349,26 @@ def test_every_misspelt_option_names_the_nearest(field: Any) -> None:
         parse_run([*DUMMY, wrong, "1"])
     assert f"unknown option {wrong}" in str(error.value)
     assert "did you mean '--" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "before",
+    [["--shuffle"], ["--goodput", "ttft:500"], ["--seed", "1"], ["--seed=1"], ["--harness_args", "x"]],
+)
+def test_an_unknown_option_with_blanks_is_no_value_of_the_option_before_it(before: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_run([*DUMMY, *before, '--extra-bdy={"priority": 1}'])
+    hint = " (did you mean '--extra_body'?)"
+    assert str(error.value) == f'mpillm run: unknown option --extra_bdy={{"priority": 1}}{hint}'
+
+
+def test_a_value_with_blanks_that_looks_like_an_option_stays_one() -> None:
+    parser = Parser(prog="mpillm")
+    parser.add_argument("--run_options")
+    value = "--max_batch_size=4 --model-path smol-lm"
+    assert parser.parse_args(["--run_options", value]).run_options == value
+    _, unknown = Parser(prog="mpillm").parse_known(["--run_options", value])
+    assert unknown == ["--run_options", value]
 
 
 @pytest.mark.parametrize("wrong", ["--max_output", "--seeds", "--Seed", "-seed"])

@@ -104,7 +104,7 @@ def test_flags_that_our_cores_ignore_are_reported(file: Path) -> None:
         file,
         core=DUMMY,
         context_servers={
-            "router": {"type": "conversation"},
+            "router": {"type": "remote_http"},
             "kv_cache_config": kv_cache,
             "cuda_graph_config": None,
         },
@@ -115,7 +115,7 @@ def test_flags_that_our_cores_ignore_are_reported(file: Path) -> None:
         },
     )
     assert check_yaml(config) == [
-        "context_servers: mpillm has no router conversation; it uses load_balancing instead",
+        "context_servers: mpillm has no router remote_http; it uses load_balancing instead",
         "context_servers: has no effect on the dummy core: kv_cache_config.event_buffer_max_size",
         "generation_servers: has no effect on the dummy core: cuda_graph_config, disable_overlap_scheduler",
     ]
@@ -293,7 +293,7 @@ def test_what_only_trtllms_servers_take_is_read_and_not_run(
 def test_routers_that_are_policies_of_ours_are_taken_and_others_leave_the_choice(file: Path) -> None:
     content: dict[str, Any] = {
         "context_servers": {"router": {"type": "ROUND_ROBIN"}},
-        "generation_servers": {"router": {"type": "conversation"}},
+        "generation_servers": {"router": {"type": "remote_http"}},
     }
     policies = [given(file, **content).in_section(name).traffic_distribution_policy for name in content]
     assert policies == ["round_robin", AllFields.traffic_distribution_policy.default]
@@ -315,6 +315,11 @@ def test_the_router_for_cached_prompts_takes_its_arguments_and_says_what_it_lack
     assert config.in_section("context_servers").traffic_distribution_policy == "kv_cache_aware"
     assert prefix_routing(config) == PrefixRouting(tokens_per_block=16, max_batch_size=8)
     assert check_yaml(config) == ["context_servers: has no effect on the dummy core: router.use_tokens"]
+    sticky = {"type": "conversation", "max_batch_size": 8, "match_threshold": 0.5}
+    config = given(file, core=DUMMY, executors={"router": sticky})
+    assert config.entry_section.traffic_distribution_policy == "conversation"
+    assert prefix_routing(config).max_batch_size == 8
+    assert check_yaml(config) == ["executors: has no effect on the dummy core: router.match_threshold"]
     torch = ["--core_type", "torch", "--model_path", "tiny-llama", "--traffic_distribution_policy"]
     (line,) = check_yaml(parse_run([*torch, "kv_cache_aware"]))
     assert "reuse is off (--enable_kv_cache_reuse" in line

@@ -30,6 +30,7 @@ VALUES: dict[str, tuple[Any, str]] = {
     "kv_cache_free_gpu_mem_fraction": (0.5, "0.5"),
     "tokens_per_block": (16, "16"),
     "enable_kv_cache_reuse": (True, "true"),
+    "kv_host_cache_gb": (500_000_000, "0.5"),
     "enable_chunked_context": (True, "true"),
     "context_chunking_policy": ("EQUAL_PROGRESS", "equal_progress"),
     "enable_max_num_tokens_tuning": (True, "true"),
@@ -53,6 +54,7 @@ OTHERS = {
     "tokens_per_block": "8",
     "kv_cache_free_gpu_mem_fraction": "0.6",
     "enable_kv_cache_reuse": "false",
+    "kv_host_cache_gb": "2.5",
     "enable_chunked_context": "false",
     "context_chunking_policy": "first_come_first_served",
     "enable_max_num_tokens_tuning": "false",
@@ -94,8 +96,12 @@ def test_what_a_section_states_holds_for_it(file: Path, name: str) -> None:
     _, (core,) = cores(config, 2)
     if place is not ROUTER:
         assert core.engine.values[name] == expected
-    chunked = {"enable_chunked_prefill": True} if name == "context_chunking_policy" else {}
-    agreeing = given(file, f"--{name}", option, executors=section(**{name: value}) | chunked)
+    needed: dict[str, dict[str, Any]] = {
+        "context_chunking_policy": {"enable_chunked_prefill": True},
+        "kv_host_cache_gb": {"kv_cache_config": {"enable_block_reuse": True, "host_cache_size": value}},
+    }
+    more = needed.get(name, {})
+    agreeing = given(file, f"--{name}", option, executors=section(**{name: value}) | more)
     assert (getattr(agreeing, name), agreeing.where(name)) == (expected, "command line")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -144,3 +146,149 @@ def test_values_that_a_kind_can_not_take_are_named() -> None:
 def test_what_a_log_means(line: str, said: str) -> None:
     found = kind_of("vllm").explain(f"before\n{line}\nafter")
     assert said in found and bool(found) == bool(said)
+
+
+# --- --acceptance_length ---
+
+NGRAM = json.dumps({"method": "ngram", "num_speculative_tokens": 4})
+SET = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--speculative-config", NGRAM, "--enforce-eager"),
+        ("--speculative_config", NGRAM, "--enforce-eager"),
+        (f"--speculative-config={NGRAM}", "--enforce-eager"),
+        ("-sc", NGRAM, "--enforce-eager"),
+    ],
+    ids=" ".join,
+)
+def test_acceptance_length_of_vllm(args: tuple[str, ...]) -> None:
+    """Two keys of its JSON: any rejection sampling but the synthetic one ignores the length."""
+    made = words("vllm", {"acceptance_length": 2.5}, args=args)
+    n = len(args)
+    assert made[-1] == "--enforce-eager" and len(made) == len(words("vllm", {}, args=args))
+    flag, _, text = made[-n].partition("=")
+    assert flag == args[0].partition("=")[0]
+    assert json.loads(text or made[1 - n]) == json.loads(NGRAM) | SET
+
+
+def test_acceptance_length_of_vllm_with_keys_as_flags() -> None:
+    args = ("--speculative-config.method", "ngram", "--speculative-config.num_speculative_tokens=4")
+    assert words("vllm", {"acceptance_length": 2.5}, args=args)[-4:] == [
+        *("--speculative-config.rejection_sample_method", "synthetic"),
+        *("--speculative-config.synthetic_acceptance_length", "2.5"),
+    ]
+    with pytest.raises(ValueError, match="at most 5 tokens"):
+        words("vllm", {"acceptance_length": 5.5}, args=args)
+
+
+def environment(kind: str, length: float, args: str = "", **more: Any) -> dict[str, str]:
+    values = {"acceptance_length": length} | more.pop("values", {})
+    spec = ServerSpec(kind_of(kind), "/models/it", values, args=tuple(args.split()), **more)
+    return dict(spec.command().env)
+
+
+def test_acceptance_length_of_sglang() -> None:
+    args = "--speculative-algorithm EAGLE --speculative-num-steps 3"
+    assert environment("sglang", 2.5, args).items() >= {
+        ("SGLANG_SIMULATE_ACC_LEN", "2.5"),
+        ("SGLANG_SIMULATE_ACC_METHOD", "match-expected"),
+        ("SGLANG_SIMULATE_ACC_TOKEN_MODE", "real-draft-token"),
+    }
+    assert "SGLANG_SIMULATE_ACC_LEN" in environment("sglang", 4, args)
+
+
+def test_acceptance_length_of_trtllm_serve() -> None:
+    """Its variable does not count the model's own token."""
+    values = {"speculative_config": {"decoding_type": "MTP", "num_nextn_predict_layers": 3}}
+    name = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
+    assert environment("trtllm-serve", 2.6, values=values)[name] == "1.6"
+    assert environment("trtllm-serve", 4, llm_args=values, role="generation")[name] == "3"
+    assert name not in environment("trtllm-serve", 4, role="context")
+    text = (kind := kind_of("trtllm-serve")).file_text(ServerSpec(kind, "m", values))
+    assert yaml.safe_load(text)["speculative_config"] == values["speculative_config"]
+
+
+def test_acceptance_length_of_own_serve() -> None:
+    args = ("--speculative_config", "decoding_type:NGram,max_draft_len:4")
+    made = words("mpillm", {"acceptance_length": 2.5}, args=args)
+    assert made[-4:] == [*args, "--acceptance_length", "2.5"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "more", "message"),
+    [
+        (
+            "vllm",
+            2.5,
+            {},
+            "acceptance_length 2.5: a vllm server has no draft tokens; add --spec",
+        ),
+        ("vllm", 5.5, {"args": f"--speculative-config {NGRAM.replace(' ', '')}"}, "at most 5 tokens"),
+        ("vllm", 2, {"args": "--speculative-config ngram"}, "has no JSON object"),
+        ("vllm", 2, {"args": "-sc"}, "has no draft tokens"),
+        ("sglang", 2.5, {}, "add --speculative-algorithm to --server_args"),
+        ("sglang", 4.1, {"args": "--speculative-algorithm X --speculative-num-steps 3"}, "at most 4"),
+        ("sglang", 4.1, {"args": "--speculative-algorithm X --speculative-num-draft-tokens 4"}, "at most 4"),
+        ("trtllm-serve", 2.5, {}, "set --speculative_config"),
+        ("trtllm-serve", 1, {"values": {"speculative_config": {"max_draft_len": 3}}}, "above 1"),
+        ("trtllm-serve", 5, {"values": {"speculative_config": {"max_draft_len": 3}}}, "at most 4"),
+        ("mpillm", 2.5, {}, "add --speculative_config to --server_args"),
+        ("command:x {port}", 2.5, {}, "acceptance_length: a command: server has nothing like it"),
+    ],
+)
+def test_acceptance_lengths_that_a_server_cannot_have(
+    kind: str, length: float, more: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        environment(kind, length, **more)
+
+
+@pytest.mark.parametrize(
+    ("kind", "args"),
+    [
+        ("vllm", ("--speculative-config", json.dumps(SET))),
+        ("vllm", ("--speculative-config.synthetic_acceptance_rates", "[1]")),
+        ("mpillm", ("--acceptance_length", "2")),
+    ],
+)
+def test_a_server_s_own_setting_is_refused(kind: str, args: tuple[str, ...]) -> None:
+    """Nothing in the result would show that the acceptance is not measured."""
+    with pytest.raises(ValueError, match="use --acceptance_length instead, so that the result contains it"):
+        words(kind, {}, args=args)
+
+
+def test_a_server_s_own_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "3")
+    with pytest.raises(ValueError, match="use --acceptance_length instead"):
+        words("sglang", {})
+    words("vllm", {})
+
+
+# --- --reset_prefix_cache ---
+
+
+def test_servers_get_a_route_that_empties_the_prefix_cache() -> None:
+    name = "VLLM_SERVER_DEV_MODE"
+    for resets in (True, False):
+        spec = ServerSpec(kind_of("vllm"), "m", {}, resets_prefix_cache=resets)
+        assert (spec.command().env.get(name) == "1") is resets
+        assert ("--reset_prefix_cache" in words("mpillm", {}, resets_prefix_cache=resets)) is resets
+    assert words("sglang", {}, resets_prefix_cache=True) == words("sglang", {}), "it always has one"
+
+
+# --- --profile ---
+
+
+def test_profilers_write_to_the_run_directory() -> None:
+    folder = str(Path("run/server_0_profile").absolute())
+    made = words("vllm", {}, profiles=True)
+    config = json.loads(made[made.index("--profiler-config") + 1])
+    assert config == {"profiler": "torch", "torch_profiler_dir": folder}
+    args = ("--profiler-config.profiler", "cuda")
+    assert "--profiler-config" not in words("vllm", {}, profiles=True, args=args), "the user's"
+    assert "--profiler-config" not in words("vllm", {})
+    spec = ServerSpec(kind_of("sglang"), "m", {}, folder=Path("run"), profiles=True)
+    assert spec.command().env["SGLANG_TORCH_PROFILER_DIR"] == folder

@@ -16,10 +16,10 @@ from mpillm.report.validity_checks import late_answers
 SERVER = ("--core_type", "dummy", "--scenarios", "Server")
 ROWS = np.array(
     [
-        (0.0, 0.1, 0.5, 0, 5, 0),  # 100 ms per token
-        (0.1, 0.3, 0.4, 0, 5, 0),  # late first token
-        (0.2, 0.1, 0.1, 0, 1, 0),  # one token: no time per token
-        (0.3, 0.1, 0.2, 0, 5, 1),  # an error
+        (0.0, 0.1, 0.5, 0, 5, 0, -1, -1, 0),  # 100 ms per token
+        (0.1, 0.3, 0.4, 0, 5, 0, -1, -1, 0),  # late first token
+        (0.2, 0.1, 0.1, 0, 1, 0, -1, -1, 0),  # one token: no time per token
+        (0.3, 0.1, 0.2, 0, 5, 1, -1, -1, 0),  # an error
     ],
     RECORD,
 )
@@ -74,6 +74,12 @@ def test_wrong_limits_are_named(word: str, message: str) -> None:
 def test_limits_have_no_effect_but_in_server(scenario: str) -> None:
     with pytest.raises(ConfigError, match=f"--goodput .* has no effect in scenario {scenario}"):
         parse_run([*SERVER[:2], "--scenarios", scenario, "--goodput", "ttft:500"])
+
+
+def test_limits_and_the_longest_duration_have_an_effect_on_conversations() -> None:
+    words = ["--core_type", "dummy", "--harness", "conversations", "--dataset_path", "x.jsonl"]
+    config = parse_run([*words, "--goodput", "ttft:500", "--max_duration", "5"])
+    assert config.goodput == {"ttft": 500} and config.scenario == "Offline"
 
 
 def test_good_requests_meet_all_limits() -> None:

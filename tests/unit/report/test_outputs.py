@@ -15,7 +15,9 @@ from mpillm.report.outputs import Outputs
 def test_an_answer_is_in_the_file_at_once(tmp_path: Path) -> None:
     """Somebody may look at it, and the run may be killed."""
     path = tmp_path / "outputs.jsonl"
-    outputs = Outputs(Dataset("one", np.array([65, 66], np.int32), np.array([0, 2])), ByteTokenizer(), path)
+    outputs = Outputs(
+        Dataset.packed("one", np.array([65, 66], np.int32), np.array([2])), ByteTokenizer(), path
+    )
     outputs.add(0, np.array([67], np.int32))
     written = [json.loads(line) for line in path.read_text().splitlines()]
     outputs.close()

@@ -30,7 +30,7 @@ from tests.helpers.pages import (
     replaced,
     words,
 )
-from tests.helpers.run_directories import EMPTY, make_run, noted, spans, write
+from tests.helpers.run_directories import EMPTY, make_run, noted, spans, write, write_rows
 
 
 @pytest.fixture
@@ -94,8 +94,12 @@ def run(tmp_path: Path) -> Path:
     }
     write(path / "telemetry.json", telemetry)
     # One with its first token after a second, one whose only token came with its end.
-    requests = [(0.0, 1.0, 5.0, 0, 9, 0), (0.0, math.nan, 2.0, 1, 1, 0), (2.5, 0.5, 1.0, 2, 2, 0)]
-    (path / "requests.bin").write_bytes(np.array(requests, RECORD).tobytes())
+    requests = [
+        (0.0, 1.0, 5.0, 0, 9, 0, -1, -1, 0),
+        (0.0, math.nan, 2.0, 1, 1, 0, -1, -1, 0),
+        (2.5, 0.5, 1.0, 2, 2, 0, -1, -1, 0),
+    ]
+    write_rows(path, np.array(requests, RECORD))
     return path
 
 

@@ -11,7 +11,7 @@ from mpillm.comms.messages import DrainReport
 from mpillm.options.options import parse_run
 from mpillm.report import result as results
 from mpillm.report.page.run_analysis import Facts
-from mpillm.report.result import summary_rows
+from mpillm.report.result import conversation_facts, goodput_rows, summary_rows
 from mpillm.report.run_files import RunFiles
 from mpillm.report.timeline import Timeline
 from mpillm.roles.harness import Totals
@@ -68,6 +68,18 @@ def test_rows(options: list[str], why: list[tuple[str, str]], judge: str | None)
         *then,
         ("result", "my runs/a/result.json"),
     ]
+
+
+def test_a_test_of_conversations_reports_interactivity_and_good_conversations() -> None:
+    of = {"ended": 4, "started": 4, "failed": 0, "outgrown": 0, "e2e_avg_interactivity": 187.55}
+    assert conversation_facts(of)[1:] == [("tokens/s per user", "187.6 over all requests (MLPerf Endpoints)")]
+    both = conversation_facts(of | {"e2e_normalized_interactivity_p90": 50.0})
+    assert both[1][1].endswith(", 50 at p90 (InferenceX)")
+    goodput = {"limits_ms": {"ttft": 500.0}, "good_requests_per_second": 2.0}
+    assert goodput_rows({}) == []
+    assert goodput_rows({"goodput": goodput}) == [("good requests", "2 per second, within TTFT 500 ms")]
+    goodput |= {"conversations": 8, "good_conversations": 6, "good_conversations_per_second": 0.5}
+    assert goodput_rows({"goodput": goodput})[1] == ("good conversations", "6 of 8 (75 %), 0.5 per second")
 
 
 def test_a_server_test_says_its_rates_and_what_is_doubtful() -> None:
@@ -254,6 +266,17 @@ def test_who_holds_requests_all_the_time_is_not_no_bottleneck() -> None:
             rows = [{"seconds": s, "instance": 0, "running": 9, "waiting": waiting * (s < 1)} for s in TIMES]
             facts = Facts(RunFiles(Path("run"), result, plan=plan, timeline=rows))
             assert facts.limit() == limit, (scenario, grew, waiting)
+
+
+def test_who_rarely_holds_requests_is_no_bottleneck() -> None:
+    """A core may count waiting requests only when one comes."""
+    plan = {"ranks": [{"rank": 1, "instance": 0, "roles": ["executor"]}]}
+    rows = [{"seconds": s, "instance": 0, "running": 0, "waiting": 1} for s in TIMES]
+    for share, limit in ((0.01, ""), (0.9, "bottleneck: executor 0")):
+        instance = {"instance": 0, "busy_fraction": share}
+        result = {"scenario": "Offline", "conversations": {}, "test_s": 2.0, "per_instance": [instance]}
+        facts = Facts(RunFiles(Path("run"), result, plan=plan, timeline=rows))
+        assert facts.limit() == limit, share
 
 
 @pytest.mark.parametrize(

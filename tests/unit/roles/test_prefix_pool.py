@@ -124,7 +124,7 @@ def test_as_many_holders_as_instances_are_not_all_compared() -> None:
     made = pool(300)
     shared = prompt(1, 9)
     for position in range(300):
-        made._remember(position, made._hashes(np.array(shared, np.int32)))
+        made._remember(position, made._hashes(np.array(shared, np.int32), 0))
     sent = send(made, *[shared] * 600)
     assert [sent.count(position) for position in range(300)] == [2] * 300
 
@@ -165,3 +165,20 @@ def test_requests_of_one_batch_for_several_instances() -> None:
     ]
     ((value, same),) = by_value(np.full(5, 3), made)
     assert value == 3 and same is made
+
+
+def test_prompts_with_different_salts_share_nothing() -> None:
+    made = pool(2)
+    alike = batch(prompt(1, 4 * BLOCK), prompt(1, 4 * BLOCK), prompt(1, 4 * BLOCK))
+    alike.rows["salt"] = [5, 6, 5]
+    assert made.assign(np.ones(3, np.int64), alike).tolist() == [0, 1, 0]
+
+
+def test_forgotten_prompts_attract_nothing() -> None:
+    made = pool(3)
+    (first,) = send(made, list(range(40)))
+    answered(made, first)
+    assert send(made, [*range(40), 7]) == [first], "its beginning is cached there"
+    answered(made, first)
+    made.forget_prompts()
+    assert send(made, [*range(40), 8]) != [first], "the instance that was used longest ago"

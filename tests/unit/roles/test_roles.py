@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import deque
 from functools import partial
 from types import SimpleNamespace
@@ -39,6 +41,7 @@ from mpillm.roles.generation import GenerationRole
 from mpillm.roles.harness import Harness, SamplingOptions, Totals
 from mpillm.roles.instance import InstanceRole
 from mpillm.telemetry.recorder import Recorder
+from tests.helpers.support import ROOT
 
 
 def test_the_leader_is_not_told_of_requests_before_the_test() -> None:
@@ -267,6 +270,26 @@ def test_a_context_instance_counts_what_it_hands_over_once() -> None:
     assert counted(role) == (0, 2, 2) and role.done("drain")
 
 
+def test_a_generation_instance_sends_prompt_counts_before_the_end() -> None:
+    """The context instance's response may come later."""
+    core, sent = HandoffCore(), list[Any]()
+    route: Any = SimpleNamespace(handlers={}, send=lambda *message: sent.append(message))
+    role = GenerationRole(core, route, leader=0, instance=1, senders={5: 0}, warm_up_senders=0)
+    role.ready()
+    route.handlers[Tag.OFFER](Envelope(5, Tag.OFFER, OFFER.write(asked(7, 8))))
+    route.handlers[Tag.FIRST](Envelope(5, Tag.FIRST, FIRST.write([(7, 3, 2), (8, 3, -1)])))
+    role.poll()
+    sent.clear()
+    core.ready = [answered((7, 6, ResponseFlag.FINAL), (8, 6, ResponseFlag.FINAL))]
+    role.poll()
+    ((_, _, buffer),) = sent
+    rows = DONE.read(buffer).rows
+    n_prompt = int(asked(7).rows["n_tokens"][0])
+    assert rows["id"].tolist() == [7, 7, 8]
+    assert rows["flags"].tolist() == [ResponseFlag.PROMPT_COUNTS, ResponseFlag.FINAL, ResponseFlag.FINAL]
+    assert DONE.read(buffer).tokens[:2].tolist() == [n_prompt, 2]
+
+
 def test_a_generation_instance_counts_all_but_first_tokens() -> None:
     """The warm-up does not count, and a failed answer counts no tokens."""
     core = HandoffCore()
@@ -278,7 +301,7 @@ def test_a_generation_instance_counts_all_but_first_tokens() -> None:
 
     def hands_off(*ids: int) -> None:
         receive(Tag.OFFER, OFFER.write(asked(*ids)))
-        receive(Tag.FIRST, FIRST.write([(id_, 3) for id_ in ids]))
+        receive(Tag.FIRST, FIRST.write([(id_, 3, -1) for id_ in ids]))
         role.poll()
 
     receive(Tag.WARM_UP, WARM_UP.write(1))
@@ -312,13 +335,14 @@ def test_loadgen_is_told_of_a_first_token_once(messages: list[list[tuple[int, in
     test: Any = SimpleNamespace(
         issued=deque([Query(np.array([77], np.uint64), np.array([0]), 0.0)]),
         use_token_latencies=True,
-        first_tokens=told["first"].extend,
-        complete=told["complete"].extend,
+        request_flags=0,
+        first_tokens=lambda ids, *_: told["first"].extend(ids),
+        complete=lambda ids, *_: told["complete"].extend(ids),
         start=lambda: None,
     )
     sent: list[Batch] = []
     route: Any = SimpleNamespace(handlers={}, send=lambda dest, tag, buffer: sent.append(QUERY.read(buffer)))
-    dataset = Dataset("three tokens", np.array([5, 6, 7], np.int32), np.array([0, 3]))
+    dataset = Dataset.packed("three tokens", np.array([5, 6, 7], np.int32), np.array([3]))
     totals = Totals()
     harness = Harness(route, 1, dataset, SamplingOptions(8), test, None, len(messages) == 2, totals)
     route.handlers[Tag.WINDOW](Envelope(1, Tag.WINDOW, WINDOW.write(10)))
@@ -329,15 +353,26 @@ def test_loadgen_is_told_of_a_first_token_once(messages: list[list[tuple[int, in
         rows = np.array([(id_, n_tokens, flags) for n_tokens, flags in message], RESPONSE)
         tokens = np.arange(sum(n_tokens for n_tokens, _ in message), dtype=np.int32)
         route.handlers[Tag.ANSWER](Envelope(1, Tag.ANSWER, ANSWER.write(Batch(rows, tokens))))
-    assert (
-        [response.id for response in told["first"]] == [response.id for response in told["complete"]] == [77]
-    )
+    assert told["first"] == told["complete"] == [77]
     assert (totals.samples, totals.issued) == (1, 1)
 
 
+def test_answers_import_nothing() -> None:
+    """An import in the test would delay all requests that are due meanwhile."""
+    program = (
+        "import sys\nimport tests.unit.roles.test_roles as roles\nbefore = set(sys.modules)\n"
+        "roles.test_loadgen_is_told_of_a_first_token_once([[(1, 1), (4, 2)]])\n"
+        "print(sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
 def test_queries_that_loadgen_has_no_memory_for_name_the_options() -> None:
-    test: Any = SimpleNamespace(error=MemoryError("std::bad_alloc"), start=lambda: None)
-    dataset = Dataset("one token", np.array([5], np.int32), np.array([0, 1]))
+    test: Any = SimpleNamespace(error=MemoryError("std::bad_alloc"), start=lambda: None, request_flags=0)
+    dataset = Dataset.packed("one token", np.array([5], np.int32), np.array([1]))
     route: Any = SimpleNamespace(handlers={})
     harness = Harness(route, 1, dataset, SamplingOptions(8), test, None, False, Totals())
     harness.test()
@@ -355,9 +390,11 @@ def test_queries_that_loadgen_has_no_memory_for_name_the_options() -> None:
 def test_only_some_samples_have_stop_words(ignores: Any, sampling: SamplingOptions) -> None:
     sent: list[Batch] = []
     route: Any = SimpleNamespace(handlers={}, send=lambda dest, tag, buffer: sent.append(QUERY.read(buffer)))
-    dataset = Dataset("three samples", np.arange(3, dtype=np.int32), np.arange(4), ignores_stop=ignores)
+    dataset = Dataset.packed(
+        "three samples", np.arange(3, dtype=np.int32), np.ones(3, np.int64), ignores_stop=ignores
+    )
     issued = deque([Query(np.arange(4, dtype=np.uint64), np.array([2, 1, 1, 0]), 0.0)])
-    test: Any = SimpleNamespace(issued=issued)
+    test: Any = SimpleNamespace(issued=issued, request_flags=0)
     harness = Harness(route, 1, dataset, sampling, test, None, False, Totals())
     route.handlers[Tag.WINDOW](Envelope(1, Tag.WINDOW, WINDOW.write(10)))
     assert harness.poll()

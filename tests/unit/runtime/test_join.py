@@ -49,6 +49,8 @@ def test_a_run_is_planned_and_prepared() -> None:
     config = parse_run(
         [
             *DUMMY,
+            "--model_path",
+            "tiny-llama",
             "--dataset",
             "synthetic",
             "--num_samples",
@@ -67,11 +69,11 @@ def test_a_run_is_planned_and_prepared() -> None:
     assert len(prepared.dataset) == 70
     assert prepared.settings.to_json()["target_qps"] == 9
     more = [*prepared.announcement(), "servers: a \\\n    b"]
-    lines = announced(planned, Path("x"), more, ", model of-a-long-name")
+    lines = announced(planned, Path("x"), more)
     assert max(map(len, lines[0].splitlines())) <= 80 < len(lines[0]), "a terminal's width"
     head = " ".join(lines[0].split())
     assert head.startswith("mpillm ") and head.endswith(
-        "ranks: 3, nodes: 2, aggregated, core dummy, model of-a-long-name, Some MPI 1"
+        "ranks: 3, nodes: 2, aggregated, core dummy, model tiny-llama, Some MPI 1"
     )
     assert lines[-1] == "  servers: a \\\n      b", "a command line in several lines"
     assert any(line.startswith("  data set ") and ": 70 samples" in line for line in lines)

@@ -232,3 +232,36 @@ def test_a_full_workload_says_which_data_set_it_lacks(
         load(tmp_path, "--benchmarks", name, "--scenarios", "Server", models=(Model(201_088),))
     for word in (workload.dataset_path, "input_ids_padded.npy", "input_lens.npy", workload.frame_file):
         assert word in str(error.value)
+
+
+def test_prompts_of_a_chat_endpoint_are_messages(tmp_path: Path) -> None:
+    """Also where the model has a tokenizer: the server applies the chat template, and counts tokens."""
+    chat = ("--url", "h:1", "--endpoint_type", "chat")
+    lines = tmp_path / "own.jsonl"
+    lines.write_text(
+        '{"prompt": "Où"}\n{"messages": [{"role": "system", "content": "x"}], "max_tokens": 3}\n'
+    )
+    dataset = load(tmp_path, *chat, "--dataset_path", lines)
+    assert dataset.sends_text and dataset.output_lengths is not None and dataset.output_lengths[1] == 3
+    assert [bytes(dataset.sample(i).tolist()).decode() for i in range(2)] == [
+        '"messages":[{"role":"user","content":"Où"}',
+        '"messages":[{"role":"system","content":"x"}',
+    ]
+    for more in ("--save_outputs", "--test_mode=AccuracyOnly"):
+        with pytest.raises(ConfigError, match="needs the tokens of answers, which a chat endpoint does not"):
+            load(tmp_path, *chat, "--dataset_path", lines, more)
+    lines.write_text('{"prompt": "a"}\n{"input_tokens": [1]}\n')
+    with pytest.raises(
+        ConfigError, match=r"own.jsonl:2: prompts are token ids, which cannot be sent as a chat"
+    ):
+        load(tmp_path, *chat, "--dataset_path", lines)
+    with pytest.raises(ConfigError, match="prompts are token ids, which cannot be sent as a chat"):
+        load(tmp_path, *chat, "--dataset_path", arrays(tmp_path))
+    with pytest.raises(ConfigError, match="a text has no tokens without it"):
+        load(tmp_path, *chat, "--dataset", "synthetic")
+    lines.write_text('{"input_length": 9}\n')
+    own = ("--server", "mpillm", "--model_path", "tiny-llama", *chat[2:])
+    traced = load(tmp_path, *own, "--harness", "conversations", "--dataset_path", lines)
+    assert traced.sends_text and bytes(traced.sample(0).tolist()).startswith(b'"messages":[{"role":"user",')
+    drawn = load(tmp_path, *own, "--dataset", "synthetic")
+    assert drawn.sends_text and len(drawn.texts) == len(drawn) == 1024

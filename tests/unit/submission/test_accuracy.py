@@ -206,6 +206,17 @@ def test_llama3() -> None:
                 "gen_len": 7350879.6,
             },
         ),
+        (
+            "llama3.1-8b-edge",
+            0.99,
+            {
+                "rouge1": 38.6694,
+                "rouge2": 15.953553,
+                "rougeL": 24.391125,
+                "rougeLsum": 35.76276,
+                "gen_len": 2746001.7,
+            },
+        ),
         ("deepseek-r1", 0.99, {"exact_match": 80.544618, "tokens_per_sample": 3497.60466}),
     ],
 )
@@ -214,7 +225,7 @@ def test_targets_are_the_checkers(benchmark: str, target: float, min_values: dic
     checks = {c.name: c for c in check(accuracy, dict(min_values), target)}
     assert {name: c.min_value for name, c in checks.items()} == pytest.approx(min_values, rel=1e-9)
     limits = {"llama2-70b": 323.895, "mixtral-8x7b": 160.49, "llama3.1-405b": 753.148}
-    limits |= {"llama3.1-8b": 8984408.4, "deepseek-r1": 4274.85014}
+    limits |= {"llama3.1-8b": 8984408.4, "llama3.1-8b-edge": 3356224.3, "deepseek-r1": 4274.85014}
     assert checks[accuracy.length].max_value == pytest.approx(limits[benchmark])
     assert not any(c.passed for c in check(accuracy, {}, target))
     assert not any(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import date
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +16,6 @@ from mpillm.submission.endpoint_rules import (
     Regions,
     default_points,
     min_duration_s,
-    next_cohort,
     sample_order,
     warm_up_prompts,
 )
@@ -44,6 +42,15 @@ def test_regions_are_thirds_of_a_logarithm() -> None:
             Regions.of(c_max, c_min)
 
 
+def test_regions_without_a_point_are_named() -> None:
+    regions = Regions.of(256, 8)  # 8, 14, 47, 256
+    assert regions.uncovered([8, 14, 47, 256]) == []
+    assert regions.uncovered([1, 8, 256]) == [
+        "no point in low_concurrency (concurrency 9 to 14): a submission needs one",
+        "no point in med_concurrency (concurrency 15 to 47): a submission needs one",
+    ]
+
+
 @pytest.mark.parametrize("c_max", [33, 48, 256, 1024, 10_000])
 def test_the_points_by_default_lie_in_all_regions(c_max: int) -> None:
     points = default_points(c_max)
@@ -52,12 +59,26 @@ def test_the_points_by_default_lie_in_all_regions(c_max: int) -> None:
     assert {regions.region(c) for c in points} == {*vars(regions)}
     scored = regions.accuracy_points(points)
     assert [regions.region(c) for c in scored] == [*vars(regions)] and scored[-1] == c_max
+    # With a separate Offline run, the fifth is its own.
+    assert regions.accuracy_points(points, offline_run=True)[:3] == scored[:3]
 
 
-def test_durations_and_cohorts() -> None:
+def test_accuracy_results_stay_where_they_are() -> None:
+    regions = Regions.of(256, 8)  # 8, 14, 47, 256
+    points = [8, 10, 12, 20, 30, 100, 200, 256]
+    assert regions.accuracy_points(points) == [8, 10, 20, 256]
+    assert regions.accuracy_points(points, offline_run=True) == [8, 10, 20, 100]
+    assert regions.accuracy_points(points, scored={12, 30, 200}) == [8, 12, 30, 256]
+    assert regions.accuracy_points(points, offline_run=True, scored={12, 30, 200}) == [8, 12, 30, 200]
+    # An elected last point counts for Offline, and another one for its region.
+    assert regions.accuracy_points(points, scored={200, 256}) == [8, 10, 20, 256]
+    for both, offline_run in (({10, 12}, False), ({200, 256}, True), ({100, 200}, False)):
+        with pytest.raises(ConfigError, match="have accuracy results in "):
+            regions.accuracy_points(points, offline_run, both)
+
+
+def test_durations() -> None:
     assert [min_duration_s(c) for c in (1, 32, 33)] == [600, 600, 1200]
-    assert next_cohort(date(2026, 11, 3)) == "2026-12-C0"
-    assert next_cohort(date(2026, 12, 3)) == "2027-01-C0"
 
 
 def test_each_pass_has_all_samples_in_an_order_of_its_own() -> None:
@@ -113,7 +134,7 @@ def test_what_a_point_can_say_of_a_steady_state_by_itself(
 ) -> None:
     """Whether a point that is long enough has one is for MLCommons' detector to find."""
     nothing = cast(Any, None)
-    curve = Curve(Path(), (), "Us", "1", "Box", "RDI", nothing, 48, nothing, "", "", 1000, {}, {})
+    curve = Curve(Path(), (), "Us", "1", "Box", "RDI", nothing, 48, nothing, nothing, "", 1000, {}, {})
     summary = {"n_samples_issued": round(1000 * passes), "duration_ns": seconds * 1e9}
     block = curve.steady_state(summary, 8)
     assert (block or {}).get("status") == status

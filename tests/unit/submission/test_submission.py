@@ -88,6 +88,7 @@ def test_what_is_missing_is_listed(maker: Maker) -> None:
         },
         detail={**FULL_SIZE, "early_stopping_met": False, "early_stopping_ttft_result": f" * {STOPPED}"},
         enable_kv_cache_reuse=True,
+        acceptance_length=2.5,
     )
     (invalid / "mlperf_log_summary.txt").write_text("Result is : INVALID\n  Min duration satisfied : NO\n")
     (runs[2] / "TEST06" / "verify_accuracy.txt").write_text("TEST06 verification failed\n")
@@ -115,6 +116,8 @@ def test_what_is_missing_is_listed(maker: Maker) -> None:
         f"against the rules: {server}: {invalid}: server 1 was lost 9.5 s into the test, and available again"
         " 20.0 s later: it ended",
         f"against the rules: {server}: {invalid}: KV cache reuse was on, which MLPerf forbids",
+        f"against the rules: {server}: {invalid}: --acceptance_length 2.5 replaced the model's choice of"
+        " tokens",
         f"against the rules: {server}: {invalid}: 4,096 prompt tokens came from a server's prefix"
         " cache, which MLPerf forbids: vLLM has --no-enable-prefix-caching, SGLang --disable-radix-cache",
     ]

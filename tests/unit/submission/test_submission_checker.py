@@ -53,6 +53,13 @@ LLAMA3_1_8B: dict[str, Any] = {
     "config": {"benchmarks": ["llama3.1-8b"], "accuracy_target": 0.99},
     "scores": SCORES_8B,
 }
+OF_EDGE = dict.fromkeys(OF_MIXTRAL, 5000)
+SCORES_EDGE = {"rouge1": 39.1, "rouge2": 16.2, "rougeL": 24.7, "rougeLsum": 36.2, "gen_len": 3051113}
+EDGE: dict[str, Any] = {
+    "config": {"benchmarks": ["llama3.1-8b-edge"], "accuracy_target": 0.99},
+    "scores": SCORES_EDGE,
+    "scenarios": ("SingleStream", "Offline"),
+}
 OF_R1 = dict.fromkeys(OF_MIXTRAL, 4388) | {LATENCIES[1]: 70_000_000}
 R1: dict[str, Any] = {
     "config": {"benchmarks": ["deepseek-r1"], "accuracy_target": 0.99},
@@ -224,6 +231,22 @@ CASES = {
         each("accuracy_result_check"),
         detail=OF_8B,
         **LLAMA3_1_8B | {"scores": {**SCORES_8B, "rougeLsum": 35.435}},
+    ),
+    "llama3.1-8b-edge in v6.1": same((), detail=OF_EDGE, **EDGE),
+    "llama3.1-8b-edge in v6.0": same((), detail={**OF_EDGE, **V60}, version="v6.0", **EDGE),
+    "llama3.1-8b-edge without SingleStream": closed_only(
+        ("Offline scenarios_check",), detail=OF_EDGE, **EDGE | {"scenarios": ("Offline",)}
+    ),
+    "llama3.1-8b-edge with too few requests": same(
+        ("SingleStream latency_check",), detail={**OF_EDGE, "early_stopping_met": False}, **EDGE
+    ),
+    "llama3.1-8b-edge with long answers": closed_only(
+        each("accuracy_result_check", scenarios=EDGE["scenarios"]),
+        detail=OF_EDGE,
+        **EDGE | {"scores": {**SCORES_EDGE, "gen_len": 3356225}},
+    ),
+    "llama3.1-8b-edge on a datacenter's system": Case(
+        STOPPED, (), detail=OF_EDGE, system={"system_type": "datacenter"}, **EDGE
     ),
     "deepseek-r1 in v6.1": same((), detail=OF_R1, scenarios=("Offline", "Server", "Interactive"), **R1),
     "deepseek-r1 in v6.0": same((), detail={**OF_R1, **V60}, version="v6.0", **R1),

@@ -35,6 +35,8 @@ OFFICIAL = {
     "llama3.1-405b-interactive": ("llama3_1-405b-interactive", 8313, 2000, 4500, 80),
     "llama3.1-8b": ("llama3_1-8b", 13368, 128, 2000, 100),
     "llama3.1-8b-interactive": ("llama3_1-8b-interactive", 13368, 128, 500, 30),
+    # It has no Server test: the limits are what LoadGen has for every model.
+    "llama3.1-8b-edge": ("llama3_1-8b-edge", 5000, 128, 100, 100),
     "deepseek-r1": ("deepseek-r1", 4388, 20000, 2000, 80),
     "deepseek-r1-interactive": ("deepseek-r1-interactive", 4388, 20000, 1500, 15),
     "gpt-oss-120b": ("gpt-oss-120b", 6396, 10240, 3000, 80),
@@ -207,7 +209,7 @@ def test_tiny(name: str, tmp_path: Path) -> None:
         workload.stop_words,
     )
     dataset = load_dataset(loader, ByteTokenizer(), limits)
-    assert len(dataset) == full.n_samples // 512 and dataset.lengths().max() == workload.max_input_len
+    assert len(dataset) == full.n_samples // 512 and dataset.n_tokens.max() == workload.max_input_len
     assert (dataset.ignores_stop is not None) == (name == "mixtral-8x7b")
     if dataset.ignores_stop is not None:
         assert 0 < dataset.ignores_stop.sum() < len(dataset)

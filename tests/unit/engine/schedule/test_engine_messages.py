@@ -13,6 +13,7 @@ from mpillm.comms.tags import Tag
 from mpillm.engine.parallel.groups import HIDDEN
 from mpillm.engine.schedule import engine_messages
 from mpillm.engine.schedule.engine_messages import Notice, PutTarget
+from mpillm.engine.schedule.host_blocks import BlockCopy
 from mpillm.engine.schedule.sampling_params import SamplingParams
 from mpillm.engine.schedule.step import Span, Step
 from mpillm.engine.schedule.transfer import Kind, Transfer
@@ -56,6 +57,7 @@ SENT: dict[Tag, list[Any]] = {
         SAMPLED,
         GUESSED,
         Step(transfers=TRANSFERS),
+        Step(SPANS[2:], [1, 2, 3, 4], copies=[BlockCopy(5, 2, False), BlockCopy(6, 9, True)]),
         Step(SPANS[2:], [1, 2, 3, 4], logprobs=21),
         *WITH_EXTRAS,
     ],

@@ -31,11 +31,13 @@ from tests.helpers.hashing_engine import (
 @pytest.mark.parametrize(
     ("n_stages", "n_ahead", "window"), [(1, 0, 0), (1, 1, 0), (2, 0, 0), (3, 0, 0), (1, 1, 9), (3, 0, 5)]
 )
-@pytest.mark.parametrize("reuse", [False, True], ids=["", "reuse"])
+@pytest.mark.parametrize(
+    ("reuse", "host_blocks"), [(False, 0), (True, 0), (True, 3), (True, 40)], ids=["", "reuse", "3", "host"]
+)
 @pytest.mark.parametrize("chunking", CHUNKINGS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_answer_is_right_and_every_block_comes_back(
-    policy: str, chunking: str, reuse: bool, n_stages: int, n_ahead: int, window: int
+    policy: str, chunking: str, reuse: bool, host_blocks: int, n_stages: int, n_ahead: int, window: int
 ) -> None:
     """Answers are right although requests come at random, and some are cancelled at random in any state."""
     random = np.random.default_rng(zlib.crc32(f"{policy} {chunking} {reuse} {n_stages}".encode()))
@@ -47,6 +49,7 @@ def test_every_answer_is_right_and_every_block_comes_back(
         n_ahead=n_ahead,
         seed=1,
         window=window,
+        host_blocks=host_blocks,
     )
     sequences = make_sequences(60, random)
     to_come, cancelled = deque(sequences), set()
@@ -86,6 +89,8 @@ def test_every_answer_is_right_and_every_block_comes_back(
         assert engine.scheduler.preemptions == 0
     if isinstance(engine.blocks, PrefixCache):
         assert engine.blocks.reused_blocks > 0
+        if host_blocks == 40 and policy == "max_util":
+            assert engine.blocks.host is not None and engine.blocks.host.loaded_blocks > 0
 
 
 # --- policies ---

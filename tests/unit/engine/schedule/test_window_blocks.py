@@ -63,14 +63,14 @@ def test_what_is_reused() -> None:
     again = sequence(1, list(range(41)), 3)
     engine.add(again)
     engine.step()
-    assert again.n_reused == 10 and again.window_blocks[:8] == [0] * 8 and all(again.window_blocks[8:])
+    assert again.n_reused == 10 * 4 and again.window_blocks[:8] == [0] * 8 and all(again.window_blocks[8:])
     run(engine)
     window_blocks.give_back(window_blocks.take(window_blocks.n_blocks))  # nothing in it is known any more
     for i, n_reused in ((2, 0), (3, 10)):
         other = sequence(i, list(range(41)), 2)
         engine.add(other)
         run(engine)
-        assert other.n_reused == n_reused and other.output == answer(other.prompt, 2, partial_window=6)
+        assert other.n_reused == n_reused * 4 and other.output == answer(other.prompt, 2, partial_window=6)
     check_empty(engine)
 
 

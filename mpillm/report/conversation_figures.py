@@ -1,0 +1,107 @@
+"""Figures of conversations: first and later turns, interactivity, and conversations within limits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpillm.loadgen.logs import quantile
+from mpillm.report.goodput import is_good
+from mpillm.report.percentiles import enough, percentiles_ms
+from mpillm.report.request_log import tpot_s
+
+
+def turns_of(rows: NDArray[np.void]) -> NDArray[np.int64]:
+    """Return each request's number in its conversation, from 0. `rows`: records in order of issue."""
+    order = np.argsort(rows["session"], kind="stable")
+    session = rows["session"][order]
+    starts = np.flatnonzero(np.append(True, session[1:] != session[:-1])[: len(rows)])
+    lengths = np.diff(np.append(starts, len(rows)))
+    turns = np.empty(len(rows), np.int64)
+    turns[order] = np.arange(len(rows)) - np.repeat(starts, lengths)
+    return turns
+
+
+def conversation_figures(
+    rows: NDArray[np.void], window_s: tuple[float, float], streamed: bool
+) -> dict[str, Any]:
+    """Return the figures of the requests that were issued in the window, for `result.json`.
+
+    Args:
+        rows: Records of the test, in order of issue.
+        window_s: First and last second of the test whose requests count.
+        streamed: First tokens were reported when they came.
+    """
+    inside = (rows["issued"] >= window_s[0]) & (rows["issued"] <= window_s[1]) & (rows["error"] == 0)
+    turn, rows = turns_of(rows)[inside], rows[inside]
+    figures: dict[str, Any] = {
+        "window_s": [round(window_s[0], 4), round(window_s[1], 4) if math.isfinite(window_s[1]) else None],
+        "requests": len(rows),
+    }
+    for name, part in (("first_turns", rows[turn == 0]), ("later_turns", rows[turn > 0])):
+        figures[name] = {
+            "requests": len(part),
+            "ttft_ms": percentiles_ms(part["ttft"].tolist()) if streamed else None,
+            "tpot_ms": percentiles_ms(tpot_s(part).tolist()) if streamed else None,
+            "latency_ms": percentiles_ms(part["latency"].tolist()),
+            **_prompt_figures(part),
+        }
+    return figures | _interactivity(rows)
+
+
+def _prompt_figures(rows: NDArray[np.void]) -> dict[str, Any]:
+    """Return the prompts' tokens and the cached share of them, where instances report them; else None."""
+    counted, cached = rows[rows["prompt"] >= 0], rows[rows["cached"] >= 0]
+    n = int(cached["prompt"].sum())
+    return {
+        "prompt_tokens": int(counted["prompt"].sum()) if len(counted) == len(rows) else None,
+        "cached_share": round(int(cached["cached"].sum()) / n, 4) if n and len(cached) == len(rows) else None,
+    }
+
+
+def _interactivity(rows: NDArray[np.void]) -> dict[str, float | None]:
+    """Return output tokens per second of waiting, in two definitions; None if unknown.
+
+    `e2e_avg_interactivity`: output tokens by seconds of latency, over all requests (MLPerf Endpoints, agentic
+    tests). `e2e_normalized_interactivity_p90`: each request's latency by its output tokens, the 90th
+    percentile of these, inverted. It needs ten requests. Source: "E2E normalized interactivity" in
+    https://github.com/SemiAnalysisAI/InferenceX/blob/main/MODELS.md.
+    """
+    latency = rows["latency"].astype(np.float64)
+    seconds, known = float(latency.sum()), (rows["tokens"] > 0) & (latency > 0)
+    per_token = latency[known] / rows["tokens"][known]
+    p90 = enough({"p90": quantile(per_token, 0.9)}, len(per_token))["p90"] if len(per_token) else None
+    return {
+        "e2e_avg_interactivity": round(int(rows["tokens"].sum()) / seconds, 4) if seconds else None,
+        "e2e_normalized_interactivity_p90": None if p90 is None else round(1 / p90, 4),
+    }
+
+
+def conversation_goodput(
+    rows: NDArray[np.void], n_turns: NDArray[np.int64], limits: Mapping[str, float], seconds: float
+) -> dict[str, Any]:
+    """Return for `result.json` how many conversations met `limits` (milliseconds) with every request.
+
+    A conversation counts if all its requests were answered, or one failed. Conversations that
+    `--max_duration` or the model's longest prompt cut off are left out.
+
+    Args:
+        rows: Records of the test.
+        n_turns: Requests of each row's conversation, in the data set.
+        seconds: Length of the test.
+    """
+    _, first, number = np.unique(rows["session"], return_index=True, return_inverse=True)
+    failed = np.bincount(number, rows["error"] != 0) > 0
+    counts = failed | (np.bincount(number) >= n_turns[first])
+    good = int((counts & (np.bincount(number, ~is_good(rows, limits)) == 0)).sum())
+    n = int(counts.sum())
+    return {
+        "conversations": n,
+        "good_conversations": good,
+        "good_conversations_share": round(good / n, 4) if n else None,
+        "good_conversations_per_second": round(good / seconds, 4) if seconds > 0 else 0.0,
+    }

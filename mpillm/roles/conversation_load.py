@@ -1,0 +1,302 @@
+"""The load of conversations in LoadGen's place: each request follows the response to the previous one."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import math
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disagg.errors import ConfigError
+from mpillm.comms.messages import RequestFlag
+from mpillm.data.conversations import Message
+from mpillm.data.dataset import Turns
+from mpillm.data.generated_history import History
+from mpillm.loadgen.sut import Query
+from mpillm.phases import Phase
+from mpillm.roles.role import Role
+
+_CANCELLATION = 4  # random stream of a seed; `synthetic_conversations` has others
+
+
+@dataclass(frozen=True)
+class LoadShape:
+    """When conversations start, and for how long.
+
+    With `concurrency`, a conversation starts when another one has ended. Otherwise conversations arrive: by
+    `rate`, or else by the time stamps of their first requests.
+    """
+
+    n_conversations: int  # to start; after the data set's last one, its first one follows
+    concurrency: int | None = None  # open conversations
+    rate: float | None = None  # of arrivals, conversations per second
+    burstiness: float = 1.0  # of arrivals at a rate; see `arrival_times`
+    seed: int = 0  # of the arrivals, and of the choice of requests to cancel
+    speed: float = 1.0  # divides time stamps and delays
+    # Over which the first `concurrency` conversations start, evenly, or the rate grows to `rate`, linearly.
+    ramp_up_s: float = 0.0
+    max_s: float = math.inf  # after which no request is issued
+    cancel_share: float = 0.0  # of the requests
+    cancel_after_s: float = 0.0  # from sending a request to its cancellation
+
+
+@dataclass
+class _Open:
+    """One started conversation."""
+
+    first: int  # sample of its first request
+    n_turns: int
+    started: float  # seconds of the test
+    number: int  # in the data set
+    session: int  # never 0; another one each time
+    cancel_after: list[float]  # by turn: seconds from sending to cancellation; NaN: it is not cancelled
+    turn: int = 0  # of the next request, or of the outstanding one
+    responses: list[Any] = field(default_factory=list)  # if they are generated in the test: `History`'s
+    prompt: NDArray[np.int32] | None = None  # of the next request; None: the data set's
+
+
+class ConversationLoad(Role):
+    """Issues the requests of conversations. The harness of the same rank sends them.
+
+    `error` and `use_token_latencies` are LoadGen's; see `LoadGenTest`.
+    """
+
+    sends_requests = True
+    error: BaseException | None = None
+    use_token_latencies = False
+
+    def __init__(
+        self,
+        turns: Turns,
+        shape: LoadShape,
+        history: History | None = None,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`history`: makes the prompts, if these have the responses of the test. `wake`: wakes the loop."""
+        self.issued: deque[Query] = deque()
+        self.n_started = self.n_ended = self.n_failed = 0  # conversations
+        # Requests of started conversations that an error, a limit or the end of the time has left out.
+        self.n_skipped = 0
+        self.window_s = (shape.ramp_up_s, math.inf)
+        """Seconds of the test between ramp-up and drain: while all conversations are open, or arrive."""
+        self._turns, self._shape = turns, shape
+        # A heap: seconds of the test, a number that breaks ties, conversation.
+        self._due: list[tuple[float, int, _Open]] = []
+        self._history, self._wake = history, wake
+        self.request_flags = int(RequestFlag.PROMPT_COUNTS | RequestFlag.MAY_BE_REFUSED)
+        if history is not None:
+            self.request_flags |= RequestFlag.MESSAGE
+        self.outgrown = ""  # the first conversation whose prompt exceeded a limit, and the limit
+        self.n_outgrown = 0
+        self._messages: dict[int, Message] = {}  # by id, of outstanding requests
+        # One thread makes prompts, so that the rank can do other work at that time.
+        self._maker = ThreadPoolExecutor(1, "mpillm-history") if history is not None else None
+        # With the times of their requests.
+        self._prompts_to_come: dict[Future[NDArray[np.int32]], tuple[_Open, float]] = {}
+        self._order = itertools.count()
+        self._ids = itertools.count(1)
+        self._first_session = 1 + secrets.randbits(31)  # so that a server knows no session of an earlier test
+        self._outstanding: dict[int, _Open] = {}
+        self._started_at = math.inf  # time.perf_counter() of the test's start
+        self._schedule_arrivals()  # not in `start`: the first requests would be late
+
+    @property
+    def finished(self) -> bool:
+        """Whether every request has its response."""
+        started = self._started_at < math.inf
+        return started and not (self._due or self._outstanding or self._prompts_to_come)
+
+    def start(self) -> None:
+        """Start the test."""
+        self._started_at = time.perf_counter()
+
+    def _now(self) -> float:
+        """Return the seconds of the test."""
+        return time.perf_counter() - self._started_at
+
+    def _schedule_arrivals(self) -> None:
+        shape = self._shape
+        if shape.concurrency is not None:
+            n = min(shape.concurrency, shape.n_conversations)
+            arrivals = np.arange(n) * (shape.ramp_up_s / shape.concurrency)
+        else:
+            arrivals = self._arrivals()
+            self.window_s = (shape.ramp_up_s, float(arrivals.max()))
+        for at in arrivals.tolist():
+            self._start_conversation(at)
+
+    def _arrivals(self) -> NDArray[np.float64]:
+        """Return when each conversation arrives, in seconds from the test's start."""
+        n, n_known = self._shape.n_conversations, len(self._turns)
+        if self._shape.rate is not None:
+            return arrival_times(n, self._shape.rate, self._shape)
+        stamps = self._turns.at_s[self._turns.first[:-1]]
+        stamps = (stamps - stamps.min()) / self._shape.speed
+        span = stamps.max() * n_known / max(1, n_known - 1)  # until the trace begins again
+        number = np.arange(n)
+        arrivals: NDArray[np.float64] = stamps[number % n_known] + number // n_known * span
+        return arrivals
+
+    def _start_conversation(self, at: float) -> None:
+        number = self.n_started % len(self._turns)
+        first, end = self._turns.first[number : number + 2].tolist()
+        session = self._first_session + self.n_started
+        self.n_started += 1
+        self._schedule(at, _Open(first, end - first, at, number, session, self._cancel_after(end - first)))
+
+    def _cancel_after(self, n_turns: int) -> list[float]:
+        """Return which requests of the conversation that starts are cancelled, and when."""
+        if not (share := self._shape.cancel_share):
+            return [math.nan] * n_turns
+        # A stream for each conversation, so that the choice does not depend on the order of responses.
+        random = np.random.default_rng([self._shape.seed, _CANCELLATION, self.n_started])
+        chosen = random.random(n_turns) < share
+        return [self._shape.cancel_after_s if one else math.nan for one in chosen.tolist()]
+
+    def _schedule(self, at: float, conversation: _Open) -> None:
+        if at > self._shape.max_s:
+            self.n_skipped += conversation.n_turns - conversation.turn
+            return
+        heapq.heappush(self._due, (at, next(self._order), conversation))
+
+    # --- the role ---
+
+    def poll(self) -> bool:
+        self._take_prompts()
+        now = time.perf_counter()
+        rows: list[tuple[int, int, NDArray[np.int32] | None, int, float]] = []
+        while self._due and self._started_at + self._due[0][0] <= now:
+            _, _, conversation = heapq.heappop(self._due)
+            id_ = next(self._ids)
+            self._outstanding[id_] = conversation
+            sample, cancel_after = conversation.first + conversation.turn, conversation.cancel_after
+            rows.append(
+                (id_, sample, conversation.prompt, conversation.session, cancel_after[conversation.turn])
+            )
+            conversation.prompt = None
+        if not rows:
+            return False
+        ids, samples, prompts, sessions, cancellations = zip(*rows, strict=True)
+        self.issued.append(
+            Query(
+                np.array(ids, np.uint64),
+                np.array(samples, np.int64),
+                now,
+                None if self._history is None else prompts,
+                np.array(sessions, np.uint32),
+                np.array(cancellations) if self._shape.cancel_share else None,
+            )
+        )
+        return True
+
+    def _take_prompts(self) -> None:
+        """Schedule the requests whose prompts are complete. A conversation that outgrows a limit ends."""
+        for future in [future for future in self._prompts_to_come if future.done()]:
+            conversation, at = self._prompts_to_come.pop(future)
+            try:
+                conversation.prompt = future.result()
+            except ConfigError as error:
+                self.outgrown = self.outgrown or str(error)
+                self.n_outgrown += 1
+                self.n_skipped += conversation.n_turns - conversation.turn
+                self._end(self._now())
+            else:
+                self._schedule(at, conversation)
+
+    def quiet_s(self) -> float:
+        if not self._due:
+            return math.inf
+        return max(0.0, self._started_at + self._due[0][0] - time.perf_counter())
+
+    def done(self, phase: Phase) -> bool:
+        return phase != "test" or self.finished
+
+    # --- responses, from the harness ---
+
+    def first_tokens(self, ids: list[int], tokens: NDArray[np.int32], starts: list[int]) -> None:
+        """Do nothing: the harness records the time of first tokens."""
+
+    def complete(
+        self, ids: list[int], tokens: NDArray[np.int32], starts: list[int], lengths: list[int], is_error: bool
+    ) -> None:
+        """Schedule the requests that follow these responses. After an error, a conversation ends.
+
+        The response to a cancelled request has no tokens.
+        """
+        now = self._now()
+        for id_, start, length in zip(ids, starts, lengths, strict=True):
+            conversation = self._outstanding.pop(id_)
+            conversation.turn += 1
+            message = self._messages.pop(id_, None)
+            if is_error:
+                self.n_failed += 1
+                self.n_skipped += conversation.n_turns - conversation.turn
+            elif conversation.turn < conversation.n_turns:
+                at = self._next_at(conversation, now)
+                if self._history is None:
+                    self._schedule(at, conversation)
+                else:
+                    conversation.responses.append(
+                        message or self._history.message(tokens[start : start + length])
+                    )
+                    self._make_prompt(conversation, at)
+                continue
+            self._end(now)
+
+    def message(self, id_: int, text: bytes) -> None:
+        """Take the response's message, before `complete`."""
+        self._messages[id_] = json.loads(text)
+
+    def _make_prompt(self, conversation: _Open, at: float) -> None:
+        assert self._maker is not None and self._history is not None
+        future = self._maker.submit(self._history.prompt, conversation.number, list(conversation.responses))
+        self._prompts_to_come[future] = conversation, at
+        future.add_done_callback(lambda _: self._wake())
+
+    def _next_at(self, conversation: _Open, now: float) -> float:
+        sample, speed = conversation.first + conversation.turn, self._shape.speed
+        at = now + float(self._turns.delay_s[sample]) / speed
+        since_first = float(self._turns.at_s[sample] - self._turns.at_s[conversation.first]) / speed
+        return at if math.isnan(since_first) else max(at, conversation.started + since_first)
+
+    def _end(self, now: float) -> None:
+        """Note that a conversation has ended, and start another one in its place."""
+        self.n_ended += 1
+        if self._shape.concurrency is None:
+            return
+        if self.n_started < self._shape.n_conversations:
+            self._start_conversation(now)
+        else:
+            self.window_s = (self.window_s[0], min(self.window_s[1], now))
+
+
+def arrival_times(n: int, rate: float, shape: LoadShape) -> NDArray[np.float64]:
+    """Return when `n` conversations arrive, in seconds from the test's start.
+
+    The intervals between arrivals have a gamma distribution with the shape `burstiness`, as in vLLM's
+    benchmark: 1 is Poisson, smaller values are bursts, inf is constant intervals. During the ramp-up, the
+    rate grows linearly from 0.
+    """
+    random, burstiness = np.random.default_rng(shape.seed), shape.burstiness
+    if burstiness == 1:
+        intervals = random.exponential(1, n)
+    elif math.isinf(burstiness):
+        intervals = np.ones(n)
+    else:
+        intervals = random.gamma(burstiness, 1 / burstiness, n)
+    count = intervals.cumsum()  # expected arrivals before each one: the integral of the rate
+    in_ramp = rate * shape.ramp_up_s / 2
+    during = np.sqrt(2 * shape.ramp_up_s * count / rate)
+    after = shape.ramp_up_s + (count - in_ramp) / rate
+    times: NDArray[np.float64] = np.where(count < in_ramp, during, after)
+    return times
