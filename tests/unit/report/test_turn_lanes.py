@@ -58,7 +58,7 @@ def test_a_bar_spans_a_request_and_changes_at_its_first_token(tmp_path: Path) ->
 
 
 def test_the_page_does_not_call_them_offline(tmp_path: Path) -> None:
-    """LoadGen's Offline has all requests at once, so that an instance that always has one limits the test."""
+    """In LoadGen's Offline, all requests exist at the start. Conversations send them later."""
     run = run_of(tmp_path, many(1, 3))
     assert not run.all_at_once
     assert "<p>conversations · 3 ranks</p>" in page(run)
