@@ -81,7 +81,18 @@ class AgenticConfig:
                 content["settings"]["load_pattern"]["type"] == "agentic_inference" and config.trajectories > 0
             )
             _ = content["model_params"]["name"], content["endpoint_config"].keys()
-            _ = [str(one["type"]) for one in content["datasets"]]
+            _ = [str(one["type"]) for one in content["datasets"]], list(config.violations())
+            # Whatever a point needs is read here, so that a damaged file is refused before the first point.
+            config.of_point(
+                url="",
+                model=None,
+                dataset=None,
+                concurrency=1,
+                repeats=1,
+                seeds={SCHEDULER: 0, SAMPLES: 0},
+                report=Path(),
+                with_accuracy=True,
+            )
         except (LookupError, TypeError, ValueError, AttributeError, StopIteration):
             ok = False
         if not ok:
@@ -126,7 +137,7 @@ class AgenticConfig:
         if _method(self.performance) != INLINE:
             yield f"accuracy_config.eval_method of the conversations is not {INLINE}"
         for one in self._datasets("accuracy"):
-            tasks = (one["accuracy_config"].get("extras") or {}).get("num_instances")
+            tasks = ((one.get("accuracy_config") or {}).get("extras") or {}).get("num_instances")
             if _method(one) == SWE_BENCH and tasks != _TASKS:
                 yield f"num_instances of {one.get('name')} is {tasks}; must be {_TASKS}"
 
@@ -154,7 +165,7 @@ class AgenticConfig:
         if not with_accuracy:
             config["datasets"] = [one for one in config["datasets"] if one.get("type") != "accuracy"]
         conversations = next(
-            one for one in config["datasets"] if one.get("type", "performance") != "accuracy"
+            one for one in config["datasets"] if one.get("type", "performance") == "performance"
         )
         conversations["agentic_inference"]["num_trajectories_to_issue"] = self.trajectories * repeats
         if path := dataset or conversations.get("path"):

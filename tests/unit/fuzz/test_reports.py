@@ -243,7 +243,7 @@ def test_seed_sets(folder: Path, data: bytes) -> None:
         assert one.name and one.line(PUBLISHED[0].cohorts[-1])
 
 
-AGENTIC_CONFIG = {
+AGENTIC_CONFIG: dict[str, Any] = {
     "model_params": {"name": "m"},
     "datasets": [
         {
@@ -264,7 +264,23 @@ AGENTIC_CONFIG = {
 }
 
 
-@fuzz(changed([AGENTIC_CONFIG]).map(yaml_text) | damaged([yaml_text(AGENTIC_CONFIG)]), refused_by=ConfigError)
+def agentic_config(section: str, value: Any) -> tuple[bytes]:
+    return (yaml_text({**AGENTIC_CONFIG, section: value}),)
+
+
+CONVERSATIONS, SWE_BENCH = AGENTIC_CONFIG["datasets"]
+
+
+@fuzz(
+    changed([AGENTIC_CONFIG]).map(yaml_text) | damaged([yaml_text(AGENTIC_CONFIG)]),
+    refused_by=ConfigError,
+    found=[
+        agentic_config("settings", {"load_pattern": {"type": "agentic_inference"}, "runtime": None}),
+        agentic_config("datasets", [CONVERSATIONS, {"name": "swe_bench", "type": "accuracy"}]),
+        agentic_config("datasets", [{**CONVERSATIONS, "path": 5}]),
+        agentic_config("datasets", [{**CONVERSATIONS, "type": "other"}, CONVERSATIONS]),
+    ],
+)
 def test_configurations_of_agentic_points(folder: Path, data: bytes) -> None:
     (folder / "client.yaml").write_bytes(data)
     config = AgenticConfig.read(str(folder / "client.yaml"))
