@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, about
+from disagg.text_file import check_file
 from mpillm.data.tokenizer import Tokenizer
 from mpillm.options.synthetic_conversations import Normal, Spread, Uniform
 
@@ -53,6 +54,7 @@ def token_source(tokenizer: Tokenizer, vocab_size: int, text_file: Path | None) 
 
 @about("synthetic_text")
 def _text_tokens(file: Path, tokenizer: Tokenizer, vocab_size: int) -> NDArray[np.int32]:
+    check_file(file, f"--synthetic_text {file}")
     try:
         with file.open("rb") as stream:
             content = stream.read(_MAX_TEXT + 1)

@@ -87,7 +87,8 @@ class ConversationLoad(Role):
         self.n_started = self.n_ended = self.n_failed = 0  # conversations
         # Requests of started conversations that an error, a limit or the end of the time has left out.
         self.n_skipped = 0
-        self.window_s = (shape.ramp_up_s, math.inf)
+        self._n_scheduled = 0  # conversations; `max_s` may prevent some of them from starting
+        self.window_s = (shape.ramp_up_s, shape.max_s)
         """Seconds of the test between ramp-up and drain: while all conversations are open, or arrive."""
         self._turns, self._shape = turns, shape
         # A heap: seconds of the test, a number that breaks ties, conversation.
@@ -131,7 +132,7 @@ class ConversationLoad(Role):
             arrivals = np.arange(n) * (shape.ramp_up_s / shape.concurrency)
         else:
             arrivals = self._arrivals()
-            self.window_s = (shape.ramp_up_s, float(arrivals.max()))
+            self.window_s = (shape.ramp_up_s, min(shape.max_s, float(arrivals.max())))
         for at in arrivals.tolist():
             self._start_conversation(at)
 
@@ -148,10 +149,10 @@ class ConversationLoad(Role):
         return arrivals
 
     def _start_conversation(self, at: float) -> None:
-        number = self.n_started % len(self._turns)
+        number = self._n_scheduled % len(self._turns)
         first, end = self._turns.first[number : number + 2].tolist()
-        session = self._first_session + self.n_started
-        self.n_started += 1
+        session = self._first_session + self._n_scheduled
+        self._n_scheduled += 1
         self._schedule(at, _Open(first, end - first, at, number, session, self._cancel_after(end - first)))
 
     def _cancel_after(self, n_turns: int) -> list[float]:
@@ -159,13 +160,14 @@ class ConversationLoad(Role):
         if not (share := self._shape.cancel_share):
             return [math.nan] * n_turns
         # A stream for each conversation, so that the choice does not depend on the order of responses.
-        random = np.random.default_rng([self._shape.seed, _CANCELLATION, self.n_started])
+        random = np.random.default_rng([self._shape.seed, _CANCELLATION, self._n_scheduled])
         chosen = random.random(n_turns) < share
         return [self._shape.cancel_after_s if one else math.nan for one in chosen.tolist()]
 
     def _schedule(self, at: float, conversation: _Open) -> None:
         if at > self._shape.max_s:
-            self.n_skipped += conversation.n_turns - conversation.turn
+            if conversation.turn:  # it has started
+                self.n_skipped += conversation.n_turns - conversation.turn
             return
         heapq.heappush(self._due, (at, next(self._order), conversation))
 
@@ -179,6 +181,7 @@ class ConversationLoad(Role):
             _, _, conversation = heapq.heappop(self._due)
             id_ = next(self._ids)
             self._outstanding[id_] = conversation
+            self.n_started += conversation.turn == 0
             sample, cancel_after = conversation.first + conversation.turn, conversation.cancel_after
             rows.append(
                 (id_, sample, conversation.prompt, conversation.session, cancel_after[conversation.turn])
@@ -274,7 +277,7 @@ class ConversationLoad(Role):
         self.n_ended += 1
         if self._shape.concurrency is None:
             return
-        if self.n_started < self._shape.n_conversations:
+        if self._n_scheduled < self._shape.n_conversations:
             self._start_conversation(now)
         else:
             self.window_s = (self.window_s[0], min(self.window_s[1], now))

@@ -7,6 +7,7 @@ offloading and onboarding.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ class HostBlocks:
 
     def __init__(self, n_blocks: int) -> None:
         self._free = list(range(n_blocks, 0, -1))
-        self._block_of: dict[bytes, int] = {}  # by hash, the longest unused first
+        self._block_of: OrderedDict[bytes, int] = OrderedDict()  # by hash, the longest unused first
         self._copies: list[BlockCopy] = []
         self.loaded_blocks = 0  # since the start
 
@@ -66,4 +67,4 @@ class HostBlocks:
         """Return the host block of the longest unused content, which is forgotten; 0: all are held."""
         if not self._block_of:
             return 0
-        return self._block_of.pop(next(iter(self._block_of)))
+        return self._block_of.popitem(last=False)[1]

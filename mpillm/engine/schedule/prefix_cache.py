@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections import OrderedDict
 
 import numpy as np
 
@@ -29,7 +30,9 @@ class PrefixCache(BlockAllocator):
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}  # the inverse
         self._n_holders = [0] * (n_blocks + 1)
-        self._left: dict[int, None] = {}  # blocks with a hash and no holder, the longest unused first
+        # Blocks with a hash and no holder, the longest unused first. A dict would look for its first key
+        # among all those that were deleted.
+        self._left: OrderedDict[int, None] = OrderedDict()
         self.reused_blocks = 0  # since the start
 
     @property
@@ -39,8 +42,8 @@ class PrefixCache(BlockAllocator):
     def take(self, n: int) -> list[int]:
         forgotten: list[int] = []
         while len(self._free) + len(forgotten) < n:
-            block = next(iter(self._left))
-            del self._left[block], self._block_of[hash_ := self._hash_of.pop(block)]
+            block, _ = self._left.popitem(last=False)
+            del self._block_of[hash_ := self._hash_of.pop(block)]
             if self.host is not None:
                 self.host.save(hash_, block)
             forgotten.append(block)
@@ -64,7 +67,8 @@ class PrefixCache(BlockAllocator):
         """Let no sequence find the blocks that are known now."""
         self._block_of.clear()
         self._hash_of.clear()
-        unheld, self._left = list(self._left), {}
+        unheld = list(self._left)
+        self._left.clear()
         super().give_back(unheld)
         if self.host is not None:
             self.host.forget_all()

@@ -15,6 +15,8 @@ from disagg.text_file import read_text
 from mpillm.data import gguf
 from mpillm.data.dataset import BUILTIN_PROMPTS, Dataset, PromptLimits, Synthetic, load_dataset
 from mpillm.data.preprocessed.loader import LENGTHS_FILE, TOKENS_FILE, PreprocessedLoader, loader_of
+from mpillm.data.random_tokens import token_source
+from mpillm.data.row_files import read_rows
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.files import read_json
 from mpillm.loadgen.audit import prepare_audit
@@ -324,6 +326,8 @@ def test_a_pipe_or_a_device_is_refused(special: str, name: str, tmp_path: Path) 
         lambda file: _tokens_of(Path(file)),
         lambda file: prepare_audit(None, file, Path("nowhere")),
         lambda file: gguf.convert(Path(file), Path("nowhere")),
+        lambda file: token_source(BYTES, 256, Path(file)),
+        lambda file: [*read_rows(Path(file))],
     ],
 )
 @pytest.mark.parametrize("special", ["pipe", "link to a device"])

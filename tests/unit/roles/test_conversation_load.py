@@ -179,6 +179,16 @@ def test_no_request_is_issued_after_the_end(clock: Clock) -> None:
     driven = Driven(load, clock, 1.0).run()
     assert driven.issued == [(float(i), i) for i in range(4)] + [(4.0, 4)]
     assert (load.n_skipped, load.n_started, load.n_ended) == (3, 2, 1)
+    assert load.window_s == (0.0, 4.5)
+
+
+def test_conversations_that_arrive_after_the_end_do_not_start(clock: Clock) -> None:
+    shape = LoadShape(10, rate=1.0, burstiness=math.inf, max_s=3.5)  # they arrive at 1 s, 2 s, …
+    load = ConversationLoad(turns([2] * 10), shape)
+    driven = Driven(load, clock, 1.0).run()
+    assert sorted(driven.issued) == [(1.0, 0), (2.0, 1), (2.0, 2), (3.0, 3), (3.0, 4)]
+    assert (load.n_started, load.n_ended, load.n_skipped) == (3, 2, 1)
+    assert load.window_s == (0.0, 3.5)
 
 
 class Echo:
