@@ -91,6 +91,12 @@ def check_options(config: RunConfig) -> None:
         )
     if config.synthetic_conversations:
         _check_synthetic_conversations(config)
+    elif config.has_conversations and (config.dataset != "prompts" or not config.dataset_path):
+        raise ConfigError(
+            f"{config.named('harness')}: name a file of conversations with --dataset_path, or generate"
+            " conversations with --synthetic_conversations turns=5,input=128,output=32",
+            about=["harness", "dataset_path", "synthetic_conversations"],
+        )
     check_harness(config)
     check_mode(config)
 

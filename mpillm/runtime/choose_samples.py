@@ -97,12 +97,7 @@ def _load(
         return synthetic_conversations(chosen, tokenizer, limits, _are_generated(config))
     if not config.has_conversations:
         return load_dataset(chosen, tokenizer, limits, columns)
-    if not isinstance(chosen, Path):
-        raise ConfigError(
-            f"{config.named('harness')}: name a file of conversations with --dataset_path, or generate"
-            " conversations with --synthetic_conversations turns=5,input=128,output=32",
-            about=["harness", "dataset_path", "synthetic_conversations"],
-        )
+    assert isinstance(chosen, Path)  # `option_conflicts` refuses others
     choice = ConversationChoice(
         config.trace_columns, config.max_input_len, config.seed if config.shuffle else None
     )

@@ -16,6 +16,8 @@ from mpillm.options.options import parse_run, run_name
 from mpillm.stages.commands import run_harness as in_turn
 from tests.helpers.configured import DUMMY
 
+CONVERSATIONS = ("--harness", "conversations")
+
 
 @pytest.mark.parametrize(
     ("argv", "words"),
@@ -35,6 +37,28 @@ from tests.helpers.configured import DUMMY
             ["--tensor_parallelism", "no meaning with --mode disaggregated"],
         ),
         (["--core_type", "torch"], ["--model_path", "tiny-llama"]),
+        (["--cache_salt", "conversation"], ["--cache_salt conversation needs --harness conversations"]),
+        ([*CONVERSATIONS], ["name a file of conversations with --dataset_path"]),
+        ([*CONVERSATIONS, "--dataset", "synthetic"], ["name a file of conversations with --dataset_path"]),
+        (
+            [*CONVERSATIONS, "--synthetic_conversations", "output=999"],
+            ["output of 999 tokens is more than max_output_len 128 (default), where every answer ends; set"],
+        ),
+        (
+            [*CONVERSATIONS, "--synthetic_conversations", "turns=2", "--dataset_path", "x"],
+            ["groups=1,prefix=0,zipf=0 and --dataset_path x exclude each other"],
+        ),
+        (["--synthetic_conversations", "turns=2"], ["has no effect without --harness conversations"]),
+        (
+            [*CONVERSATIONS, "--dataset_path", "x", "--request_cancellation_delay", "1"],
+            ["--request_cancellation_delay 1.0 has no effect without --request_cancellation_rate"],
+        ),
+        (
+            ["--request_cancellation_rate", "5", "--on_instance_loss", "continue"],
+            ["exclude each other: a lost request cannot be cancelled"],
+        ),
+        (["--history", "generated"], ["--history generated has no effect without --harness conversations"]),
+        (["--endpoint_type", "chat"], ["--endpoint_type chat has no effect on the dummy core"]),
     ],
 )
 def test_options_that_do_not_go_together(argv: list[str], words: list[str]) -> None:
