@@ -343,17 +343,20 @@ def test_an_answer_without_end_is_given_up(kind: str, way: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("piece", "pause_s", "message"),
+    ("piece", "pause_s", "silence_s", "message"),
     [
-        (chunk(b": still here\n\n"), 0.1, "sent data, but no answer, for 1 s"),
-        (chunk(b"x" * (1 << 16)), 0.0, "bytes without an event"),
-        (chunk(event(choice([7], "t")) * 100), 0.0, r"more than 208 events"),
+        (chunk(b": still here\n\n"), 0.1, 1.0, "sent data, but no answer, for 1 s"),
+        (chunk(b"x" * (1 << 16)), 0.0, 300.0, "bytes without an event"),
+        (chunk(event(choice([7], "t")) * 100), 0.0, 300.0, r"more than 208 events"),
     ],
+    ids=["comments", "no event", "too many events"],
 )
-def test_a_stream_without_end_is_given_up(piece: bytes, pause_s: float, message: str) -> None:
+def test_a_stream_without_end_is_given_up(
+    piece: bytes, pause_s: float, silence_s: float, message: str
+) -> None:
     async def run() -> None:
         reply = without_end(STREAM, piece, pause_s)
-        async with led(generations=[says(reply)], silence_s=1.0) as it:
+        async with led(generations=[says(reply)], silence_s=silence_s) as it:
             _, text = await it.ask({**BODY, "stream": True})
             last = text.split("\n\n")[-2].removeprefix("data: ")
             assert re.search(message, json.loads(last)["error"]["message"])
