@@ -21,6 +21,7 @@ from mpillm.options.sources import Source
 from mpillm.options.unused_options import SERVER_SIZES, of_engine
 from mpillm.programs.servers.kind import ServerKind, ServerNode, ServerSpec
 from mpillm.programs.servers.kinds import kind_of
+from mpillm.programs.servers.server_options import advice_on
 from mpillm.roles.server import MAX_RESTARTS
 
 _MAX_LISTED = 4  # servers of each role
@@ -193,5 +194,8 @@ def _option_lines(specs: Sequence[ServerSpec]) -> list[str]:
     if unknown := release.unknown(arg for spec in specs for arg in spec.command().argv):
         option, suffix = ("server_args", "") if unknown[0] in own else ("server", ", which mpillm uses")
         raise ConfigError(f"--{option}: {release.why_unknown(unknown[0])}{suffix}", about=[option])
-    deprecated = ((name, advice) for name, advice in release.deprecated.items() if name in own)
-    return lines + [f"--server_args: {release} deprecates {name}; {advice}" for name, advice in deprecated]
+    return lines + [
+        f"--server_args: {release} deprecates {name}; {advice_on(new_name)}"
+        for name, new_name in release.deprecated.items()
+        if name in own
+    ]

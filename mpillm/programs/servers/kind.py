@@ -211,8 +211,12 @@ class ServerKind(ProgramKind[ServerSpec]):
         return installed_release(self.name, self.option_source) if self.option_source else None
 
     def explain(self, log: str) -> str:
+        return super().explain(log) or self._unknown_options(log)
+
+    def _unknown_options(self, log: str) -> str:
+        """Return the options that the server rejected, with any new names; "" if it rejected none."""
         if (rejected := _REJECTED.search(log)) is None:
-            return super().explain(log)
+            return ""
         names = dict.fromkeys(_OPTION_NAME.findall(rejected[1].partition(" could match ")[0]))
         advice = {name: self.option_source.advice(name) if self.option_source else "" for name in names}
         listed = ", ".join(f"{name} ({text})" if text else name for name, text in advice.items())

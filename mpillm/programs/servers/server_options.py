@@ -42,13 +42,18 @@ class OptionSource:
     package: str
     files: tuple[str, ...]  # patterns, in the package
     is_flexible: bool = False  # its parser takes --max_num_seqs, and --no-, --enable- or --disable- of a name
-    # By release, from its source: the old name, and the advice.
+    # By release, from its source: the old name, and the new one ("": none).
     removed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     deprecated: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def advice(self, name: str) -> str:
-        """Return the advice for a name that some release has removed; "" if there is none."""
-        return next((names[name] for names in self.removed.values() if name in names), "")
+        """Return the advice for a name that some release has removed; "" for other names."""
+        return next((advice_on(names[name]) for names in self.removed.values() if name in names), "")
+
+
+def advice_on(new_name: str) -> str:
+    """Return what to do about an old name."""
+    return f"use {new_name}" if new_name else "leave it out"
 
 
 @dataclass(frozen=True)
@@ -80,12 +85,12 @@ class Release:
 
     @cached_property
     def removed(self) -> Mapping[str, str]:
-        """The removed options with advice."""
+        """The removed options, with their new names."""
         return self._until_now(self.source.removed)
 
     @cached_property
     def deprecated(self) -> Mapping[str, str]:
-        """The deprecated options with advice."""
+        """The deprecated options, with their new names."""
         return self._until_now(self.source.deprecated)
 
     def _until_now(self, changes: Mapping[str, Mapping[str, str]]) -> Mapping[str, str]:
@@ -140,7 +145,7 @@ class Release:
 
     def why_unknown(self, name: str) -> str:
         """Return a message about an option that the release does not have, with any known new name."""
-        advice = self.removed.get(name) or self.source.advice(name)
+        advice = self.source.advice(name)
         return f"{self} has no {name}" + (f"; {advice}" if advice else nearest(name, self.names, 0.75))
 
 

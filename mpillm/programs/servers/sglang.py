@@ -49,66 +49,66 @@ def _fix_acceptance(spec: ServerSpec, length: float) -> Command:
     return Command(spec.args, {f"{_ACCEPTANCE}_{name}": value for name, value in variables.items()})
 
 
-# By comparing the wheels of all releases from 0.5.14 to 0.5.23.
+# From the wheels of all releases from 0.5.14 to 0.5.23.
 _OPTIONS = OptionSource(
     package="sglang",
     files=("srt/server_args.py", "srt/arg_groups/**/*.py", "cli/*.py"),
     removed={
         "0.5.16": {
-            "--enable-deepep-waterfill": "leave it out",
-            "--optimistic-prefill-retries": "leave it out",
+            "--enable-deepep-waterfill": "",
+            "--optimistic-prefill-retries": "",
         },
-        "0.5.18": {"--torchao-config": "use --quantization"},
+        "0.5.18": {"--torchao-config": ""},
         "0.5.20": {
-            "--cuda-graph-bs": "use --cuda-graph-bs-decode",
-            "--cuda-graph-max-bs": "use --cuda-graph-max-bs-decode",
-            "--disable-piecewise-cuda-graph": "use --cuda-graph-backend-prefill=disabled",
-            "--enable-breakable-cuda-graph": "use --cuda-graph-backend-prefill=breakable",
-            "--enforce-piecewise-cuda-graph": "use --cuda-graph-backend-prefill=tc_piecewise",
-            "--piecewise-cuda-graph-compiler": "leave it out",
-            "--piecewise-cuda-graph-max-tokens": "use --cuda-graph-max-bs-prefill",
-            "--piecewise-cuda-graph-tokens": "use --cuda-graph-bs-prefill",
+            "--cuda-graph-bs": "--cuda-graph-bs-decode",
+            "--cuda-graph-max-bs": "--cuda-graph-max-bs-decode",
+            "--disable-piecewise-cuda-graph": "--cuda-graph-backend-prefill=disabled",
+            "--enable-breakable-cuda-graph": "--cuda-graph-backend-prefill=breakable",
+            "--enforce-piecewise-cuda-graph": "--cuda-graph-backend-prefill=tc_piecewise",
+            "--piecewise-cuda-graph-compiler": "",
+            "--piecewise-cuda-graph-max-tokens": "--cuda-graph-max-bs-prefill",
+            "--piecewise-cuda-graph-tokens": "--cuda-graph-bs-prefill",
             **dict.fromkeys(
                 (
                     "--enable-prefill-context-parallel",
                     "--enable-nsa-prefill-context-parallel",
                     "--enable-dsa-prefill-context-parallel",
                 ),
-                "use --enable-prefill-cp",
+                "--enable-prefill-cp",
             ),
             **dict.fromkeys(
                 ("--prefill-cp-mode", "--nsa-prefill-cp-mode", "--dsa-prefill-cp-mode"),
-                "use --cp-strategy, with zigzag for in-seq-split and interleave for round-robin-split",
+                "--cp-strategy",
             ),
-            "--nsa-decode-backend": "use --dsa-decode-backend",
-            "--nsa-prefill-backend": "use --dsa-prefill-backend",
-            "--mamba-scheduler-strategy": "use --mamba-radix-cache-strategy",
-            "--enable-gdn-replayssm-spec": "use --enable-linear-replayssm-spec",
-            "--speculative-dflash-draft-window-size": "use --speculative-draft-window-size",
-            "--enable-expert-distribution-metrics": "use --expert-balancedness-report-mode",
-            "--stream-output": "use --incremental-streaming-output",
-            "--collect-tokens-histogram": "leave it out: --enable-metrics includes it",
-            "--prefill-round-robin-balance": "leave it out",
-            "--custom-sigquit-handler": "leave it out",
-            "--stat-loggers": "leave it out",
+            "--nsa-decode-backend": "--dsa-decode-backend",
+            "--nsa-prefill-backend": "--dsa-prefill-backend",
+            "--mamba-scheduler-strategy": "--mamba-radix-cache-strategy",
+            "--enable-gdn-replayssm-spec": "--enable-linear-replayssm-spec",
+            "--speculative-dflash-draft-window-size": "--speculative-draft-window-size",
+            "--enable-expert-distribution-metrics": "--expert-balancedness-report-mode",
+            "--stream-output": "--incremental-streaming-output",
+            "--collect-tokens-histogram": "",
+            "--prefill-round-robin-balance": "",
+            "--custom-sigquit-handler": "",
+            "--stat-loggers": "",
         },
         "0.5.21": {
-            "--elastic-ep-rejoin": "use --elastic-ep-join-mode recover",
-            "--keep-mm-feature-on-device": "use --mm-feature-transport=cuda_ipc",
+            "--elastic-ep-rejoin": "--elastic-ep-join-mode=recover",
+            "--keep-mm-feature-on-device": "--mm-feature-transport=cuda_ipc",
         },
-        "0.5.22": {"--cuda-graph-tc-compiler": "leave it out"},
-        "0.5.23": {"--speculative-skip-dp-mlp-sync": "leave it out"},
+        "0.5.22": {"--cuda-graph-tc-compiler": ""},
+        "0.5.23": {"--speculative-skip-dp-mlp-sync": ""},
     },
     deprecated={
         "0.5.14": {
-            "--disable-cuda-graph": "use --cuda-graph-backend-decode=disabled and"
+            "--disable-cuda-graph": "--cuda-graph-backend-decode=disabled and"
             " --cuda-graph-backend-prefill=disabled",
-            "--enable-flashinfer-allreduce-fusion": "use --flashinfer-allreduce-fusion-backend=auto",
+            "--enable-flashinfer-allreduce-fusion": "--flashinfer-allreduce-fusion-backend=auto",
         },
-        "0.5.16": {"--grpc-mode": "use --smg-grpc-mode"},
-        "0.5.18": {"--disable-fast-image-processor": "use --image-processor-backend=pil"},
-        "0.5.22": {"--enable-dp-attention": "use --attn-dp-size N instead of it and of --dp-size N"},
-        "0.5.23": {"--monokernel-backend": "use --enable-amd-monokernel"},
+        "0.5.16": {"--grpc-mode": "--smg-grpc-mode"},
+        "0.5.18": {"--disable-fast-image-processor": "--image-processor-backend=pil"},
+        "0.5.22": {"--enable-dp-attention": "--attn-dp-size N instead of it and of --dp-size N"},
+        "0.5.23": {"--monokernel-backend": "--enable-amd-monokernel"},
     },
 )
 

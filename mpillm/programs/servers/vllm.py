@@ -116,34 +116,34 @@ def _notes(spec: ServerSpec) -> Sequence[str]:
     )
 
 
-# By comparing the wheels of 0.14, 0.20, 0.24, 0.28, 0.32 and 0.33: the first of these with the change.
+# From the wheels of 0.14, 0.20, 0.24, 0.28, 0.32 and 0.33: the first of these with the change.
 _OPTIONS = OptionSource(
     package="vllm",
     files=("engine/arg_utils.py", "entrypoints/**/cli_args.py", "entrypoints/cli/*.py"),
     is_flexible=True,
     removed={
-        "0.14": {"--task": "use --runner or --convert"},
+        "0.14": {"--task": "--runner"},
         "0.20": {
-            "--disable-log-requests": "use --no-enable-log-requests",
-            "--swap-space": "leave it out",
-            "--disable-frontend-multiprocessing": "leave it out",
+            "--disable-log-requests": "--no-enable-log-requests",
+            "--swap-space": "",
+            "--disable-frontend-multiprocessing": "",
         },
         "0.28": {
-            "--max-num-partial-prefills": "leave it out",
-            "--max-long-partial-prefills": "leave it out",
-            "--calculate-kv-scales": "leave it out",
-            "--override-attention-dtype": "leave it out",
+            "--max-num-partial-prefills": "",
+            "--max-long-partial-prefills": "",
+            "--calculate-kv-scales": "",
+            "--override-attention-dtype": "",
         },
-        "0.32": {"--enable-bf16x3-router-gemm": "leave it out"},
+        "0.32": {"--enable-bf16x3-router-gemm": ""},
     },
     deprecated={
         "0.32": {
-            "--log-config-file": "use --logging-config.pylogging_config_file",
-            "--disable-cascade-attn": "it has no effect",
+            "--log-config-file": "--logging-config.pylogging_config_file",
+            "--disable-cascade-attn": "",
         },
         "0.33": {
-            "--mamba-cache-mode": "it has no effect",
-            "--ir-op-priority": "leave it out",
+            "--mamba-cache-mode": "",
+            "--ir-op-priority": "",
         },
     },
 )

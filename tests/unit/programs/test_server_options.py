@@ -89,7 +89,7 @@ def lines(kind: str, args: str = "", **options: str) -> list[str]:
             "--cuda-graph-max-bs 8",
             "sglang 0.5.23 has no --cuda-graph-max-bs; use --cuda-graph-max-bs-decode$",
         ),
-        ("--torchao-config=int8wo", "has no --torchao-config; use --quantization$"),
+        ("--torchao-config=int8wo", "has no --torchao-config; leave it out$"),
         ("--tp_size 2", r"has no --tp_size \(did you mean '--tp-size'\?\)$"),
         ("--tp-size 2 --no-such-option", "^--server_args: sglang 0.5.23 has no --no-such-option$"),
     ],
