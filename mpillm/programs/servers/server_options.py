@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -189,6 +188,8 @@ def _release(program: str, source: OptionSource) -> Release:
 
 def _package_folder(program: str, package: str) -> Path | str:
     """Return the folder of a package that a script's Python imports, or why it is unknown."""
+    import subprocess  # few runs start servers
+
     if (match := _PYTHON.match(_read(Path(program)))) is None:
         return f"{program} is not a Python script"
     environment = clean_environment(os.environ)
