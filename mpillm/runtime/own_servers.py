@@ -21,6 +21,7 @@ from mpillm.options.sources import Source
 from mpillm.options.unused_options import SERVER_SIZES, of_engine
 from mpillm.programs.servers.kind import ServerKind, ServerNode, ServerSpec
 from mpillm.programs.servers.kinds import kind_of
+from mpillm.programs.servers.server_options import advice_on
 from mpillm.roles.server import MAX_RESTARTS
 
 _MAX_LISTED = 4  # servers of each role
@@ -83,6 +84,7 @@ def server_specs(
             about=["server", "mode"],
         )
     restarts = MAX_RESTARTS if config.on_instance_loss == "restart" else 0
+    release = kind.release()
     specs = []
     for server, (index, rank) in [(one, part) for one in plan.servers for part in enumerate(one.parts)]:
         nodes = {plan.ranks[rank].node for rank in (server.owner, *server.clients)}
@@ -104,6 +106,8 @@ def server_specs(
                 reached_at=reached_at,
                 address=reached_at,
                 restarts=restarts if server.role != "context" else 0,
+                stall_s=config.stall_timeout,
+                release=release,
                 role=server.role,
                 resets_prefix_cache=config.reset_prefix_cache,
                 profiles=config.profile,
@@ -145,9 +149,10 @@ def _llm_args(config: RunConfig, role: str) -> dict[str, Any]:
 
 
 def server_lines(plan: WorldPlan, specs: Sequence[ServerSpec]) -> list[str]:
-    """Return lines with the ranks and the command lines of the servers.
+    """Return lines with the ranks and the command lines of the servers, and with doubtful options.
 
-    Raises ConfigError for a value that the kind of server does not support.
+    Raises ConfigError for a value that the kind of server does not support, or an option that the installed
+    release does not know.
     """
     try:
         commands = [tuple(one.command().shell_args()) for one in specs]
@@ -172,4 +177,25 @@ def server_lines(plan: WorldPlan, specs: Sequence[ServerSpec]) -> list[str]:
         lines.append(f"{one.title}: {where}{devices}{clients}")
     if len(specs) > len(listed):
         lines.append(f"and {len(specs) - len(listed)} more servers like these")
-    return lines
+    return lines + _option_lines(specs)
+
+
+def _option_lines(specs: Sequence[ServerSpec]) -> list[str]:
+    """Return lines about options in the servers' command lines. Raises ConfigError for unknown options."""
+    lines = [*dict.fromkeys(line for spec in specs if spec.kind.notes for line in spec.kind.notes(spec))]
+    if not specs or (release := specs[0].release) is None:
+        return lines
+    args = specs[0].args
+    if release.unreadable:
+        return (
+            [*lines, f"--server_args: not checked before the start: {release.unreadable}"] if args else lines
+        )
+    own = release.options(args)
+    if unknown := release.unknown(arg for spec in specs for arg in spec.command().argv):
+        option, suffix = ("server_args", "") if unknown[0] in own else ("server", ", which mpillm uses")
+        raise ConfigError(f"--{option}: {release.why_unknown(unknown[0])}{suffix}", about=[option])
+    return lines + [
+        f"--server_args: {release} deprecates {name}; {advice_on(new_name)}"
+        for name, new_name in release.deprecated.items()
+        if name in own
+    ]

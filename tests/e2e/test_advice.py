@@ -345,7 +345,8 @@ OTHERS = {
     *("job_name", "account", "partition", "output", "script"),
     *("no_enable_prefix_caching", "disable_radix_cache"),  # vLLM's and SGLang's
     *("kv_transfer_config", "disable_log_stats", "profiler_config"),  # vLLM's
-    *("mem_fraction_static", "disable_cuda_graph", "speculative_algorithm"),  # SGLang's
+    *("mem_fraction_static", "speculative_algorithm", "attn_dp_size", "dp_size"),  # SGLang's
+    *("cuda_graph_backend_decode", "cuda_graph_backend_prefill"),
     *("vboost", "power_limit", "kill_on_bad_exit", "local_dir"),  # nvidia-smi's, srun's and hf's
     "proxy_id",  # of MPICH's proxies
     # the submission checker's, mpirun's, pip's, tritonserver's, trtllm-serve's and TensorRT-LLM's scripts'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from launch.command import Command, KnownFailure
 from mpillm.devices import as_visible
 from mpillm.programs.kind import ProgramKind
 from mpillm.programs.servers.acceptance import OPTION
+from mpillm.programs.servers.server_options import OptionSource, Release, installed_release
 
 Option = Callable[[Any], Sequence[str]]
 """From an option's value to arguments. Raises ValueError: the server has nothing like it."""
@@ -44,6 +46,8 @@ class ServerSpec:
     host: str = "127.0.0.1"  # where it listens
     reached_at: str = "127.0.0.1"  # the host, as its clients name it
     restarts: int = 0  # allowed in the test
+    stall_s: float = math.inf  # longest silence in the test
+    release: Release | None = None  # the installed one; None: unknown
     role: str = ""  # context or generation, in disaggregated serving
     resets_prefix_cache: bool = False  # it needs a route that empties its prefix cache
     profiles: bool = False  # it needs routes that start and stop its profiler
@@ -82,6 +86,11 @@ class ServerSpec:
         return self.base.with_name(f"{self.base.name}_profile").absolute()
 
     @property
+    def stacks_folder(self) -> Path:
+        """The folder for the stacks of its threads, if it hangs."""
+        return self.base.with_name(f"{self.base.name}_stacks").absolute()
+
+    @property
     def visible_devices(self) -> Sequence[str] | None:
         """Its GPUs for CUDA_VISIBLE_DEVICES; None if it has none, or chooses by itself."""
         return None if self.devices is None or not self.kind.takes_gpus else as_visible(self.devices)
@@ -99,6 +108,7 @@ class ServerSpec:
         return self.kind.command(self)
 
 
+_LOOK_AT = "look at --server_args, and at the version of the server"
 COMMON_FAILURES = (
     KnownFailure(
         r"CUDA out of memory|OutOfMemoryError|\bCUDA_ERROR_OUT_OF_MEMORY|No available memory for the cache",
@@ -117,9 +127,9 @@ COMMON_FAILURES = (
         "accept its licence and set HF_TOKEN, or name a folder with --model_path",
     ),
     KnownFailure(
-        r"unrecognized arguments|No such option|error: argument|invalid choice",
-        "it does not know one of its options",
-        "look at --server_args, and at the version of the server",
+        r"error: argument|invalid choice",
+        "it does not accept the value of one of its options",
+        _LOOK_AT,
     ),
     KnownFailure(
         r"no kernel image is available|not compiled with|requires compute capability",
@@ -137,6 +147,11 @@ COMMON_FAILURES = (
         "install it there, or activate the environment that has the server",
     ),
 )
+
+
+# What argparse and click print about an option.
+_REJECTED = re.compile(r"(?:unrecognized arguments|No such option|ambiguous option):? ([^\n]{1,1000})")
+_OPTION_NAME = re.compile(r"(?<![^\s'\"])--?[A-Za-z][\w-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +189,11 @@ class ServerKind(ProgramKind[ServerSpec]):
     # As `disagg`, for a profiler that routes start and stop; None: it has no such routes.
     profiler: Callable[[ServerSpec], Command] | None = None
     acceptance_setting: str = ""  # part of the server's own name of that setting
+    by_release: Callable[[ServerSpec], Command] | None = (
+        None  # as `disagg`, if the installed release has them
+    )
+    option_source: OptionSource | None = None  # where the program's options are defined; None: not checked
+    notes: Callable[[ServerSpec], Sequence[str]] | None = None  # lines for the plan
 
     common_failures = COMMON_FAILURES
 
@@ -185,6 +205,22 @@ class ServerKind(ProgramKind[ServerSpec]):
         """Return whether an option of mpillm has a meaning for it."""
         is_acceptance = name == OPTION and self.fix_acceptance is not None
         return is_acceptance or name in self.options or name in self.in_file
+
+    def release(self) -> Release | None:
+        """Return the installed release; None if there is none here, or its options are not checked."""
+        return installed_release(self.name, self.option_source) if self.option_source else None
+
+    def explain(self, log: str) -> str:
+        return super().explain(log) or self._unknown_options(log)
+
+    def _unknown_options(self, log: str) -> str:
+        """Return the options that the server rejected, with any new names; "" if it rejected none."""
+        if (rejected := _REJECTED.search(log)) is None:
+            return ""
+        names = dict.fromkeys(_OPTION_NAME.findall(rejected[1].partition(" could match ")[0]))
+        advice = {name: self.option_source.advice(name) if self.option_source else "" for name in names}
+        listed = ", ".join(f"{name} ({text})" if text else name for name, text in advice.items())
+        return f"it does not know {listed or 'one of its options'}: {_LOOK_AT}"
 
     def command(self, spec: ServerSpec) -> Command:
         args = [*self.arguments(spec)]
@@ -207,6 +243,7 @@ class ServerKind(ProgramKind[ServerSpec]):
             self.profiler if spec.profiles else None,
             self.disagg if spec.role else None,
             self.multi_node if spec.node.n > 1 else None,
+            self.by_release,
         )
         for extend in filter(None, more):
             args += extend(spec).argv

@@ -8,6 +8,7 @@ from typing import Any
 from launch.command import Command, KnownFailure
 from mpillm.programs.servers.acceptance import check_length, number_of, value_of
 from mpillm.programs.servers.kind import ServerKind, ServerSpec, named, switch
+from mpillm.programs.servers.server_options import OptionSource
 
 
 def _arguments(spec: ServerSpec) -> Sequence[str]:
@@ -48,6 +49,70 @@ def _fix_acceptance(spec: ServerSpec, length: float) -> Command:
     return Command(spec.args, {f"{_ACCEPTANCE}_{name}": value for name, value in variables.items()})
 
 
+# From the wheels of all releases from 0.5.14 to 0.5.23.
+_OPTIONS = OptionSource(
+    package="sglang",
+    files=("srt/server_args.py", "srt/arg_groups/**/*.py", "cli/*.py"),
+    removed={
+        "0.5.16": {
+            "--enable-deepep-waterfill": "",
+            "--optimistic-prefill-retries": "",
+        },
+        "0.5.18": {"--torchao-config": ""},
+        "0.5.20": {
+            "--cuda-graph-bs": "--cuda-graph-bs-decode",
+            "--cuda-graph-max-bs": "--cuda-graph-max-bs-decode",
+            "--disable-piecewise-cuda-graph": "--cuda-graph-backend-prefill=disabled",
+            "--enable-breakable-cuda-graph": "--cuda-graph-backend-prefill=breakable",
+            "--enforce-piecewise-cuda-graph": "--cuda-graph-backend-prefill=tc_piecewise",
+            "--piecewise-cuda-graph-compiler": "",
+            "--piecewise-cuda-graph-max-tokens": "--cuda-graph-max-bs-prefill",
+            "--piecewise-cuda-graph-tokens": "--cuda-graph-bs-prefill",
+            **dict.fromkeys(
+                (
+                    "--enable-prefill-context-parallel",
+                    "--enable-nsa-prefill-context-parallel",
+                    "--enable-dsa-prefill-context-parallel",
+                ),
+                "--enable-prefill-cp",
+            ),
+            **dict.fromkeys(
+                ("--prefill-cp-mode", "--nsa-prefill-cp-mode", "--dsa-prefill-cp-mode"),
+                "--cp-strategy",
+            ),
+            "--nsa-decode-backend": "--dsa-decode-backend",
+            "--nsa-prefill-backend": "--dsa-prefill-backend",
+            "--mamba-scheduler-strategy": "--mamba-radix-cache-strategy",
+            "--enable-gdn-replayssm-spec": "--enable-linear-replayssm-spec",
+            "--speculative-dflash-draft-window-size": "--speculative-draft-window-size",
+            "--enable-expert-distribution-metrics": "--expert-balancedness-report-mode",
+            "--stream-output": "--incremental-streaming-output",
+            "--collect-tokens-histogram": "",
+            "--prefill-round-robin-balance": "",
+            "--custom-sigquit-handler": "",
+            "--stat-loggers": "",
+        },
+        "0.5.21": {
+            "--elastic-ep-rejoin": "--elastic-ep-join-mode=recover",
+            "--keep-mm-feature-on-device": "--mm-feature-transport=cuda_ipc",
+        },
+        "0.5.22": {"--cuda-graph-tc-compiler": ""},
+        "0.5.23": {"--speculative-skip-dp-mlp-sync": ""},
+    },
+    deprecated={
+        "0.5.14": {
+            "--disable-cuda-graph": "--cuda-graph-backend-decode=disabled and"
+            " --cuda-graph-backend-prefill=disabled",
+            "--enable-flashinfer-allreduce-fusion": "--flashinfer-allreduce-fusion-backend=auto",
+        },
+        "0.5.16": {"--grpc-mode": "--smg-grpc-mode"},
+        "0.5.18": {"--disable-fast-image-processor": "--image-processor-backend=pil"},
+        "0.5.22": {"--enable-dp-attention": "--attn-dp-size N instead of it and of --dp-size N"},
+        "0.5.23": {"--monokernel-backend": "--enable-amd-monokernel"},
+    },
+)
+
+
 SGLANG = ServerKind(
     name="sglang",
     arguments=_arguments,
@@ -76,7 +141,8 @@ SGLANG = ServerKind(
         KnownFailure(
             r"Capture .{0,200}[Gg]raph failed",
             "its graphs could not be captured, most often for want of GPU memory",
-            "lower --kv_cache_free_gpu_mem_fraction, or add --disable-cuda-graph to --server_args",
+            "lower --kv_cache_free_gpu_mem_fraction, or add --cuda-graph-backend-decode=disabled (for prompts"
+            " --cuda-graph-backend-prefill=disabled) to --server_args",
         ),
     ),
     names_model=True,
@@ -84,6 +150,7 @@ SGLANG = ServerKind(
     profiler=lambda spec: Command((), {"SGLANG_TORCH_PROFILER_DIR": str(spec.profile_folder)}),
     fix_acceptance=_fix_acceptance,
     acceptance_setting=_ACCEPTANCE,
+    option_source=_OPTIONS,
     install="pip install sglang, or activate the environment that has it",
     no_disagg="its context and generation servers need a request simultaneously, with a bootstrap_room, which"
     " mpillm does not send; start them with SGLang's router, and name that with --trtllm_server_urls",

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from launch.command import Command, KnownFailure
 from mpillm.programs.servers.acceptance import check_length, number_of, value_of
 from mpillm.programs.servers.kind import ServerKind, ServerSpec, named, switch
+from mpillm.programs.servers.server_options import OptionSource
 
 _SIDE_CHANNEL = "side_channel"
 _SPECULATION = "--speculative-config"
 _DRAFT_TOKENS = "num_speculative_tokens"
+_KV_TRANSFER, _POLICY = "--kv-transfer-config", "kv_load_failure_policy"
+_WATCHDOG = "--watchdog-config"
+_MAX_STEP_S = 300  # vLLM's own default for a step that hangs
 _KV_ROLES = {"context": "kv_producer", "generation": "kv_consumer"}
 
 
@@ -35,7 +40,7 @@ def _disagg(spec: ServerSpec) -> Command:
         "VLLM_NIXL_SIDE_CHANNEL_HOST": spec.address,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(spec.more_ports[_SIDE_CHANNEL]),
     }
-    return Command(("--kv-transfer-config", kv), channel)
+    return Command((_KV_TRANSFER, kv), channel)
 
 
 def _multi_node(spec: ServerSpec) -> Command:
@@ -87,6 +92,63 @@ def _profiler(spec: ServerSpec) -> Command:
     return Command(("--profiler-config", json.dumps(config)))
 
 
+def _watchdog(spec: ServerSpec) -> Command:
+    """Let it write the stacks of a step that hangs, before mpillm ends the run. It also does so when it ends.
+
+    Each of its engines and workers has a thread for it: see vllm/utils/watch_dog.py.
+    """
+    is_set = any(arg.replace("_", "-").startswith(_WATCHDOG) for arg in spec.args)
+    if is_set or spec.release is None or not spec.release.has(_WATCHDOG):
+        return Command(())
+    timeout_s = int(min(max(spec.stall_s / 2, 1), _MAX_STEP_S))
+    config = {"dump_dir": str(spec.stacks_folder), "timeout": timeout_s, "check_interval": min(timeout_s, 10)}
+    return Command((_WATCHDOG, json.dumps(config)))
+
+
+def _notes(spec: ServerSpec) -> Sequence[str]:
+    """Return a line if a prompt whose KV cache does not arrive is computed again, without an error."""
+    text = " ".join(spec.args).replace("-", "_")
+    if spec.role != "generation" or not re.search(rf"{_POLICY}\W{{1,9}}recompute\b", text):
+        return ()
+    return (
+        f"--server_args: {_POLICY} recompute: generation servers compute a prompt again if its KV cache does"
+        " not arrive; a test with such prompts is INVALID",
+    )
+
+
+# From the wheels of 0.14, 0.20, 0.24, 0.28, 0.32 and 0.33: the first of these with the change.
+_OPTIONS = OptionSource(
+    package="vllm",
+    files=("engine/arg_utils.py", "entrypoints/**/cli_args.py", "entrypoints/cli/*.py"),
+    is_flexible=True,
+    removed={
+        "0.14": {"--task": "--runner"},
+        "0.20": {
+            "--disable-log-requests": "--no-enable-log-requests",
+            "--swap-space": "",
+            "--disable-frontend-multiprocessing": "",
+        },
+        "0.28": {
+            "--max-num-partial-prefills": "",
+            "--max-long-partial-prefills": "",
+            "--calculate-kv-scales": "",
+            "--override-attention-dtype": "",
+        },
+        "0.32": {"--enable-bf16x3-router-gemm": ""},
+    },
+    deprecated={
+        "0.32": {
+            "--log-config-file": "--logging-config.pylogging_config_file",
+            "--disable-cascade-attn": "",
+        },
+        "0.33": {
+            "--mamba-cache-mode": "",
+            "--ir-op-priority": "",
+        },
+    },
+)
+
+
 VLLM = ServerKind(
     name="vllm",
     arguments=_arguments,
@@ -133,6 +195,9 @@ VLLM = ServerKind(
     reset_route=lambda spec: Command((), {"VLLM_SERVER_DEV_MODE": "1"}),
     profiler=_profiler,
     fix_acceptance=_fix_acceptance,
+    by_release=_watchdog,
+    option_source=_OPTIONS,
+    notes=_notes,
     acceptance_setting="synthetic_acceptance",
     install="pip install vllm, or activate the environment that has it",
 )

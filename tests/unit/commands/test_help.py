@@ -56,7 +56,15 @@ EXEMPT = {
     | {"dry_run", "world_size"},
     # read of the CoreConfig whose memory is looked at, and of the run that a plan is for, to be refused
     "plan": {
-        *("beam_width", "drain_deadline", "end_ids", "max_output_len", "on_instance_loss", "stop_words"),
+        *(
+            "beam_width",
+            "drain_deadline",
+            "end_ids",
+            "max_output_len",
+            "on_instance_loss",
+            "stall_timeout",
+            "stop_words",
+        ),
         "test_deadline",
     }
     | {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mpillm.experiments.selftest import CaseBuilder, cases
+from mpillm.experiments.selftest import CaseBuilder, cases, option_named
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,15 @@ def test_a_tensor_parallel_size_that_the_model_can_be_cut_into(
     argv = found[name].argv
     assert name == f"TP {size}" and argv[argv.index("--tensor_parallelism") + 1] == str(size)
     assert argv[argv.index("-n") + 1] == ("2" if server else str(1 + size))
+
+
+@pytest.mark.parametrize(
+    ("cause", "status"),
+    [("sglang 0.5.23 has no --no-such-option-of-any-server", "ok"), ("a model is missing", "failure")],
+)
+def test_an_option_that_is_refused_before_the_start(cause: str, status: str, tmp_path: Path) -> None:
+    (log := tmp_path / "log").write_text(
+        f"$ run --no-such-option-of-any-server\nmpillm: failed before anything was loaded\n  {cause}\n"
+    )
+    verdict, text = option_named(tmp_path)(2, log)
+    assert verdict.value == status and cause in text

@@ -21,10 +21,17 @@ from mpillm.options.layers import layers_of
 from mpillm.options.option_conflicts import check_conflicts
 from mpillm.options.run_config import RunConfig
 from mpillm.options.unused_options import check_unused
+from mpillm.programs.servers.kind import ServerKind
 from mpillm.runtime.own_servers import gpus_of_servers, server_lines, server_specs
 from mpillm.runtime.yaml_effects import check_yaml
 
 EIGHT = tuple(Gpu(f"uuid{index}", "H200", 141 << 30, 140 << 30) for index in range(8))
+
+
+@pytest.fixture(autouse=True)
+def no_server_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Command lines depend on the installed release: see programs/test_server_options.py."""
+    monkeypatch.setattr(ServerKind, "release", lambda kind: None)
 
 
 def config_of(**options: str) -> RunConfig:
