@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 from unittest import mock
 
 import pytest
@@ -69,36 +65,6 @@ if find_launcher() is None:
 
 # What the engine compiles for CPUs, tests and what they start leave here, not in the user's cache.
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / "build" / "cache")
-
-
-# The last folder that pytest collects. If its tests are compiled, all are.
-LAST = Path(__file__).parent / "unit" / "workloads"
-COMPILE_S = 300.0
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
-    """Let one process compile the tests, as pytest does for its assertions: it takes half of the collection.
-
-    In a new clone, all processes of pytest-xdist would otherwise do this at the same time, for all tests.
-    """
-    with Path(__file__).open("rb") as lock:
-        if not (sys.dont_write_bytecode or any(LAST.glob("__pycache__/*-pytest-*.pyc"))):
-            _wait_for_first(lock)
-        yield
-
-
-def _wait_for_first(lock: BinaryIO) -> None:
-    """Return immediately in the first process, and in the others when that one closes `lock`."""
-    kind, end = fcntl.LOCK_EX, time.monotonic() + COMPILE_S
-    while time.monotonic() < end:
-        try:
-            fcntl.flock(lock, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            kind = fcntl.LOCK_SH
-            time.sleep(0.2)
-        else:
-            return
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
