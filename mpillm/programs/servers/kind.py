@@ -189,9 +189,8 @@ class ServerKind(ProgramKind[ServerSpec]):
     # As `disagg`, for a profiler that routes start and stop; None: it has no such routes.
     profiler: Callable[[ServerSpec], Command] | None = None
     acceptance_setting: str = ""  # part of the server's own name of that setting
-    by_release: Callable[[ServerSpec], Command] | None = (
-        None  # as `disagg`, if the installed release has them
-    )
+    # As `disagg`, if the installed release has them.
+    by_release: Callable[[ServerSpec], Command] | None = None
     option_source: OptionSource | None = None  # where the program's options are defined; None: not checked
     notes: Callable[[ServerSpec], Sequence[str]] | None = None  # lines for the plan
 
