@@ -24,14 +24,15 @@ from disagg.errors import ConfigError, about
 from mpillm.data.chat_template import ChatTemplate, Messages, Tools
 from mpillm.files import LFS_POINTER, check_files, excerpt, lfs_hint, panics_named, read_object
 
-# Formats that mpillm cannot read, each with a transformers expression of the tokenizer in the folder `d`, and
-# with the packages that it needs.
-_AUTO = "t.AutoTokenizer.from_pretrained(d)"
+# Formats that mpillm cannot read, each with the Python for the tokenizer in the folder `d`, and the packages
+# that it needs.
+_AUTO = "from transformers import AutoTokenizer as t; t.from_pretrained(d)"
+_TEKKEN = 'from transformers.integrations.mistral import convert_tekken_tokenizer as t; t(d + "/tekken.json")'
 _OTHER_FORMATS = {
     "tokenizer.model": (_AUTO, "transformers sentencepiece protobuf"),
     "vocab.json": (_AUTO, "transformers"),
     "tiktoken.model": (_AUTO, "transformers tiktoken"),
-    "tekken.json": ('t.integrations.mistral.convert_tekken_tokenizer(d + "/tekken.json")', "transformers"),
+    "tekken.json": (_TEKKEN, "transformers"),
 }
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -107,8 +108,8 @@ def load_tokenizer(model_path: Path | None, apply_chat_template: bool = True) ->
             tokenizer, packages = _OTHER_FORMATS[others[0]]
             raise ConfigError(
                 f"{model_path} has {others[0]} but no tokenizer.json; write one (pip install {packages}):"
-                " `python3 -c 'import sys, transformers as t; d = sys.argv[1];"
-                f" {tokenizer}.save_pretrained(d)' {shlex.quote(str(model_path))}`"
+                f" `python3 -c 'import sys; d = sys.argv[1]; {tokenizer}.save_pretrained(d)'"
+                f" {shlex.quote(str(model_path))}`"
             )
         return NoTokenizer(f"--model_path {model_path}: no tokenizer.json in it")
     settings = _read_settings(model_path)
