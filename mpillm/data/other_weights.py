@@ -14,13 +14,18 @@ _SAFETENSORS = "fetch the model's model*.safetensors, and model.safetensors.inde
 # Patterns of file names in the order of the search, each with its remedy, which contains {file} or {folder}
 _OTHERS = (
     ("*.gguf", "convert it: `python -m mpillm fetch-model {file}`"),
-    ("consolidated*.safetensors", f"it has Mistral's names of tensors; {_SAFETENSORS}"),
+    (
+        "consolidated*.safetensors",
+        f"Mistral's own form, with other names of tensors; {_SAFETENSORS}. If it has none, convert it with"
+        " src/transformers/models/mistral/convert_mistral_weights_to_hf.py of transformers' repository",
+    ),
     ("adapter_model.*", "it is an adapter; name its base model, or merge both by peft's merge_and_unload"),
     ("pytorch_model*.bin", _TRANSFORMERS),
     ("consolidated*.pth", _SAFETENSORS),
     ("tf_model.h5", _SAFETENSORS),
     ("flax_model.msgpack", _SAFETENSORS),
     ("*.onnx", _SAFETENSORS),
+    ("model-*-of-*.safetensors", _SAFETENSORS),
     ("*.safetensors", "rename it: `mv {file} {folder}/model.safetensors`"),
 )
 

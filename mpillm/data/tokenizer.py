@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -21,10 +22,18 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError, about
 from mpillm.data.chat_template import ChatTemplate, Messages, Tools
-from mpillm.files import check_files, excerpt, panics_named
+from mpillm.files import LFS_POINTER, check_files, excerpt, lfs_hint, panics_named, read_object
 
-# mpillm cannot read these formats.
-_OTHER_FORMATS = ("tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")
+# Formats that mpillm cannot read, each with the Python for the tokenizer in the folder `d`, and the packages
+# that it needs.
+_AUTO = "from transformers import AutoTokenizer as t; t.from_pretrained(d)"
+_TEKKEN = 'from transformers.integrations.mistral import convert_tekken_tokenizer as t; t(d + "/tekken.json")'
+_OTHER_FORMATS = {
+    "tokenizer.model": (_AUTO, "transformers sentencepiece protobuf"),
+    "vocab.json": (_AUTO, "transformers"),
+    "tiktoken.model": (_AUTO, "transformers tiktoken"),
+    "tekken.json": (_TEKKEN, "transformers"),
+}
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 Tokens = Sequence[int] | NDArray[np.int32]
@@ -96,9 +105,11 @@ def load_tokenizer(model_path: Path | None, apply_chat_template: bool = True) ->
     file = model_path / "tokenizer.json"
     if not file.exists():
         if others := [name for name in _OTHER_FORMATS if (model_path / name).exists()]:
+            tokenizer, packages = _OTHER_FORMATS[others[0]]
             raise ConfigError(
-                f"{model_path} has {others[0]} but no tokenizer.json; "
-                "save its tokenizer with transformers, which writes one"
+                f"{model_path} has {others[0]} but no tokenizer.json; write one (pip install {packages}):"
+                f" `python3 -c 'import sys; d = sys.argv[1]; {tokenizer}.save_pretrained(d)'"
+                f" {shlex.quote(str(model_path))}`"
             )
         return NoTokenizer(f"--model_path {model_path}: no tokenizer.json in it")
     settings = _read_settings(model_path)
@@ -186,7 +197,10 @@ class FileTokenizer:
         library = f"tokenizers {tokenizers.__version__}"
         os.putenv("RUST_BACKTRACE", "0")  # a panic in this process then prints one line
         with panics_named(f"{file} is not a tokenizer that {library} can read"):
-            _check_merges(file.read_bytes())
+            content = file.read_bytes()
+            if content.startswith(LFS_POINTER):
+                raise ValueError(lfs_hint(file.parent))
+            _check_merges(content)
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
             _check_growth(self._tokenizer)
         self._tokenizer.no_truncation()
@@ -342,15 +356,8 @@ def _read_settings(model_path: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         file = model_path / name
-        try:
-            content = json.loads(file.read_bytes())
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{file} cannot be read as JSON: {error}") from error
-        if not isinstance(content, dict):
-            raise ConfigError(f"{file} holds {type(content).__name__}, not an object")
-        settings |= {key: value for key, value in content.items() if value is not None}
+        if file.exists():
+            settings |= {key: value for key, value in read_object(file).items() if value is not None}
     for key in _SPECIAL_TOKENS:
         if isinstance(token := settings.get(key), dict):
             settings[key] = token.get("content")

@@ -22,7 +22,7 @@ from mpillm.data.conversation_dataset import (
 from mpillm.data.data_loader import LLMDataLoader
 from mpillm.data.dataset import Dataset, PromptLimits, Synthetic, load_dataset
 from mpillm.data.generated_history import GeneratedHistory, History, TokenHistory
-from mpillm.data.preprocessed.loader import PreprocessedLoader, loader_of
+from mpillm.data.preprocessed.loader import PreprocessedLoader, is_frame, loader_of
 from mpillm.data.records import Columns
 from mpillm.data.row_files import is_row_file
 from mpillm.data.synthetic_conversations import DEFAULT_CONVERSATIONS, SyntheticConversations
@@ -247,7 +247,8 @@ def _source(config: RunConfig, run_directory: Callable[[], Path]) -> _Source:
     path = Path(config.dataset_path)
     if config.has_conversations:
         return path
-    if (workload is not None and not is_row_file(path)) or PreprocessedLoader.reads(path):
+    is_workloads = workload is not None and (not is_row_file(path) or is_frame(path, workload))
+    if is_workloads or PreprocessedLoader.reads(path):
         return loader_of(path, workload)
     return path
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +15,7 @@ from disagg.errors import ConfigError
 from disagg.plan_table import ranges
 from launch.command import wrapped
 from mpillm.devices import Gpu
+from mpillm.files import read_object
 from mpillm.options.columns import INDENT, WIDTH
 from mpillm.options.disagg_yaml import ROLE_SECTIONS
 from mpillm.options.fields import BY_NAME, FIELDS
@@ -177,6 +180,11 @@ def server_lines(plan: WorldPlan, specs: Sequence[ServerSpec]) -> list[str]:
         lines.append(f"{one.title}: {where}{devices}{clients}")
     if len(specs) > len(listed):
         lines.append(f"and {len(specs) - len(listed)} more servers like these")
+    by_role = {one.role: one for one in specs}
+    if "context" in by_role and "generation" in by_role:
+        context, generation = by_role["context"], by_role["generation"]
+        if why := context.kind.no_transfer(context, generation, _kv_heads(context.model)):
+            lines.append(f"warning: no KV cache will arrive: {why}")
     return lines + _option_lines(specs)
 
 
@@ -199,3 +207,18 @@ def _option_lines(specs: Sequence[ServerSpec]) -> list[str]:
         for name, new_name in release.deprecated.items()
         if name in own
     ]
+
+
+def _kv_heads(model: str) -> int | None:
+    """Return the KV heads of a model's folder; None if unknown, or if not all of the cache has heads."""
+    file = Path(model) / "config.json"
+    if not file.is_file():
+        return None
+    config = read_object(file)
+    if isinstance(text := config.get("text_config"), dict):
+        config = text
+    # Latents (MLA) and states have no heads to distribute.
+    if any(re.match("kv_lora_rank|mamba_|ssm_|linear_|hybrid_", name) for name in config):
+        return None
+    heads = config.get("num_key_value_heads", config.get("num_attention_heads"))
+    return heads if isinstance(heads, int) else None

@@ -77,7 +77,8 @@ class ClientReport(NamedTuple):
 
     def p99_ms(self, name: str) -> float | None:
         """Return early stopping's p99 of a latency, in milliseconds; None: too few requests."""
-        value = (self.summary[name].get("early_stopping_percentiles") or {}).get("99.0")
+        values = self.summary[name].get("early_stopping_percentiles") or {}
+        value = values.get("99.0", values.get("99"))  # by version of the client
         return None if value is None else float(value) * _MS
 
 

@@ -140,7 +140,10 @@ def test_experts_in_mxfp4(one: Starter, tmp_path: Path) -> None:
         check(one, tmp_path / "model", tp, answers, *more, n_new=FAMILY_TOKENS, name=f"tp{tp}ep{ep}")
 
 
-@pytest.mark.parametrize(("name", "form"), [("LlamaForCausalLM", "awq"), ("Qwen2ForCausalLM", "gptq")])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("LlamaForCausalLM", "awq"), ("Qwen2ForCausalLM", "gptq"), ("Qwen3ForCausalLM", "packed")],
+)
 def test_weights_in_int4(one: Starter, tmp_path: Path, name: str, form: str) -> None:
     """On one rank, and halves on two; the layers of a Llama are one call where there is a compiler."""
     model = make_family(name, tmp_path / "model", intermediate_size=128)

@@ -154,9 +154,10 @@ def write_gguf(
     extra_key: str | None = None,
     extra_tensor: str | None = None,
     merges: Sequence[str] = ("Ġ Ġ", "Ċ Ċ", "a b"),
+    split: int = 0,
 ) -> None:
-    """Write a GGUF file as llama.cpp's converter does."""
-    writer = gguf.GGUFWriter(file, architecture)
+    """Write a GGUF file as llama.cpp's converter does; `split`: tensors in each of several files, if any."""
+    writer = gguf.GGUFWriter(file, architecture, split_max_tensors=split)
     writer.add_block_count(1)
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)

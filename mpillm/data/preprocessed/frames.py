@@ -1,7 +1,8 @@
-"""The columns of published data frames: pandas' pickles (need the extra ``datasets``), and JSON."""
+"""The columns of published data frames: pandas' pickles (extra ``datasets``), Parquet (pyarrow), and JSON."""
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
@@ -73,10 +74,11 @@ def _packed(entry: dict[str, Any]) -> dict[str, Any]:
     return entry
 
 
-JSON_SUFFIX = ".json"
+JSON_SUFFIX, PARQUET_SUFFIX = ".json", ".parquet"
 _OF_CHATS = ("conversations", "prompt")  # fields of files for other load generators
 # Bytes that a gzip file may unpack to: per byte of the file, and in addition. gzip allows 1,032 per byte.
 _MAX_GZIP, _SMALL_GZIP = 100, 1 << 20
+_MAX_PARQUET, _SMALL_PARQUET = 200, 64 << 20  # the same for a column of a Parquet file
 
 
 class Frame:
@@ -156,11 +158,13 @@ class Frame:
 def read_frame(file: Path) -> Frame:
     """Read a data frame.
 
-    The file is a pickle written by pandas (``.pkl``, ``.pkl.gz``; pickle protocol 2 to 5) or JSON
-    (`json_rows`). Raises ConfigError if it cannot be read or is not a data frame, or without pandas.
+    The file is a pickle written by pandas (``.pkl``, ``.pkl.gz``; pickle protocol 2 to 5), Parquet or JSON
+    (`json_rows`). Raises ConfigError if it cannot be read or is not a data frame, or without the library.
     """
     if file.name.endswith(JSON_SUFFIX):
         return _json_frame(file)
+    if file.name.endswith(PARQUET_SUFFIX):
+        return _parquet_frame(file)
     try:
         from mpillm.data.preprocessed import unpickler
     except ImportError as error:
@@ -198,6 +202,38 @@ def _json_frame(file: Path) -> Frame:
         return values
 
     return Frame(file, names, column)
+
+
+def _parquet_frame(file: Path) -> Frame:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError(f"data set {file} needs pyarrow: pip install pyarrow") from None
+    max_bytes = _MAX_PARQUET * file.stat().st_size + _SMALL_PARQUET if file.exists() else 0
+
+    def column(name: str) -> NDArray[Any]:
+        n_bytes, parts = 0, [np.zeros(0, object)]
+        with named():
+            for batch in table.iter_batches(1024, columns=[name]):
+                n_bytes += batch.nbytes
+                if n_bytes > max_bytes:
+                    raise ConfigError(f"{file}: column {name} expands to more than {max_bytes} bytes")
+                parts.append(batch.column(0).to_numpy(zero_copy_only=False))
+        return np.concatenate(parts[1:] or parts)
+
+    @contextlib.contextmanager
+    def named() -> Iterator[None]:
+        try:
+            yield
+        except ConfigError:
+            raise
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            raise ConfigError(f"{file}: damaged, or not Parquet: {error}") from None
+
+    with named():
+        table = pyarrow.parquet.ParquetFile(file)
+        return Frame(file, table.schema_arrow.names, column, max_bytes)
 
 
 def _opened(file: Path) -> mmap.mmap | io.BytesIO:

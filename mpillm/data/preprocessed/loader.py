@@ -22,14 +22,21 @@ from disagg.errors import ConfigError, nearest
 from disagg.text_file import check_file
 from mpillm.data.data_loader import LLMDataLoader, Samples
 from mpillm.data.preprocessed.converted import Arrays, converted, load_npy
-from mpillm.data.preprocessed.frames import JSON_SUFFIX, Frame, fits_int32, read_frame
+from mpillm.data.preprocessed.frames import JSON_SUFFIX, PARQUET_SUFFIX, Frame, fits_int32, read_frame
 from mpillm.workloads.workload import Columns, Workload
 
 TOKENS_FILE, LENGTHS_FILE, STOP_FILE = "input_ids_padded.npy", "input_lens.npy", "stop_ids_padded.npy"
-FRAME_SUFFIXES = (".pkl", ".pkl.gz", JSON_SUFFIX)
+FRAME_SUFFIXES = (".pkl", ".pkl.gz", JSON_SUFFIX)  # for this loader, also without a workload
+_CALIBRATION = "calibration"  # in names of files that a test must not use
 
 _TEXT, _ENDS = "reference", "_ends"  # parts of names of arrays
+_MAX_CHOICES = 5
 _CHUNK_ROWS = 1024  # rows of the padded array in one read
+
+
+def is_frame(path: Path, workload: Workload) -> bool:
+    """Return whether a Parquet file has a workload's tokens; otherwise its rows are as without a workload."""
+    return path.suffix == PARQUET_SUFFIX and workload.columns.tokens in read_frame(path).columns
 
 
 def loader_of(path: Path, workload: Workload | None) -> PreprocessedLoader:
@@ -60,10 +67,9 @@ class PreprocessedLoader(LLMDataLoader):
         if path.is_dir():
             self._arrays = path if (path / TOKENS_FILE).is_file() else None
             if frame_file is not None:
-                self._frame = next(
-                    (f for suffix in ("", ".gz") if (f := path / (frame_file + suffix)).is_file()), None
-                )
-        elif path.name.endswith(FRAME_SUFFIXES):
+                names = frame_file, f"{frame_file}.gz", Path(frame_file).stem + PARQUET_SUFFIX
+                self._frame = next((file for name in names if (file := path / name).is_file()), None)
+        elif path.name.endswith((*FRAME_SUFFIXES, PARQUET_SUFFIX)):
             self._frame = path
         elif path.name == TOKENS_FILE:
             self._arrays = path.parent
@@ -72,6 +78,7 @@ class PreprocessedLoader(LLMDataLoader):
             expected += f", or with {frame_file}[.gz]" if frame_file else ""
             raise ConfigError(
                 f"data set {path} {'is not' if path.exists() else 'does not exist; expected'} {expected}"
+                f"{_choices(path)}"
             )
         if not path.exists():
             siblings = [file.name for file in path.parent.glob("*")]
@@ -151,6 +158,17 @@ class PreprocessedLoader(LLMDataLoader):
 
     def _converted(self, file: Path) -> tuple[Arrays, str]:
         return converted(file, repr(self._columns), lambda: _convert(self._read_frame(file), self._columns))
+
+
+def _choices(folder: Path) -> str:
+    """Return the end of a message: data sets in a folder that the user may name; "" without any."""
+    names = sorted(
+        file.name
+        for file in folder.glob("*")
+        if file.name.endswith((*FRAME_SUFFIXES, PARQUET_SUFFIX)) and _CALIBRATION not in file.name
+    )
+    more = f" and {len(names) - _MAX_CHOICES} more" if len(names) > _MAX_CHOICES else ""
+    return f"; it has {', '.join(names[:_MAX_CHOICES])}{more}: name one of them" if names else ""
 
 
 def _convert(frame: Frame, columns: Columns) -> Arrays:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from mpillm.engine.shape.dtypes import STORED
 from mpillm.engine.shape.entries import BLOCK, Entry, blocks_name, scale_name
-from mpillm.engine.shape.int4 import Int4, in_units
+from mpillm.engine.shape.int4 import in_units, int4_form
 from mpillm.engine.shape.layout import ALL
 from mpillm.engine.shape.model_config import ModelConfig
 from mpillm.engine.shape.tensor_shapes import tensor_shapes
@@ -164,7 +164,7 @@ class Form(Protocol):
 def form_of(model: ModelConfig) -> Form | None:
     """Return the form of a model's checkpoint; None: its tensors are the parameters."""
     if model.quantization == "int4":
-        return Int4(model)
+        return int4_form(model)
     forms: dict[str, type[Gpt2Names | PackedExperts]] = {"gpt2": Gpt2Names, "packed experts": PackedExperts}
     form = forms.get(model.family.checkpoint)
     return None if form is None else form(model)

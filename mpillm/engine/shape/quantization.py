@@ -29,14 +29,15 @@ _TYPES = {"int": "int8", "float": "fp8"}
 _Refuse = Callable[[str, Any, str], ConfigError]  # takes a field, its value, and what is supported
 _DENSE = "dense"  # compressed-tensors' word for weights that are floats
 _FORMATS = {"int8": "int-quantized", "fp8": "float-quantized"}
+_PACKED = "pack-quantized"  # also of compressed-tensors: int4
 
 
 MODELOPT = "hf_quant_config.json"
 BLOCK_SIZE = 128  # rows and columns of "blocks"
 # The numbers that share a scale in a checkpoint: a row of a matrix, the whole matrix, a square block, or 32
 # numbers of MXFP4. The engine has a scale for each row, floats for blocks, and either floats or MXFP4 for
-# MXFP4. "gptq2" is GPTQ's second format (see `int4`).
-Stored = Literal["rows", "matrix", "blocks", "mxfp4", "awq", "gptq", "gptq2"]
+# MXFP4. "awq" and the formats behind it are int4 (see `int4`).
+Stored = Literal["rows", "matrix", "blocks", "mxfp4", "awq", "gptq", "gptq2", "packed", "packed symmetric"]
 GROUPS = (32, 64, 128, -1)  # inputs with one scale in int4; -1: all
 _STRATEGIES: dict[str, Stored] = {"channel": "rows", "tensor": "matrix"}  # compressed-tensors' words
 
@@ -122,7 +123,10 @@ def parse_quantization(raw: Raw, source: Path, more: Sequence[str]) -> Quantizat
     methods = _METHODS | {name: _FAMILY_METHODS[name] for name in more}
     if not isinstance(method, str) or method not in methods:
         raise refuse("quant_method", method, ", ".join(methods))
-    return methods[method](config, refuse)
+    quantized = methods[method](config, refuse)
+    if quantized.weights == "int4" and not more:  # the family's checkpoints have other tensors, or experts
+        raise refuse("format", config.get("format"), ", ".join(map(json.dumps, _FORMATS.values())))
+    return quantized
 
 
 def _compressed(config: Raw, refuse: _Refuse) -> Quantization:
@@ -134,13 +138,29 @@ def _compressed(config: Raw, refuse: _Refuse) -> Quantization:
         raise refuse("config_groups", groups, "one group")
     group = next(iter(named.values()))
     weights = group.get("weights") or {}
-    _check(config, refuse, format=tuple(_FORMATS.values()))
+    _check(config, refuse, format=(*_FORMATS.values(), _PACKED))
     _check(group, refuse, targets=(["Linear"],))
-    _check(weights, refuse, "weights.", type=tuple(_TYPES))
-    _check_numbers(weights, weights["type"], tuple(_STRATEGIES), refuse, "weights.")
     if "lm_head" not in (config.get("ignore") or ()):
         raise refuse("ignore", config.get("ignore"), 'a list with "lm_head" in it')
+    if config["format"] == _PACKED:
+        return _packed(group, weights, kv_algorithm, refuse)
+    _check(weights, refuse, "weights.", type=tuple(_TYPES))
+    _check_numbers(weights, weights["type"], tuple(_STRATEGIES), refuse, "weights.")
     return Quantization(_TYPES[weights["type"]], kv_algorithm, _STRATEGIES[weights["strategy"]])
+
+
+def _packed(group: Raw, weights: Raw, kv_algorithm: str, refuse: _Refuse) -> Quantization:
+    """Read `pack-quantized`, with inputs in their original order and no rounding of activations."""
+    _check(group, refuse, format=(None, _PACKED), input_activations=(None,))
+    values = {"symmetric": True, "dynamic": False, "strategy": "group", **weights}
+    _check(
+        values, refuse, "weights.", num_bits=(4,), type=("int",), symmetric=(True, False), dynamic=(False,)
+    )
+    _check(values, refuse, "weights.", strategy=("group", "channel"), actorder=(None, "weight", "static"))
+    is_grouped = values["strategy"] == "group"
+    _check(values, refuse, "weights.", group_size=GROUPS[:-1] if is_grouped else (None, -1))
+    form: Stored = "packed symmetric" if values["symmetric"] else "packed"
+    return Quantization("int4", kv_algorithm, form, values["group_size"] if is_grouped else -1)
 
 
 def _modelopt(config: Raw, refuse: _Refuse) -> Quantization:

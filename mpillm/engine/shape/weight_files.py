@@ -37,7 +37,9 @@ def read_header(file: Path) -> dict[str, Entry]:
                 raise ConfigError(f"{file}: truncated, or not a safetensors file ({size} bytes)")
             raw = stream.read(length)
     except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file{other_weights(file.parent)}") from None
+        is_named = (file.parent / INDEX).is_file()
+        more = f", but {INDEX} names it; fetch it" if is_named else other_weights(file.parent)
+        raise ConfigError(f"{file}: no such file{more}") from None
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from None
     try:

@@ -23,7 +23,7 @@ class DataFields(Options, group="data", effect=SYNTHETIC):
     dataset_path = option(
         'JSONL with {"prompt": …}, {"input_tokens": […]} or {"messages": […]} per line, OpenAI batches, CSV,'
         " text, Parquet or Arrow, packed or not; or a published data set:"
-        " the folder with input_ids_padded.npy, or a data frame, .pkl or .pkl.gz"
+        " the folder with input_ids_padded.npy, or a data frame, .pkl, .pkl.gz or .parquet"
         " (docs/reference/workloads.md) [default: the workload's, or the prompts that come with mpillm]",
         effect=TEST,
         aliases=("tensor_path",),

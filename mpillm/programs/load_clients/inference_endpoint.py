@@ -138,7 +138,9 @@ def _read(load: LoadSpec) -> LoadReport:
 
 def _statistics(statistics: Mapping[str, Any]) -> dict[str, float]:
     """Return statistics in milliseconds. Without streaming, it may record the end before the first token."""
-    figures = milliseconds({**statistics, **statistics["percentiles"]}, 1e-6, **_PERCENTILES)
+    percentiles = statistics["percentiles"]  # "99" or "99.0", by version of the client
+    both = {f"{name}.0": value for name, value in percentiles.items()} | percentiles
+    figures = milliseconds({**statistics, **both}, 1e-6, **_PERCENTILES)
     return {name: max(figure, 0.0) for name, figure in figures.items()}
 
 

@@ -178,6 +178,9 @@ class ServerKind(ProgramKind[ServerSpec]):
     no_disagg: str = "mpillm starts no context and generation servers of it"  # the reason
     disagg: Callable[[ServerSpec], Command] | None = None  # more arguments and environment for these
     disagg_ports: tuple[str, ...] = ()  # as `more_ports`, for these
+    # Why its context server cannot pass KV caches to its generation server, by their layouts and the model's
+    # KV heads (None: unknown, or the cache has none); "" if it can.
+    no_transfer: Callable[[ServerSpec, ServerSpec, int | None], str] = lambda context, generation, heads: ""
     secret: str = ""  # the variable with the secret that these share, unless the user has set it
     multi_node: Callable[[ServerSpec], Command] | None = None  # as `disagg`, of a node; None: one node only
     takes_llm_args: bool = False  # TensorRT-LLM's, in its section of a YAML

@@ -43,6 +43,28 @@ def _disagg(spec: ServerSpec) -> Command:
     return Command((_KV_TRANSFER, kv), channel)
 
 
+def _no_transfer(context: ServerSpec, generation: ServerSpec, kv_heads: int | None) -> str:
+    """Return why NixlConnector cannot transfer KV caches; "" if it can, or if the user has another connector.
+
+    The checks of vLLM 0.32 and 0.33: `TransferTopology.tp_ratio`, and in `nixl/base_worker.py` `__init__` and
+    `_validate_remote_agent_handshake`. A generation server checks at its first request.
+    """
+    own = value_of(generation.args, _KV_TRANSFER)
+    if own and "Nixl" not in own[1]:
+        return ""
+    tp, gen_tp = (one.values.get("tensor_parallelism", 1) for one in (context, generation))
+    sizes = f"--ctx_tp_size {tp} and --gen_tp_size {gen_tp}"
+    if generation.values.get("pipeline_parallelism", 1) > 1:
+        why = "--gen_pp_size must be 1"
+    elif max(tp, gen_tp) % min(tp, gen_tp):
+        why = f"one of {sizes} must be a multiple of the other"
+    elif kv_heads is not None and tp > max(gen_tp, kv_heads):
+        why = f"{sizes} cannot share {kv_heads} KV heads; lower --ctx_tp_size to {max(gen_tp, kv_heads)}"
+    else:
+        return ""
+    return f"vLLM's NixlConnector (0.32, 0.33): {why}"
+
+
 def _multi_node(spec: ServerSpec) -> Command:
     node = spec.node
     args = ["--nnodes", str(node.n), "--node-rank", str(node.number)]
@@ -191,6 +213,7 @@ VLLM = ServerKind(
     disagg_protocol="kv_transfer_params",
     disagg=_disagg,
     disagg_ports=(_SIDE_CHANNEL,),
+    no_transfer=_no_transfer,
     multi_node=_multi_node,
     reset_route=lambda spec: Command((), {"VLLM_SERVER_DEV_MODE": "1"}),
     profiler=_profiler,

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from disagg.errors import ConfigError
+from mpillm.data.fetch import fetch_model, parts_of
 from mpillm.data.gguf import convert
 from tests.helpers.gguf_files import (
     FFN,
@@ -53,6 +54,29 @@ def test_convert_restores_the_weights(tmp_path: Path, tied: bool) -> None:
         "eos_token_id": 2,
         "pad_token_id": 2,
     }
+
+
+def test_a_split_model(tmp_path: Path) -> None:
+    weights = llama_weights(False)
+    write_gguf(tmp_path / "m.gguf", weights, split=5)
+    parts = parts_of(tmp_path / "m-00002-of-00003.gguf")
+    assert parts == sorted(tmp_path.glob("*.gguf")) and len(parts) == 3
+    convert(parts[0], tmp_path, parts[1:])
+    converted = safetensors_numpy.load_file(tmp_path / "model.safetensors")
+    assert all(np.array_equal(converted[name], weight) for name, weight in weights.items())
+    parts[0].rename(alone := tmp_path / "m.gguf")
+    with pytest.raises(ConfigError, match=r"one of 3 files .* must end in -00001-of-00003.gguf"):
+        convert(alone, tmp_path)
+    alone.rename(parts[0])
+    parts[1].write_bytes(parts[2].read_bytes())
+    with pytest.raises(ConfigError, match=r"should have 12; fetch all files again"):
+        convert(parts[0], tmp_path, parts[1:])
+    parts[1].write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ConfigError, match=r"m-00002-of-00003.gguf: a Git LFS pointer"):
+        convert(parts[0], tmp_path, parts[1:])
+    parts[1].unlink()
+    with pytest.raises(ConfigError, match=r"m-00002-of-00003.gguf: No such file"):
+        fetch_model(str(parts[0]), tmp_path / "models")
 
 
 def test_a_secret_of_the_environment_does_not_change_a_model(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ model."""
 from __future__ import annotations
 
 import io
+import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ import pytest
 
 from disagg.errors import ConfigError
 from mpillm.data.dataset import Dataset, PromptLimits, load_dataset
-from mpillm.data.preprocessed.loader import PreprocessedLoader
+from mpillm.data.preprocessed.frames import read_frame
+from mpillm.data.preprocessed.loader import PreprocessedLoader, is_frame, loader_of
 from mpillm.data.tokenizer import ByteTokenizer
+from mpillm.workloads import WORKLOADS
 from mpillm.workloads.workload import Columns
 from tests.helpers.data_frames import write_frame
 
@@ -85,6 +89,55 @@ def test_frame_and_stop_words(tmp_path: Path) -> None:
             True,
             False,
         ]
+
+
+def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself, or in a folder; without the workload's tokens it has rows, as without a workload."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    tokens = pyarrow.array(ROWS, pyarrow.list_(pyarrow.int64()))
+    lengths = [len(row) for row in ROWS]
+    table = {
+        "tok_input": tokens,
+        "tok_input_len": lengths,
+        "tok_stop_sequence": WORDS,
+        "gt_output": list("abcd"),
+    }
+    parquet.write_table(pyarrow.table(table), file := tmp_path / "set.parquet")
+    for dataset in (load(file), load(tmp_path, frame_file="set.pkl")):
+        assert prompts(dataset) == ROWS and dataset.ignores_stop is not None
+    assert PreprocessedLoader(file, COLUMNS).references() == {"gt_output": ["a", "b", "c", "d"]}
+    assert is_frame(file, WORKLOADS["llama2-70b"]) and not is_frame(file, WORKLOADS["gpt-oss-120b"])
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(ConfigError, match=r"set\.parquet: damaged, or not Parquet"):
+        read_frame(file)
+    monkeypatch.setattr("mpillm.data.preprocessed.frames._MAX_PARQUET", 0)
+    monkeypatch.setattr("mpillm.data.preprocessed.frames._SMALL_PARQUET", 10)
+    parquet.write_table(pyarrow.table(table), file)
+    with pytest.raises(ConfigError, match="column tok_input expands to more than 10 bytes"):
+        read_frame(file).tokens("tok_input")
+
+
+def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"x\.parquet needs pyarrow: pip install pyarrow"):
+        read_frame(tmp_path / "x.parquet")
+
+
+def test_a_folder_with_several_data_sets(tmp_path: Path) -> None:
+    """A workload takes its own; otherwise the user is asked to name one, but not the calibration set."""
+    rows = [{"tok_input": row, "output": "a"} for row in ROWS]
+    names = "cnn_eval.json", "sample_cnn_eval_5000.json", "cnn_dailymail_calibration.json"
+    for i, name in enumerate(names):
+        (tmp_path / name).write_text(json.dumps(rows[: i + 1]))
+        (tmp_path / f"{name}.md5").touch()
+    for workload, n in (("llama3.1-8b", 1), ("llama3.1-8b-edge", 2)):
+        assert len(load_dataset(loader_of(tmp_path, WORKLOADS[workload]), ByteTokenizer(), LIMITS)) == n
+    with pytest.raises(ConfigError, match=r"; it has cnn_eval\.json, sample_cnn_eval_5000\.json: name one"):
+        loader_of(tmp_path, None)
+    (tmp_path / names[0]).unlink()
+    with pytest.raises(ConfigError, match=r"with cnn_eval\.json.*; it has sample_cnn_eval_5000\.json: name"):
+        loader_of(tmp_path, WORKLOADS["llama3.1-8b"])
 
 
 def test_references_are_read_when_asked_for(tmp_path: Path) -> None:

@@ -106,10 +106,22 @@ def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "nowhere")
 
 
-def test_another_format_is_not_taken_for_bytes(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.model").touch()
-    with pytest.raises(ConfigError, match=r"tokenizer\.model but no tokenizer\.json"):
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("tokenizer.model", r"sentencepiece protobuf\): `python3 -c '.*AutoTokenizer"),
+        ("tekken.json", r"transformers\): `python3 -c '.*convert_tekken_tokenizer as t; t\(d \+ "),
+    ],
+)
+def test_another_format_is_not_taken_for_bytes(tmp_path: Path, name: str, remedy: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=rf"{name} but no tokenizer\.json; write one \(pip .*{remedy}"):
         load_tokenizer(tmp_path)
+
+
+def test_a_list_of_extra_special_tokens(folder: Path) -> None:
+    settings(folder, extra_special_tokens=["<s>", "<|end|>"], chat_template="{{ messages[0].content }}")
+    assert text(load_tokenizer(folder), "a<|end|>") == "a<|end|>"
 
 
 def test_without_chat_template(folder: Path) -> None:
@@ -168,6 +180,9 @@ def test_named_chat_templates(folder: Path) -> None:
     assert text(load_tokenizer(folder), "x") == "<s>x"
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
+
+
 @pytest.mark.parametrize(
     ("file", "content", "says"),
     [
@@ -178,8 +193,10 @@ def test_named_chat_templates(folder: Path) -> None:
             "tokenizer.json is not a tokenizer",
         ),
         ("tokenizer.json", b"\xff\xfe", "tokenizer.json is not a tokenizer"),
-        ("tokenizer_config.json", b'{"chat_template": ', "tokenizer_config.json cannot be read as JSON"),
-        ("tokenizer_config.json", b"[]", "holds list, not an object"),
+        ("tokenizer_config.json", b'{"chat_template": ', "tokenizer_config.json:1: not valid JSON"),
+        ("tokenizer_config.json", b"[]", "tokenizer_config.json: not a JSON object"),
+        ("tokenizer_config.json", POINTER, "tokenizer_config.json: a Git LFS pointer"),
+        ("tokenizer.json", POINTER, "tokenizer.json is not a tokenizer .*: a Git LFS pointer"),
         ("tokenizer_config.json", b'{"chat_template": 7}', "chat_template is int"),
         ("chat_template.jinja", b"\xff", "chat_template.jinja cannot be read"),
         ("chat_template.jinja", b"{% if %}", "chat template does not parse"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import shlex
 from pathlib import Path
@@ -182,6 +183,37 @@ def test_context_servers_come_first() -> None:
     assert "server 3 (vllm, generation): rank 6 on b, GPUs 0-3, clients: ranks 6-7" in lines
     with pytest.raises(ConfigError, match=r"8 GPUs, and its 3 servers need 20: .* lower --gen_tp_size"):
         gpus_of_servers(config_of(**options, ctx_tp_size="2", gen_tp_size="16"), plan, [EIGHT] * 8)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "model", "why"),
+    [
+        ((1, 2, 1), {"num_key_value_heads": 2}, ""),
+        ((4, 8, 1), {"num_key_value_heads": 2}, ""),
+        ((2, 1, 1), {"num_key_value_heads": 2}, ""),
+        ((4, 1, 1), {"num_key_value_heads": 2}, "2 KV heads; lower --ctx_tp_size to 2"),
+        ((4, 1, 1), {"text_config": {"num_attention_heads": 2}}, "2 KV heads; lower --ctx_tp_size to 2"),
+        ((4, 1, 1), {"num_key_value_heads": 2, "kv_lora_rank": 512}, ""),
+        ((4, 1, 1), None, ""),
+        ((3, 2, 1), None, "--ctx_tp_size 3 and --gen_tp_size 2 must be a multiple"),
+        ((1, 1, 2), None, "--gen_pp_size must be 1"),
+    ],
+)
+def test_layouts_between_which_vllm_transfers_no_kv_cache(
+    sizes: tuple[int, int, int], model: dict[str, Any] | None, why: str, tmp_path: Path
+) -> None:
+    if model is not None:
+        (tmp_path / "config.json").write_text(json.dumps(model))
+    options = dict(zip(("ctx_tp_size", "gen_tp_size", "gen_pp_size"), map(str, sizes), strict=True))
+    config = config_of(mode="disaggregated", model_path=str(tmp_path), **options)
+    plan = disaggregated(config, ["a"] * 3)
+    warnings = [line for line in server_lines(plan, server_specs(config, plan, {})) if "warning" in line]
+    assert [why in line for line in warnings] == [True] * bool(why)
+    config = config_of(
+        mode="disaggregated", **options, server_args='--kv-transfer-config \'{"kv_connector": "Lmcache"}\''
+    )
+    lines = server_lines(plan, server_specs(config, plan, {}))
+    assert not any("warning" in line for line in lines), "another connector"
 
 
 @pytest.mark.parametrize(

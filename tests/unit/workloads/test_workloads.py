@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from mpillm.data.dataset import PromptLimits, load_dataset
 from mpillm.data.preprocessed.loader import loader_of
 from mpillm.data.tiny_dataset import write_dataset
 from mpillm.data.tokenizer import ByteTokenizer
+from mpillm.engine.shape.families.known import FAMILIES
 from mpillm.engine.shape.find_model import PRESETS
 from mpillm.engine.shape.model_info import model_info
 from mpillm.loadgen.settings import LoadGenConfig, load_settings
@@ -378,3 +380,14 @@ def test_every_default_is_a_field() -> None:
             for scenario in workload.scenarios:
                 for field, value in defaults_of(workload, scenario).items():
                     assert field in FIELDS and (value in (None, "") or field.check(value, "x") == value)
+
+
+def test_the_page_names_the_engines_family_of_each_workload() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "workloads.md").read_text()
+    rows = [line.strip("| ").split("|") for line in page.splitlines() if line.startswith("| `")]
+    families = {row[0].strip(" `"): re.sub("[ -]", "", row[-1]).lower() for row in rows if len(row) == 9}
+    assert families == {
+        name: workload.architecture.removesuffix("ForCausalLM").lower()
+        for name, workload in workloads.WORKLOADS.items()
+        if workload.architecture in FAMILIES
+    }

@@ -1,4 +1,4 @@
-"""Checkpoints of AWQ and GPTQ are read to the bit; what is no such checkpoint is said before it is loaded."""
+"""Checkpoints of AWQ, GPTQ and compressed-tensors are read to the bit. Others are refused before the load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpillm.engine.shape.model_info import model_info
 from mpillm.engine.shape.read_config import load_model_config
 from tests.helpers.engine_configs import engine_config
 from tests.helpers.families import make_family
-from tests.helpers.int4 import CONFIGS, pack_int4
+from tests.helpers.int4 import FORMS, pack_int4, quantization_config
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -41,7 +41,7 @@ def written(folder: Path, form: str, group: int) -> Any:
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, -1])
-@pytest.mark.parametrize("form", CONFIGS)
+@pytest.mark.parametrize("form", FORMS)
 def test_every_weight_has_the_bits_of_the_references(tmp_path: Path, form: str, group: int) -> None:
     """They multiply in float16, and so round once. Whole, in parts, and as a rank has them."""
     model = written(tmp_path, form, group)
@@ -159,6 +159,58 @@ def test_what_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             there = info()
             open_weights(there, RankLayout(), "cpu", dummy=False).matrix(prefix)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("weights", "rest", "message"),
+    [
+        ({"num_bits": 8}, {}, "weights.num_bits 8 is not supported by the torch core; supported: 4"),
+        ({"type": "float"}, {}, 'weights.type "float" is not supported'),
+        ({"actorder": "group"}, {}, 'weights.actorder "group" .*; supported: null, "weight", "static"'),
+        ({"group_size": 16}, {}, "weights.group_size 16 .*; supported: 32, 64, 128"),
+        ({"strategy": "tensor"}, {}, 'weights.strategy "tensor"'),
+        ({}, {"ignore": []}, r"ignore \[\] is not supported"),
+        ({}, {"format": "nvfp4-pack-quantized"}, '"nvfp4-pack-quantized" .*"float-quantized", "pack-quant'),
+        ({}, {"format": "marlin-24"}, 'format "marlin-24" is not supported'),
+        ({}, {"architectures": ["MixtralForCausalLM"]}, 'format "pack-quantized" is not supported'),
+    ],
+)
+def test_pack_quantized_values_that_are_refused(
+    tmp_path: Path, weights: dict[str, Any], rest: dict[str, Any], message: str
+) -> None:
+    make_family("MixtralForCausalLM" if "architectures" in rest else "LlamaForCausalLM", tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["quantization_config"] = quantization_config("packed", 32, **weights) | rest
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=message):
+        load_model_config(str(tmp_path))
+
+
+def test_a_rank_of_a_pack_quantized_model(tmp_path: Path) -> None:
+    """Ranks of a TP group have whole groups of inputs, and whole outputs."""
+    model = written(tmp_path, "packed", 32)
+    info = model_info(engine_config(tmp_path, tp_size=2))
+    name = "model.layers.1.mlp.down_proj"
+    wanted = dict(model.named_parameters())[f"{name}.weight"]
+    for rank, part in enumerate(wanted.chunk(2, dim=1)):
+        weights = open_weights(info, RankLayout(tp_size=2, tp_rank=rank), "cpu", dummy=False)
+        numbers, scales = weights.matrix(name)
+        assert scales is not None and torch.equal(int4.widened(numbers, scales).half().float(), part)
+
+
+def test_bfloat16_scales_keep_their_bits(tmp_path: Path) -> None:
+    written(tmp_path, "packed symmetric", 32)
+    file, name = tmp_path / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(file)
+    scales = tensors[f"{name}_scale"].bfloat16()
+    scales[0, 0] = 2.0**-16 * 1.9921875  # 1.1111111 in binary
+    save_file(tensors | {f"{name}_scale": scales}, file, {"format": "pt"})
+    source = Checkpoint(tmp_path, load_model_config(str(tmp_path)))
+    assert torch.equal(source.get(scale_name(name))[..., 0].float(), scales.float())
+    scales[0, 0] = 1e5
+    save_file(tensors | {f"{name}_scale": scales}, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match="scales above 65504"):
+        Checkpoint(tmp_path, load_model_config(str(tmp_path))).get(scale_name(name))
 
 
 def test_scales_of_tensors_with_a_prefix_are_checked(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def refusal(folder: Path) -> str:
         ([], "model.safetensors: no such file"),
         (["pytorch_model.bin"], "the folder has pytorch_model.bin: save it as safetensors: `python3 -c"),
         (["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"], "-00002.bin and 1 more: "),
-        (["consolidated.safetensors"], "consolidated.safetensors: it has Mistral's names of tensors; fetch"),
+        (["consolidated.safetensors"], "consolidated.safetensors: Mistral's own form, with"),
         (["tiny.Q4_K_M.gguf"], "tiny.Q4_K_M.gguf: convert it: `python -m mpillm fetch-model"),
         (["adapter_model.safetensors"], "adapter_model.safetensors: it is an adapter; name its base model"),
         (["weights.safetensors"], "weights.safetensors: rename it: `mv"),
@@ -49,6 +49,18 @@ def test_no_safetensors(model: Path, tmp_path: Path, names: list[str], said: str
         (tmp_path / name).touch()
     message = refusal(tmp_path)
     assert str(tmp_path) in message and said in message
+
+
+def test_a_stray_file_beside_an_index(model: Path, tmp_path: Path) -> None:
+    """The index says which files are the model's."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    tensors = safetensors.load_file(model / "model.safetensors")
+    shutil.copy(model / "config.json", tmp_path)
+    safetensors.save_file(tensors, tmp_path / "a.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "a.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "model.safetensors").write_text("another model's")
+    assert model_info(engine_config(tmp_path)).folder == tmp_path
 
 
 def test_git_lfs(model: Path, tmp_path: Path) -> None:
@@ -74,7 +86,13 @@ def test_shards_without_an_index(model: Path, tmp_path: Path) -> None:
     assert model_info(engine_config(tmp_path)).folder == tmp_path
     assert torch.equal(safetensors.load_file(file)[names[-1]], tensors[names[-1]])
     file.unlink()
-    assert "model-00002-of-00002.safetensors: no such file" in refusal(tmp_path)
+    missing = "model-00002-of-00002.safetensors: no such file"
+    assert f"{missing}; the folder has model-00001-of-00002.safetensors: fetch" in refusal(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": file.name, "b": "model-00001-of-00002.safetensors"}})
+    )
+    safetensors.save_file(tensors, tmp_path / "model.safetensors")  # a stray file
+    assert f"{missing}, but model.safetensors.index.json names it; fetch it" in refusal(tmp_path)
 
 
 def test_a_path_that_is_no_folder(tmp_path: Path) -> None:
