@@ -19,19 +19,19 @@ from mpillm.programs.servers.sglang import SGLANG
 from mpillm.programs.servers.vllm import VLLM
 from tests.helpers.disagg_options import TORCH
 
-LLM_ARGS = {
+LLM_ARGS: dict[str, Any] = {
     "tensor_parallel_size": 2,
     "max_batch_size": 4,
     "kv_cache_config": {"free_gpu_memory_fraction": 0.5},
     "cuda_graph_config": None,
 }
-BENCHMARK = {
+BENCHMARK: dict[str, Any] = {
     "slurm": {"partition": "<partition>"},
     "hardware": {"gpus_per_node": 4, "num_ctx_servers": 3, "num_gen_servers": 2},
     "environment": {"model_path": "<model_path>", "work_dir": "/w"},
     "worker_config": {"ctx": LLM_ARGS, "gen": {**LLM_ARGS, "pipeline_parallel_size": 2}},
 }
-SRT_1 = {
+SRT_1: dict[str, Any] = {
     "name": "a",
     "model": {"path": "hf:org/model", "container": "c"},
     "resources": {"gpu_type": "h200", "prefill_workers": 3, "decode_workers": 2, "gpus_per_decode": 8},
@@ -43,7 +43,7 @@ SRT_1 = {
     "frontend": {"type": "dynamo", "args": {"router-mode": "kv", "no-kv-events": True}},
     "benchmark": {"isl": 1024},
 }
-SRT_2 = {
+SRT_2: dict[str, Any] = {
     "schema": 2,
     "engine": {"type": "vllm", "connector": "nixl"},
     "roles": {
@@ -67,7 +67,7 @@ SRT_2 = {
         },
     },
 }
-LLM_D = {
+LLM_D: dict[str, Any] = {
     "modelArtifacts": {"uri": "hf://org/model", "size": "1Gi"},
     "prefill": {
         "replicas": 3,
@@ -81,13 +81,13 @@ LLM_D = {
         ],
     },
 }
-DYNAMO = {
+DYNAMO: dict[str, Any] = {
     "benchmark": "deepseek-r1",
     "disagg_cluster": {"num_prefill_workers": 3, "num_decode_workers": 2},
     "prefill": {"gpus_per_worker": 2, "config": "/work/ctx.yaml"},
     "decode": {"gpus_per_worker": 4, "config": "/work/gen.yaml"},
 }
-SFLOW = {
+SFLOW: dict[str, Any] = {
     "variables": {
         "NUM_CTX_SERVERS": {"type": "integer", "value": 3},
         "NUM_GEN_SERVERS": {"value": 2},
@@ -96,7 +96,7 @@ SFLOW = {
         "MODEL_PATH": {"value": "/models/m"},
     }
 }
-FORMS = {
+FORMS: dict[str, dict[str, Any]] = {
     "TensorRT-LLM's slurm/benchmark configuration": BENCHMARK,
     "a recipe of srt-slurm": SRT_1,
     "a recipe of srt-slurm, schema 2": SRT_2,
@@ -207,7 +207,7 @@ def test_flags_mean_what_own_servers_get(kind: Any, is_sglang: bool) -> None:
 
 
 MANIFEST = "apiVersion: apps/v1\nkind: Deployment\nspec: {}\n"
-REFUSED = [
+REFUSED: list[tuple[Any, str]] = [
     (MANIFEST, "a Kubernetes manifest\nit describes pods"),
     (f"{MANIFEST}---\n{MANIFEST}", "a Kubernetes manifest\nit describes pods"),
     (LLM_ARGS, "the LLM-API options of one server (trtllm-serve --config)\nit lacks the other phase"),
