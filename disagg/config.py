@@ -46,6 +46,11 @@ from .schema import (
 from .text_file import read_text
 from .yaml_text import plain, read, write
 
+EXAMPLE = """\
+context_servers: {num_instances: 1, tensor_parallel_size: 2}
+generation_servers: {num_instances: 2, tensor_parallel_size: 4}"""
+"""The two sections of a disaggregated file."""
+
 # Similarity from which a key counts as misspelled: to a key that mpillm reads, and to an LLM argument. The
 # second limit is stricter, because each release adds arguments with names that resemble older ones.
 _CLOSE, _SLIP = 0.85, 0.93
@@ -213,10 +218,15 @@ def from_mapping(data: Mapping[Any, Any], source: str) -> DisaggConfig:
     kinds = tuple(dict.fromkeys(map(section_kind, sections)))
     are_named = kinds in (SECTIONS[:2], SECTIONS[2:])
     if not are_named and (DISCOVERY not in options or SECTIONS[2] in kinds):
+        missing = " and ".join(name for name in SECTIONS[:2] if name not in kinds)
+        if SECTIONS[2] not in kinds:
+            raise ConfigError(
+                f"{source}: lacks {missing}; must have both context_servers and generation_servers"
+                f" (disaggregated), or only executors (aggregated), such as\n{EXAMPLE}"
+            )
         raise ConfigError(
-            f"{source}: the sections are {' and '.join(kinds) or 'missing'}; "
-            "must be both context_servers and generation_servers (disaggregated), "
-            "or only executors (aggregated)"
+            f"{source}: the sections are {' and '.join(kinds)}; must be both context_servers and"
+            " generation_servers (disaggregated), or only executors (aggregated)"
         )
     run_wide = {key: _run_wide(source, key, data, sections) for key in RUN_WIDE}
     servers = {name: _server(source, name, section, shared_keys) for name, section in sections.items()}

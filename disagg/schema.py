@@ -33,7 +33,7 @@ COUNT: Rule = ("an integer, at least 1", lambda x: type(x) is int and x >= 1)
 _LIMIT: Rule = ("an integer, at least 1, or null", lambda x: x is None or (type(x) is int and x >= 1))
 _NATURAL: Rule = ("an integer, at least 0", lambda x: type(x) is int and x >= 0)
 _FRACTION: Rule = ("a number above 0 and at most 1", lambda x: type(x) in (int, float) and 0 < x <= 1)
-_BOOLEAN: Rule = ("true or false", lambda x: type(x) is bool)
+BOOLEAN: Rule = ("true or false", lambda x: type(x) is bool)
 _TEXT: Rule = (
     "a string that is not empty, without a null character",
     lambda x: isinstance(x, str) and x.strip() != "" and is_text(x),
@@ -71,16 +71,16 @@ TOP_LEVEL: dict[str, Rule] = {
     "port": _PORT,
     "max_retries": _NATURAL,
     "perf_metrics_max_requests": _NATURAL,
-    "return_perf_metrics": _BOOLEAN,
+    "return_perf_metrics": BOOLEAN,
     "perf_metrics_output_dir": _TEXT,
     "conditional_disagg_config": MAPPING,
     "otlp_config": MAPPING,
     "disagg_cluster": MAPPING,
     "node_id": ("an integer from 0 to 255", lambda x: type(x) is int and 0 <= x <= 255),
     "schedule_style": _one_of("context_first", "generation_first"),
-    "allow_request_chat_template": _BOOLEAN,
-    "gen_strip_message_history": _BOOLEAN,
-    "gen_tokids_ctxbytes": _BOOLEAN,
+    "allow_request_chat_template": BOOLEAN,
+    "gen_strip_message_history": BOOLEAN,
+    "gen_tokids_ctxbytes": BOOLEAN,
     "num_workers": COUNT,
     "disagg_coordinator_url": _TEXT,
     "bind_host": _HOST,
@@ -110,7 +110,7 @@ SERVER: dict[str, Rule] = {
 # LLM arguments that mpillm also reads. They stay in `extra` with the other LLM arguments.
 READ: dict[str, Rule] = {
     "scheduler_config": MAPPING,
-    "enable_chunked_prefill": _BOOLEAN,
+    "enable_chunked_prefill": BOOLEAN,
     "max_beam_width": COUNT,
 }
 
@@ -120,8 +120,8 @@ INNER: dict[str, dict[str, Rule]] = {
         "free_gpu_memory_fraction": _FRACTION,
         "max_tokens": COUNT,
         "tokens_per_block": COUNT,
-        "enable_block_reuse": _BOOLEAN,
-        "enable_partial_reuse": _BOOLEAN,
+        "enable_block_reuse": BOOLEAN,
+        "enable_partial_reuse": BOOLEAN,
         "dtype": _TEXT,
     },
     "scheduler_config": {

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from disagg import DisaggConfig, ServerConfig
 from disagg.schema import INNER, SECTIONS, SERVER, section_kind
+from mpillm.files import path_exists
 from mpillm.options.field import Field
 from mpillm.options.fields import AllFields
 from mpillm.options.fields.model import CHUNKING_POLICIES, SCHEDULER_POLICIES
@@ -194,6 +195,16 @@ def same(name: str, one: Any, other: Any) -> bool:
     if name == AllFields.model_path.name and one and other:
         one, other = os.path.realpath(one), os.path.realpath(other)
     return bool(one == other)
+
+
+def is_superseded(model: str | None, model_path: str | None) -> bool:
+    """Return whether the folder `model_path` takes the place of the YAML's model, which is not here.
+
+    A published YAML has the name of a model in a hub, or a folder of its own cluster.
+    """
+    if model is None or model_path is None:
+        return False
+    return "/" in model and not path_exists(model) and path_exists(model_path)
 
 
 def router_arguments(server: ServerConfig, tokens_per_block: int) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ from mpillm.options.layers import Layers
 from mpillm.options.parsers import Secret
 from mpillm.options.sources import COMMAND_LINE, OptionValue, Source
 from mpillm.options.values import Values
-from mpillm.programs.load_clients.client_files import check_no_client_file
 from mpillm.programs.load_clients.kinds import CONVERSATIONS
 
 if TYPE_CHECKING:  # slow to import, and few runs have a YAML
@@ -43,6 +42,7 @@ class RunConfig(Values, AllFields):
         super().__init__(layers.resolved())
         self.layers = layers
         self.yaml: DisaggConfig | None = None
+        self.yaml_lines: tuple[str, ...] = ()  # on the YAML's form and model, for the user
         self.sections: Mapping[str, RunConfig] = {}
         self.disagg_role = ""  # "context" or "generation", if the run is a context or generation server
         self.instance_run: InstanceRun | None = None
@@ -94,19 +94,27 @@ class RunConfig(Values, AllFields):
         path = self.disagg_config
         if not path or (self.dry_run and not Path(path).exists()):
             return self
-        import disagg
-        from disagg.text_file import read_text
-        from disagg.yaml_text import read
-        from mpillm.options import disagg_values
+        from mpillm.options import disagg_values, published_yaml
 
+        serves_model = self.core_type == "trtllm_disagg"
         try:
-            content = read(read_text(path), path)
-            check_no_client_file("--disagg_config", path, content)
-            yaml = disagg.from_mapping(content, path)
-            with_run_values = self._with_layer(
-                disagg_values.of_the_run(
-                    yaml, path, self.core_type == "trtllm_disagg", is_one_run=self.server_role is None
+            yaml, form, lines = published_yaml.load(path)
+            if serves_model and form:
+                raise ConfigError(
+                    f"{path} is {form}; servers of TensorRT-LLM read a disagg_config, which"
+                    " generate-disagg-config writes",
+                    about=["core_type"],
                 )
+            own = self.option_values[AllFields.model_path.name]
+            if (
+                not serves_model
+                and own.source > Source.YAML
+                and disagg_values.is_superseded(yaml.model, own.value)
+            ):
+                lines += (f"{self.named('model_path')} is used instead of {path}: model {yaml.model}",)
+                yaml = replace(yaml, model=self.model_path)
+            with_run_values = self._with_layer(
+                disagg_values.of_the_run(yaml, path, serves_model, is_one_run=self.server_role is None)
             )
             sections = {
                 name: with_run_values._with_layer(
@@ -117,6 +125,7 @@ class RunConfig(Values, AllFields):
         except ConfigError as error:
             raise type(error)(self.explain(error) + self.set_by("disagg_config")) from None
         with_run_values.yaml, with_run_values.sections = yaml, sections
+        with_run_values.yaml_lines = lines
         # A value that all sections share is also the run's value.
         for name in with_run_values.option_values if sections else ():
             first, *others = (section.option_values[name] for section in sections.values())

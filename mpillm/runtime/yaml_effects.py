@@ -28,18 +28,18 @@ from mpillm.workloads.rounds import speculation_rule
 
 
 def check_yaml(config: RunConfig) -> list[str]:
-    """Return a line for each section of a run's YAML with settings that have no effect in this run.
+    """Return the lines on a run's YAML: its form, and the settings that have no effect in this run.
 
     Raises ConfigError if a setting must not be ignored.
     """
     core = BackendRegistry.declared(config.core_type)
+    lines = [*config.yaml_lines]
     if config.yaml:
         _check_lists(config, core.is_client)
     if core.is_client:  # the YAML is for its servers
         if config.yaml:
             _check_speculation(config)
-        return _of_own_servers(config) if config.server and config.yaml else []
-    lines = []
+        return [*lines, *(_of_own_servers(config) if config.server and config.yaml else ())]
     if config.yaml and not (config.disagg_role or config.instance_run):
         lines += _of_the_leader(config, (PERF_METRICS.name,))
     for section, server in config.yaml.sections if config.yaml else ():
@@ -72,7 +72,11 @@ def check_leaders_yaml(config: RunConfig) -> list[str]:
     if config.yaml is None:
         return []
     routers = [_of_the_router(config, section, server) for section, server in config.yaml.sections]
-    return [*_of_the_leader(config, LEADER_READS), *(line for lines in routers for line in lines)]
+    return [
+        *config.yaml_lines,
+        *_of_the_leader(config, LEADER_READS),
+        *(line for lines in routers for line in lines),
+    ]
 
 
 def _check_lists(config: RunConfig, of_servers: bool) -> None:

@@ -43,6 +43,8 @@ class SpeculativeConfig:
                 f"{_OPTION} decoding_type {kind}: the torch core has {', '.join(_OF_TYPE)}"
                 f"{nearest(kind, _OF_TYPE)}"
             )
+        if kind == MTP and _MTP_LENGTH not in values and _LENGTH in values:
+            values[_MTP_LENGTH] = values.pop(_LENGTH)  # its name in recipes for TensorRT-LLM 1.3
         length, *more = _OF_TYPE[kind]
         known = ("decoding_type", length, "max_concurrency", *more)
         for name, value in values.items():

@@ -146,7 +146,7 @@ def test_a_section_may_be_a_list() -> None:
         ("executors: [3]", "executors[0]: 3 (an integer); must be a mapping"),
         ("executors: [{}, {num_instances: 0}]", "executors[1].num_instances: 0 (an integer); must be"),
         ("executors: [{model: a}, {model: b}]", "executors[1].model: 'b' (a string); must be the same as"),
-        ("context_servers: [{}]", "the sections are context_servers; must be both"),
+        ("context_servers: [{}]", "lacks generation_servers; must have both"),
     ],
 )  # fmt: skip
 def test_a_wrong_list_is_named(text: str, said: str) -> None:
@@ -219,9 +219,9 @@ BAD = [
     ),
     ("[" * 3000, "nested too deeply"),
     ("\0", "not valid YAML"),
-    ("hostname: localhost", "the sections are missing"),
-    ("context_servers: {}", "must be both context_servers and generation_servers"),
-    ("generation_servers: {}", "must be both context_servers and generation_servers"),
+    ("hostname: localhost", "lacks context_servers and generation_servers; must have both"),
+    ("context_servers: {}", "lacks generation_servers; must have both"),
+    ("generation_servers: {}", "lacks context_servers; must have both"),
     ("context_servers: {}\nexecutors: {}", "or only executors"),
     ("context_servers: {}\ngeneration_servers: {}\nexecutors: {}", "or only executors"),
     ("executors:", "executors: null; must be a mapping"),

@@ -25,6 +25,7 @@ from launch.rank_registry import RankRegistry
 from mpillm.doctor import cluster_report, gpus
 from mpillm.experiments.option_grid import grid_of_yaml, grid_points
 from mpillm.loadgen.settings import LoadGenConfig, load_settings
+from mpillm.options import published_yaml
 from mpillm.options.command_line import Parser
 from mpillm.options.fields import BY_NAME, FIELDS
 from mpillm.options.options import parse
@@ -102,6 +103,55 @@ def test_options_of_a_disaggregation_yaml(folder: Path, text: bytes, core: str) 
     config = parse(words, Parser(prog="mpillm x"), FIELDS).with_yaml()
     for one in (config, *config.sections.values()):
         one.to_json()
+
+
+_LLM_ARGS = {"tensor_parallel_size": 2, "kv_cache_config": {"dtype": "fp8"}, "max_batch_size": 4}
+_FLAGS = {"tp-size": 2, "dp-size": 2, "max-num-seqs": 8, "chunked-prefill-size": -1, "kv-cache-dtype": "fp8"}
+_FILE = {"config": "/a/none.yaml", "gpus_per_worker": 2}
+RECIPES = [
+    {
+        "hardware": {"num_ctx_servers": 2, "num_gen_servers": 1},
+        "environment": {"model_path": "<model>"},
+        "worker_config": {"ctx": _LLM_ARGS, "gen": _LLM_ARGS},
+    },
+    {
+        "model": {"path": "hf:a/b"},
+        "resources": {"prefill_workers": 1, "decode_workers": 2, "gpus_per_decode": 4},
+        "backend": {"type": "sglang", "sglang_config": {"prefill": _FLAGS, "decode": _FLAGS}},
+    },
+    {
+        "schema": 2,
+        "engine": {"type": "vllm"},
+        "roles": {"agg": {"workers": 2, "gpus": 4, "critical": True, "restart": {"max": 2}, "args": _FLAGS}},
+        "frontend": {"args": {"router-mode": "kv"}, "ctx_router": {"type": "conversation"}},
+    },
+    {"base": {"resources": {}}, "zip_override_a": {}},
+    {
+        "modelArtifacts": {"uri": "hf://a/b"},
+        "prefill": {
+            "replicas": 1,
+            "parallelism": {"tensor": 2},
+            "extra-args": "--max-num-seqs 8 'a b' --x=.5",
+        },
+        "decode": {"replicas": 2, "containers": [{"args": ["--tensor-parallel-size", "2", 3]}]},
+    },
+    {"disagg_cluster": {"num_prefill_workers": 1}, "prefill": _FILE, "decode": _FILE},
+    {"variables": {"NUM_CTX_SERVERS": {"value": 1}, "TRTLLM_YAML_CTX": {"value": "a.yaml"}}},
+    {"apiVersion": "v1", "kind": "Deployment"},
+    {"UCX_TLS": "rc"},
+    _LLM_ARGS,
+]
+
+
+@pytest.mark.long
+@fuzz(
+    changed(RECIPES).map(yaml_text) | damaged([yaml_text(one) for one in RECIPES], WORDS),
+    refused_by=ConfigError,
+)
+def test_published_yaml(folder: Path, text: bytes) -> None:
+    (file := folder / "recipe.yaml").write_bytes(text)
+    config, form, lines = published_yaml.load(str(file))
+    assert disagg.parse(disagg.dump(config)) == config and bool(form) == bool(lines)
 
 
 GRID = {"max_batch_size": [1, 2], "trtllm_runtime_flags": [{"max_num_tokens": 64}], "mode": "aggregated"}
