@@ -17,7 +17,10 @@ from mpillm.report.request_log import RECORD
 from mpillm.runtime.whole_runs import EndedRun
 from tests.helpers.run_directories import write_rows
 
-WORDS = ["--scenarios=Server", "--core_type=dummy", "--harness=conversations", "--goodput", "ttft:500"]
+WORDS = [
+    *("--scenarios=Server", "--core_type=dummy", "--goodput", "ttft:500"),
+    *("--harness=conversations", "--dataset_path=talks.jsonl"),
+]
 
 
 def result_of(late: int, rate: float, **more: Any) -> dict[str, Any]:

@@ -72,7 +72,11 @@ def test_one_warning_when_the_same_prompts_come_again() -> None:
     [
         (["--url=h:1"], ["--url=h:2"], False),
         (["--url=h:1", "--seed=1"], ["--url=h:1", "--seed=2"], False),
-        (["--url=h:1", "--concurrency=1", "--harness=conversations"], ["--url=h:1"], True),
+        (
+            ["--url=h:1", "--concurrency=1", "--harness=conversations", "--dataset_path=a.jsonl"],
+            ["--url=h:1", "--dataset_path=a.jsonl"],
+            True,
+        ),
         (
             ["--url=h:1", "--seed=1", "--dataset_path=a.jsonl"],
             ["--url=h:1", "--seed=2", "--dataset_path=a.jsonl"],

@@ -369,7 +369,7 @@ def test_a_damaged_quantised_checkpoint(folders: Folders, tmp_path: Path) -> Non
             {"quant_method": "hqq"},
             'quant_method "hqq" is not supported by the torch core; supported: compressed-tensors',
         ),
-        ({"format": "pack-quantized"}, 'format "pack-quantized" is not supported'),
+        ({"format": "marlin-24"}, 'format "marlin-24" is not supported'),
         ({"config_groups": {}}, "config_groups {} is not supported by the torch core; supported: one group"),
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         ({"ignore": []}, "ignore"),
