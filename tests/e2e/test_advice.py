@@ -227,6 +227,9 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* accuracy .*--evaluated .*|python eval_accuracy.py .*|python -c .*read_parquet.*": Elsewhere(
         "tests/unit/submission/test_accuracy.py, and a program of mlcommons/inference"
     ),
+    r".* accuracy .*--inference_repo .*": Elsewhere(
+        "tests/unit/submission/test_evaluator.py: it runs a program of mlcommons/inference"
+    ),
     r".* accuracy .*--mbxp .*": Elsewhere(
         "tests/unit/submission/test_accuracy.py: it takes a file that another program writes"
     ),
