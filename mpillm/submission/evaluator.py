@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 import tempfile
 import time
@@ -159,7 +160,7 @@ def evaluator_of(
         if not (needed := script.parent / "submodules" / _NEEDS[part][0]).is_dir():
             raise ConfigError(
                 f"--inference_repo {repo}: no {needed}, which scores {part}; get the submodules:"
-                f" `git -C {repo} submodule update --init language/deepseek-r1/submodules`"
+                f" `git -C {shlex.quote(repo)} submodule update --init language/deepseek-r1/submodules`"
             )
     folder = tokenizer_folder(run, tokenizer)
     if folder is None:
