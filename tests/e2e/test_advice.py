@@ -352,6 +352,8 @@ OTHERS = {
     *("cuda_graph_backend_decode", "cuda_graph_backend_prefill"),
     *("vboost", "power_limit", "kill_on_bad_exit", "local_dir"),  # nvidia-smi's, srun's and hf's
     "proxy_id",  # of MPICH's proxies
+    "init",  # of git submodule update
+    "config",  # trtllm-serve's
     # the submission checker's, mpirun's, pip's, tritonserver's, trtllm-serve's and TensorRT-LLM's scripts'
     *(
         "input",
