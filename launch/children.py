@@ -107,13 +107,24 @@ class Children:
         if self._stopped is not None:
             raise self._stopped
 
-    def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path | None = None) -> Child:
-        """Start `argv` with the environment `env`. Append its output to `log`; None: this process's own."""
+    def start(
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log: Path | None = None,
+        cwd: Path | None = None,
+    ) -> Child:
+        """Start `argv` with the environment `env`, in the folder `cwd` (None: this process's own).
+
+        Append its output to `log`; None: this process's own.
+        """
         try:
             with open(log, "ab") if log else contextlib.nullcontext() as output:  # noqa: PTH123 (one expression for both cases)
                 process = subprocess.Popen(
                     argv,
                     env=dict(env),
+                    cwd=cwd,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT if log else None,

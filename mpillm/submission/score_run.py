@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from disagg.errors import ConfigError
 from mpillm.data.tiny_dataset import DATASET, REFERENCES
-from mpillm.data.tokenizer import Tokenizer, load_tokenizer
+from mpillm.data.tokenizer import load_tokenizer
 from mpillm.engine.shape.find_model import is_preset
 from mpillm.files import as_writable, path_exists, read_json, write_json, write_text
 from mpillm.loadgen.logs import ACCURACY, LoggedAnswer, accuracy_samples, digest, read_answers, read_detail
@@ -69,8 +69,8 @@ def read_accuracy_run(
         return AccuracyRun(
             run, [*logged], lambda: [ScoredResponse("", len(tokens)) for tokens in logged.values()], ()
         )
-    rows = _rows(run, dataset_path)
-    decoder = _tokenizer(run, tokenizer)
+    rows = read_references(run.workload, data_set_of(run, dataset_path))
+    decoder = load_tokenizer(tokenizer_folder(run, tokenizer))
     need_libraries()
     by_client = _client_texts(run) if run.client else {}
     indices = [*(by_client or logged)]
@@ -125,8 +125,8 @@ def _client_texts(run: JudgedRun) -> dict[int, str]:
     return texts
 
 
-def _rows(run: JudgedRun, dataset_path: str | None) -> Sequence[Row]:
-    """Read the references of `dataset_path`, of the tiny data set in the run, or of the run's data set."""
+def data_set_of(run: JudgedRun, dataset_path: str | None) -> str:
+    """Return `dataset_path`, the path of the tiny data set in the run, or of the run's data set."""
     tiny = run.path / DATASET / REFERENCES
     path = dataset_path
     path = path or (str(tiny) if run.workload.scaled and tiny.exists() else run.config.get("dataset_path"))
@@ -139,10 +139,11 @@ def _rows(run: JudgedRun, dataset_path: str | None) -> Sequence[Row]:
         raise ConfigError(
             f"{run.path}: its data set {path[:300]} does not exist here; name its path with --dataset_path"
         )
-    return read_references(run.workload, path)
+    return path
 
 
-def _tokenizer(run: JudgedRun, option: str | None) -> Tokenizer:
+def tokenizer_folder(run: JudgedRun, option: str | None) -> Path | None:
+    """Return the folder with the model's tokenizer.json; None: tokens are bytes (the tiny model)."""
     folder = option or run.config.get("model_path")
     if option and not (Path(option) / "tokenizer.json").is_file():
         raise ConfigError(f"--tokenizer {option}: there is no tokenizer.json in it")
@@ -153,7 +154,7 @@ def _tokenizer(run: JudgedRun, option: str | None) -> Tokenizer:
             f"{run.path}: no tokenizer.json in the run's model_path ({str(folder or 'not given')[:300]}); "
             "name the folder that has it with --tokenizer"
         )
-    return load_tokenizer(Path(folder) if has_file and folder else None)
+    return Path(folder) if has_file and folder else None
 
 
 def _with_mbxp(run: JudgedRun, scores: Scores, evaluated: str | None) -> Scores:
@@ -182,16 +183,18 @@ def _with_evaluation(run: JudgedRun, scores: Scores, evaluated: str | None) -> S
     names = ", ".join(accuracy.references)
     if evaluated is None:
         path = run.path / ACCURACY
-        how = f"run {accuracy.evaluator} of mlcommons/inference on {path} (docs/howto/submission.md)"
-        note = f"{names}: not scored: {how}, then name the file with its output with --evaluated"
+        note = (
+            f"{names}: not scored: name a clone of mlcommons/inference with --inference_repo, or run"
+            f" {accuracy.evaluator} on {path} and name the file with its output with --evaluated"
+        )
         return Scores(scores.values, [note])
     try:
         printed = Path(evaluated).read_text(encoding="utf-8", errors="replace")
         return Scores(reference_scores(accuracy.references, printed, scores.values) | scores.values)
     except OSError as error:
-        raise ConfigError(f"--evaluated {evaluated}: {error.strerror}") from None
+        raise ConfigError(f"{evaluated}: {error.strerror}") from None
     except ConfigError as error:
-        raise ConfigError(f"--evaluated {evaluated}: {error}") from None
+        raise ConfigError(f"{evaluated}: {error}") from None
 
 
 def _write(run: JudgedRun, n: int, scores: Scores, checks: Sequence[Check]) -> None:

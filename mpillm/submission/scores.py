@@ -71,6 +71,7 @@ def _plain(text: str) -> str:
 
 Row = Mapping[str, str]
 _ROUNDED = 0.1  # tokens per sample: mpillm rounds to this
+_EVALUATED = re.compile(r"^Total samples evaluated: (\d{1,9})$", re.MULTILINE)  # gpt-oss-120b's evaluator
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +205,8 @@ def reference_scores(names: Iterable[str], printed: str, lengths: Mapping[str, f
     scores = printed_scores(printed)
     if missing := [name for name in names if name not in scores]:
         raise ConfigError(f"no '{missing[0]}': <number> in it: is it the evaluator's output?")
+    if counts := _EVALUATED.findall(printed):
+        scores["num-samples"] = float(counts[-1])
     for name, own_name in (("num-samples", "gen_num"), ("tokens_per_sample", "tokens_per_sample")):
         if name in scores and abs(scores[name] - lengths[own_name]) > _ROUNDED:
             raise ConfigError(

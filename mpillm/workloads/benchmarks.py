@@ -203,6 +203,7 @@ DEEPSEEK_R1 = Workload(
         length="tokens_per_sample",
         bounds=(0.9 * 3886.2274, 1.1 * 3886.2274),
         evaluator="language/deepseek-r1/eval_accuracy.py",
+        evaluator_options=("--input-file", "--dataset-file"),
     ),
     submission=Submission(
         rounds={"v6.0": ("deepseek-r1",), "v6.1": ("deepseek-r1",)},
@@ -248,6 +249,7 @@ GPT_OSS_120B = Workload(
         length="tokens_per_sample",
         bounds=(0.0, 1.1 * 9999),
         evaluator="language/gpt-oss-120b/eval_mlperf_accuracy.py",
+        evaluator_options=("--mlperf-log", "--reference-data"),
     ),
     submission=Submission(
         rounds={"v6.0": ("gpt-oss-120b",), "v6.1": ("gpt-oss-120b",)},

@@ -35,6 +35,7 @@ class Accuracy:
     length: str  # name of the length score: tokens_per_sample, or gen_len (characters of all answers)
     bounds: tuple[float, float]  # minimum and maximum
     evaluator: str = ""  # by_reference: the script in mlcommons/inference that prints the scores
+    evaluator_options: tuple[str, str] = ("", "")  # of the script: for LoadGen's accuracy log, the data frame
 
 
 @dataclass(frozen=True)

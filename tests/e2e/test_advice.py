@@ -227,6 +227,9 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* accuracy .*--evaluated .*|python eval_accuracy.py .*|python -c .*read_parquet.*": Elsewhere(
         "tests/unit/submission/test_accuracy.py, and a program of mlcommons/inference"
     ),
+    r".* accuracy .*--inference_repo .*": Elsewhere(
+        "tests/unit/submission/test_evaluator.py: it runs a program of mlcommons/inference"
+    ),
     r".* accuracy .*--mbxp .*": Elsewhere(
         "tests/unit/submission/test_accuracy.py: it takes a file that another program writes"
     ),
@@ -349,6 +352,7 @@ OTHERS = {
     *("cuda_graph_backend_decode", "cuda_graph_backend_prefill"),
     *("vboost", "power_limit", "kill_on_bad_exit", "local_dir"),  # nvidia-smi's, srun's and hf's
     "proxy_id",  # of MPICH's proxies
+    "init",  # of git submodule update
     "config",  # trtllm-serve's
     # the submission checker's, mpirun's, pip's, tritonserver's, trtllm-serve's and TensorRT-LLM's scripts'
     *(

@@ -63,17 +63,17 @@ class PreprocessedLoader(LLMDataLoader):
         check_file(path)
         self._columns, self._read_frame = columns or Columns(), read
         self._arrays: Path | None = None  # the folder with the arrays
-        self._frame: Path | None = None
+        self.frame: Path | None = None  # the data frame
         if path.is_dir():
             self._arrays = path if (path / TOKENS_FILE).is_file() else None
             if frame_file is not None:
                 names = frame_file, f"{frame_file}.gz", Path(frame_file).stem + PARQUET_SUFFIX
-                self._frame = next((file for name in names if (file := path / name).is_file()), None)
+                self.frame = next((file for name in names if (file := path / name).is_file()), None)
         elif path.name.endswith((*FRAME_SUFFIXES, PARQUET_SUFFIX)):
-            self._frame = path
+            self.frame = path
         elif path.name == TOKENS_FILE:
             self._arrays = path.parent
-        if self._arrays is None and self._frame is None:
+        if self._arrays is None and self.frame is None:
             expected = f"a folder with {TOKENS_FILE} and {LENGTHS_FILE}"
             expected += f", or with {frame_file}[.gz]" if frame_file else ""
             raise ConfigError(
@@ -99,18 +99,18 @@ class PreprocessedLoader(LLMDataLoader):
 
     def references(self) -> dict[str, list[str]]:
         """Read the reference columns of the data frame."""
-        if self._frame is None:
+        if self.frame is None:
             raise ConfigError(
                 f"data set {self._arrays}: no references, which are in the published data frame: "
                 "name that instead"
             )
-        arrays, _ = self._converted(self._frame)
+        arrays, _ = self._converted(self.frame)
         names = {column: f"{_TEXT}{i}" for i, column in enumerate(self._columns.references)}
         if all(name in arrays for name in names.values()):
             return {
                 column: _unpacked(arrays[name], arrays[f"{name}{_ENDS}"]) for column, name in names.items()
             }
-        frame = self._read_frame(self._frame)  # raises ConfigError if the references are wrong
+        frame = self._read_frame(self.frame)  # raises ConfigError if the references are wrong
         return {column: frame.texts(column) for column in names}
 
     def _load_arrays(self, folder: Path) -> Samples:
@@ -152,9 +152,9 @@ class PreprocessedLoader(LLMDataLoader):
         return Samples(file, lengths, tokens, stop_words)
 
     def _load_frame(self) -> Samples:
-        assert self._frame is not None
-        arrays, note = self._converted(self._frame)
-        return Samples(self._frame, arrays["lengths"], arrays["tokens"], arrays.get("stop_words"), note)
+        assert self.frame is not None
+        arrays, note = self._converted(self.frame)
+        return Samples(self.frame, arrays["lengths"], arrays["tokens"], arrays.get("stop_words"), note)
 
     def _converted(self, file: Path) -> tuple[Arrays, str]:
         return converted(file, repr(self._columns), lambda: _convert(self._read_frame(file), self._columns))

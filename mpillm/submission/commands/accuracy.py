@@ -10,9 +10,11 @@ from mpillm.files import as_written, read_json
 from mpillm.options import json_output
 from mpillm.options.command_line import Parser
 from mpillm.options.field import option
-from mpillm.options.values import Values, collect
+from mpillm.options.values import collect
+from mpillm.report.run_directory import display_path
 from mpillm.report.run_list import run_path
 from mpillm.submission.client_form import ACCURACY, CLIENT
+from mpillm.submission.evaluator import EvaluatorOptions, evaluator_of
 from mpillm.submission.judged_run import JudgedRun
 from mpillm.submission.score_run import read_accuracy_run, score_run
 from mpillm.submission.scores import Check, Scores
@@ -20,7 +22,7 @@ from mpillm.submission.scores import Check, Scores
 _GROUP = "accuracy"
 
 
-class _Options(Values, group=_GROUP):
+class _Options(EvaluatorOptions, group=_GROUP):
     """Options of ``accuracy``."""
 
     dataset_path = option("the data set, with its reference answers [default: the run's]")
@@ -28,7 +30,6 @@ class _Options(Values, group=_GROUP):
         "a folder with the tokenizer.json that decodes the answers [default: the run's model_path]"
     )
     mbxp = option("mixtral-8x7b: the output file of the reference's evaluate_mbxp (evaluated_test.json)")
-    evaluated = option("deepseek-r1: a file with the output of the reference's eval_accuracy.py")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,12 +42,14 @@ def main(argv: Sequence[str]) -> int:
         epilog="examples:\n"
         f"  python -m mpillm accuracy {RUNS}/accuracy --dataset_path open_orca.pkl --tokenizer MODEL_DIR\n"
         f"  python -m mpillm accuracy {RUNS}/accuracy --mbxp evaluated_test.json      # mixtral-8x7b:"
-        " see docs/howto/submission.md",
+        " see docs/howto/submission.md\n"
+        f"  python -m mpillm accuracy {RUNS}/accuracy --inference_repo inference      # deepseek-r1",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="a run directory of --test_mode AccuracyOnly")
     options = collect(argv, _Options, parser)
     run = JudgedRun.read(run_path(parser.parse_args(argv).run_dir), [CLIENT])
     with as_written(run.path):
+        evaluator = evaluator_of(run, options, options.dataset_path, options.tokenizer)
         answers = read_accuracy_run(
             run, options.dataset_path, options.tokenizer, options.mbxp, options.evaluated
         )
@@ -55,7 +58,11 @@ def main(argv: Sequence[str]) -> int:
     print(
         f"{run.benchmark}: {len(answers.indices)} answers, target {target:g} % of the reference", flush=True
     )
-    _show(run, *score_run(answers, options.mbxp, options.evaluated))
+    evaluated = options.evaluated
+    if evaluator is not None:
+        print(f"{evaluator.script} runs; its output: {display_path(evaluator.log)}", flush=True)
+        evaluated = str(evaluator.run())
+    _show(run, *score_run(answers, options.mbxp, evaluated))
     return ExitCode.DONE
 
 
