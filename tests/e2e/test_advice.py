@@ -91,6 +91,9 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r"make (fuzz|test-wheel)": Elsewhere("make test has the fuzzers' examples, .ci/run the wheel's tests"),
     r"make (run|install|docs)": Elsewhere("installs, or writes the pages: whoever builds this types it"),
     r"(\S+ )?make (test(-slow|-cross)?|check)": Elsewhere("these are the tests"),
+    r".*--dataset_path agentic\.jsonl.*": Elsewhere(
+        "measured with MLCommons' file, which is not in the repository"
+    ),
     r"make size": Elsewhere("tests/unit/tools/test_size.py has what it counts"),
     r"make prebuild": Elsewhere("not ours: the page says that it is not needed"),
     r"(.* )?make (generate|run)_.*": Elsewhere(
