@@ -60,6 +60,7 @@ _ENGINES = _TRTLLM, _VLLM, _SGLANG = ("trtllm", "vllm", "sglang")  # the last is
 _SRT_ROUTERS = ("prefill", "ctx_router"), ("decode", "gen_router")
 _DYNAMO_ROUTERS = {"kv": "kv_cache_aware", "round-robin": "round_robin"}
 _LLM_D_ROLES = ("prefill", "decode")
+_PLACEHOLDERS = "<>{}$"  # a name with one of them stands for another one
 _MAX_NAMES = 5  # in a message
 _FP8 = ("fp8_e4m3", "fp8")  # a KV cache's type in SGLang and vLLM, and in TensorRT-LLM
 
@@ -140,7 +141,7 @@ def load(path: str) -> tuple[DisaggConfig, str, tuple[str, ...]]:
 
     Returns:
         The configuration; the name of the published form, or "" for a `disagg_config`; and lines that name
-        the form and the settings that are not used, of at most 78 columns.
+        the form and the settings that are not used, of at most 78 columns unless a name is longer.
 
     Raises ConfigError for a file that cannot be used.
     """
@@ -186,8 +187,8 @@ def _model(node: _Node, key: str) -> dict[str, str]:
     """Return the model of a recipe. A name that only its cluster knows is left out, with a line."""
     if node.get(key) is None:
         return {}
-    model = re.sub(r"^hf:(//)?", "", node.text(key))
-    if re.fullmatch(r"(?!\w{1,20}://)[^<>{}$]*/[^<>{}$]*", model):
+    model = node.text(key).removeprefix("hf:").removeprefix("//")
+    if "/" in model and "://" not in model and not any(mark in model for mark in _PLACEHOLDERS):
         return {"model": model}
     node.lines.append(f"{node.name(key)} {model}: neither a folder nor a hub name")
     return {}
