@@ -146,16 +146,19 @@ _PROBES = "a0 -_.,:/=%'\"\\\n[]{}()<>;A|$*é"
 def texts(use: Use) -> Iterator[tuple[str, str, str]]:
     """Yield (head, repeated part, tail): a head and tail that lead into and out of each repetition."""
     tree = _PARSER.parse(use.pattern, use.flags)
-    heads, pumps = {"": None}, dict.fromkeys(_ODD)
+    heads, pumps, tails = {"": None}, dict.fromkeys(_ODD), dict.fromkeys(("\0", "a", "\n"))
     for before, body in _repetitions(list(tree), ""):
         heads[before] = None
-        pumps |= dict.fromkeys(_characters(body))
+        characters = _characters(body)
+        pumps |= dict.fromkeys(characters)
+        # The repetition may match all tails above.
+        tails |= dict.fromkeys([one for one in _PROBES if one not in characters][:1])
         pumps[_sample(body)] = None
         pumps[before + _sample(body)] = None
     items = list(tree)
     for end in range(1, len(items) + 1):
         pumps[_sample(items[:end])] = None
-    yield from itertools.product(heads, filter(None, pumps), ("\0", "a", "\n"))
+    yield from itertools.product(heads, filter(None, pumps), tails)
 
 
 def _repetitions(items: Tree, before: str) -> Iterator[tuple[str, Tree]]:

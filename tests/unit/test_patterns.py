@@ -79,6 +79,7 @@ def test_patterns_that_are_arguments() -> None:
         (r"HYDRA build details:.*?Version:\s*(\d+)", "search"),
         (r"\s*(.*?)\s*(ms|s)?\s*", "fullmatch"),
         (r"(\w+)*-", "match"),
+        (r"[^<>{}$]*/[^<>{}$]*", "fullmatch"),
     ],
 )
 def test_slow_patterns_are_found(pattern: str | bytes, method: str) -> None:
