@@ -212,3 +212,8 @@ def test_a_file_of_the_user_replaces_the_own_one() -> None:
         (line,) = notes(ServerSpec(kind_of("trtllm-serve"), "m", {}, args=args))
         assert line.startswith(f"--server_args: {args[0].split('=')[0]}: trtllm-serve ignores mpillm's file")
     assert notes(ServerSpec(kind_of("trtllm-serve"), "m", {}, args=("--config_file", "f"))) == ()
+
+
+def test_a_tritonserver_without_the_backend() -> None:
+    log = "E1 model.cc:1] unable to find backend library for backend 'tensorrtllm', try specifying runtime"
+    assert kind_of("tritonserver").explain(log).startswith("it has no backend for engines, as in releases")
