@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from disagg import ServerConfig
 from disagg.errors import ConfigError
-from disagg.schema import section_kind
+from disagg.schema import DISCOVERY, section_kind
 from mpillm.cores.registry import BackendRegistry
 from mpillm.options.disagg_values import (
     LEADER_READS,
@@ -102,6 +102,8 @@ def _of_own_servers(config: RunConfig) -> list[str]:
     assert config.yaml is not None and config.server is not None
     kind = kind_of(config.server)
     lines = _of_the_leader(config, ())
+    if DISCOVERY in config.yaml.options:
+        lines.append(f"{config.disagg_config}: {DISCOVERY}: servers that the run starts need not register")
     for section, server in config.yaml.sections:
         unused = (name for name in without_effect(server) if name == "urls" or not kind.takes_llm_args)
         if names := ", ".join(unused):

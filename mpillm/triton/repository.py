@@ -24,7 +24,7 @@ from mpillm.triton.pbtxt import EnumName, dump
 from mpillm.triton.tensors import TENSORRT_LLM_INPUTS, TENSORRT_LLM_OUTPUTS, tensors
 from mpillm.triton.text_models import text_models, texts
 from mpillm.trtllm.engines import TRTLLMBuilderOp, TRTLLMLibraryLoader, read_engine
-from mpillm.trtllm.installed import check_gpus
+from mpillm.trtllm.installed import check_engines, check_gpus
 
 MODEL_VERSION = "1"
 
@@ -365,6 +365,7 @@ def triton_stages(config: RunConfig) -> list[GenerateTritonConfigOp]:
 
 def _trtllm_engine(config: RunConfig, harness: TritonHarnessConfig) -> tuple[str, BuildConfig, int]:
     """Return the folder of TensorRT-LLM's engine, its build configuration, and its ranks."""
+    check_engines("generate-triton-config")
     engine_dir = config.engine_dir
     if not engine_dir:
         if not config.model_path:

@@ -42,6 +42,11 @@ TRITONSERVER = ServerKind(
     options={},
     health="/v2/health/ready",
     failures=(
+        KnownFailure(
+            r"unable to find backend library for backend 'tensorrtllm'",
+            "it has no backend for engines, as in releases of TensorRT-LLM after 1.3.0rc20",
+            "use a container with 1.2, or the model.yaml of the LLM API backend",
+        ),
         KnownFailure(r"module compiled using NumPy 1", "its Python has NumPy 2", "give it numpy<2"),
         KnownFailure(
             r"failed to read text proto from",

@@ -25,7 +25,7 @@ from mpillm.stages.checkpoint import (
 from mpillm.stages.operation import Operation, identity
 from mpillm.stages.preconditions import EngineParallelism, check_divides, check_space, model_config, weights
 from mpillm.trtllm.converters import LLAMA, Converter, converter_for
-from mpillm.trtllm.installed import check_gpus, find_script, python_with_trtllm
+from mpillm.trtllm.installed import check_engines, check_gpus, find_script, python_with_trtllm
 from mpillm.trtllm.tool_options import BUILD, QUANTIZE
 
 _QUANTIZE_SCRIPT = ("examples/quantization/quantize.py",)
@@ -264,7 +264,11 @@ HelpInfo.add_configurator_dependencies(TRTLLMBuilderOp, (TRTLLMQuantizerOp,))
 
 
 def engine_stages(config: RunConfig) -> Operation:
-    """Return the stages for cores that execute an engine of `trtllm-build`."""
+    """Return the stages for cores that execute an engine of `trtllm-build`.
+
+    Raises ConfigError if the installed release has no such tool.
+    """
+    check_engines(f"--core_type {config.core_type}")
     _check_unsupported(config)
     return TRTLLMBuilderOp(deadline_s=config.build_deadline)
 

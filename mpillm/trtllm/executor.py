@@ -1,5 +1,7 @@
 """Run TensorRT-LLM's `Executor`: an engine of `trtllm-build` in this process, or in processes it starts.
 
+Releases after `installed.LAST_WITH_ENGINES` have neither.
+
 The interface is tensorrt_llm.bindings.executor, declared in cpp/tensorrt_llm/nanobind/executor (pybind in
 older versions). In leader mode, every rank of the instance creates an `Executor`. The one on the
 communicator's rank 0 accepts requests; the others follow it in C++ threads until it is shut down. In

@@ -1,20 +1,68 @@
-"""Requirements of TensorRT-LLM's tools and servers: scripts of its repository, programs, a Python, GPUs."""
+"""TensorRT-LLM as installed: release, scripts of its repository, programs, a Python, GPUs.
+
+Nothing here imports TensorRT-LLM, which is slow and needs GPUs.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import math
+import re
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from disagg.errors import ConfigError
 from launch.command import NotHere, find_program
 from mpillm.devices import visible_gpus
 from mpillm.options.run_config import RunConfig
 from mpillm.stages.preconditions import raise_or_note
+from mpillm.trtllm.server_kind import TRTLLM_SERVE
 
 _PLACES = (Path("build/TRTLLM"), Path("/app/tensorrt_llm"))
 """TensorRT-LLM's repository without --trtllm_lib_path: in NVIDIA's harness, and in the containers."""
+
+
+LAST_WITH_ENGINES = "1.3.0rc20"
+"""Last release with trtllm-build, convert_checkpoint.py, the Executor and Triton's C++ backend."""
+
+
+def installed_version() -> str:
+    """Return the version in this Python, else that of the `trtllm-serve` in PATH; "" if unknown."""
+    try:
+        return importlib.metadata.version("tensorrt_llm")
+    except importlib.metadata.PackageNotFoundError:
+        release = TRTLLM_SERVE.release()
+        return release.version if release else ""
+
+
+def no_engines(source: str, version: str) -> ConfigError:
+    """Return the error for a release that has only the PyTorch backend."""
+    return ConfigError(
+        f"{source}: TensorRT-LLM {version} runs no engines; {LAST_WITH_ENGINES} is the last release that does"
+        " (stable: 1.2); use the Hugging Face folder, with --core_type trtllm_hlapi, --server=trtllm-serve,"
+        " or in tritonserver the model.yaml of the LLM API backend",
+        about=["core_type", "trtllm_runtime_flags"],
+    )
+
+
+def check_engines(source: str) -> None:
+    """Raise ConfigError if the installed release is known, and newer than the last one with engines.
+
+    `source`: the option or the file that needs engines.
+    """
+    if _order(version := installed_version()) > _order(LAST_WITH_ENGINES):
+        raise no_engines(source, version)
+
+
+def _order(version: str) -> tuple[int, int, int, float]:
+    """Return a version's place in the order of releases; candidates are before their release."""
+    if (match := re.match(r"(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?(?:rc(\d{1,9}))?", version)) is None:
+        return (0, 0, 0, 0)
+    major, minor, patch, candidate = match.groups()
+    return int(major), int(minor), int(patch or 0), float(candidate or math.inf)
 
 
 def check_gpus(needed: int, user: str) -> None:

@@ -26,6 +26,7 @@ from mpillm.files import read_object
 from mpillm.json_slice import Slice
 from mpillm.options.fields.runtime_flags import RUNTIME_FLAGS, RUNTIME_OPTIONS
 from mpillm.options.generation_config import GenerationConfig
+from mpillm.trtllm import installed
 
 PACKAGE = "tensorrt_llm"
 EXTRA = "trtllm"
@@ -63,17 +64,17 @@ def check_library(config: CoreConfig) -> None:
 
 
 def no_engines(config: CoreConfig) -> ConfigError:
-    """Return the error for a release that has only the PyTorch backend."""
+    """Return the error for an imported release that has only the PyTorch backend."""
     version = getattr(sys.modules.get(PACKAGE), "__version__", "of this release")
-    return ConfigError(
-        f"--core_type {config.core_type}: TensorRT-LLM {version} runs no engines, of which 1.3.0rc20 was the"
-        " last release; use --core_type trtllm_hlapi with a Hugging Face folder",
-        about=["core_type", "trtllm_runtime_flags"],
-    )
+    return installed.no_engines(f"--core_type {config.core_type}", version)
 
 
 def engine_limits(config: CoreConfig, engine: EngineConfig) -> NumericLimits:
-    """Return the limits of an engine. Without chunked context, a prompt must fit into one step."""
+    """Return the limits of an engine. Without chunked context, a prompt must fit into one step.
+
+    Raises ConfigError if the installed release runs no engines.
+    """
+    installed.check_engines(f"--core_type {config.core_type}")
     build, scheduler = engine.build_config, config.engine.scheduler
     max_prompt_len = (
         None if scheduler.enable_chunked_context else min(scheduler.max_num_tokens, build.max_num_tokens)

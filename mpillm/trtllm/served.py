@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import disagg
 from disagg import DisaggConfig, ServerConfig
 from disagg.errors import ConfigError
+from disagg.schema import DISCOVERY
 from mpillm.nvidia.configs import TrtllmEndpointConfig
 from mpillm.options.disagg_values import CORE, ROUTER, same
 from mpillm.options.fields.model import CHUNKING_POLICIES, SCHEDULER_POLICIES
@@ -17,6 +18,7 @@ from mpillm.options.mitten import applied, configured
 from mpillm.options.run_config import RunConfig
 from mpillm.stages.checkpoint import QuantizerConfig
 from mpillm.trtllm.engines import TRTLLMBuilderOp, TRTLLMQuantizerOp
+from mpillm.trtllm.installed import check_engines
 
 
 class ModelToServe(NamedTuple):
@@ -30,8 +32,12 @@ class ModelToServe(NamedTuple):
 
 
 def served(config: RunConfig) -> ModelToServe:
-    """Return the model in the options, which may not exist yet. Raises ConfigError without a model."""
+    """Return the model in the options, which may not exist yet. Raises ConfigError without a model, or for an
+    engine if the installed release runs none.
+    """
     backend = backend_of(config)
+    if backend == "tensorrt":
+        check_engines(f"--core_type {config.core_type}")
     path = config.model_path
     with applied(config):
         if backend == "tensorrt":
@@ -118,7 +124,7 @@ def check_agreement(config: RunConfig, path: str, yaml: DisaggConfig) -> None:
     """Raise ConfigError if the YAML, which is all that trtllm-serve reads, is incomplete or contradicts an
     option."""
     again = "run generate-disagg-config again with these options, or leave them out"
-    if yaml.model is None:
+    if yaml.model is None and DISCOVERY not in yaml.options:
         raise ConfigError(
             f"{path}: there is no model in it, which trtllm-serve's workers need; add it, or {again}"
         )
@@ -134,6 +140,8 @@ def check_agreement(config: RunConfig, path: str, yaml: DisaggConfig) -> None:
                 f"{source.options}, but {path}: model is {yaml.model}, which would be served; {again}"
             )
     backend = {"trt": "tensorrt"}.get(yaml.backend or "pytorch", yaml.backend or "pytorch")
+    if backend == "tensorrt":
+        check_engines(f"{path}: backend {yaml.backend}")
     if "trtllm_backend" in config.trtllm_runtime_flags and backend != backend_of(config):
         flag = config.trtllm_runtime_flags["trtllm_backend"]
         raise ConfigError(

@@ -10,12 +10,23 @@ import yaml
 from launch.command import Command
 from mpillm.programs.servers.acceptance import check_length, number_of
 from mpillm.programs.servers.kind import ServerKind, ServerSpec, named, switch
+from mpillm.programs.servers.server_options import OptionSource, Release
+
+_CONFIG, _OLD_CONFIG = "--config", "--extra_llm_api_options"
+
+
+def config_option(release: Release | None) -> str:
+    """Return the name of the option for a YAML of LLM arguments; `release`: the installed one, if known.
+
+    1.2 added --config, and keeps the old name, which is the only one before.
+    """
+    return _CONFIG if release is not None and release.has(_CONFIG) else _OLD_CONFIG
 
 
 def _arguments(spec: ServerSpec) -> Sequence[str]:
     return (
         *("trtllm-serve", "serve", spec.model, "--host", spec.host, "--port", str(spec.port)),
-        *("--extra_llm_api_options", f"{spec.base}.yaml"),
+        *(config_option(spec.release), f"{spec.base}.yaml"),
     )
 
 
@@ -33,6 +44,16 @@ def _file(spec: ServerSpec, values: Mapping[str, Any]) -> str:
     if spec.role == "context":  # TensorRT-LLM has no overlap scheduler for this role
         args.setdefault("disable_overlap_scheduler", True)
     return yaml.safe_dump(args, sort_keys=False)
+
+
+def _notes(spec: ServerSpec) -> Sequence[str]:
+    """Return a line if the user's file replaces mpillm's: trtllm-serve reads the last one only."""
+    names = (name for name in (_CONFIG, _OLD_CONFIG) for arg in spec.args if arg.split("=")[0] == name)
+    if (name := next(names, "")) == "":
+        return ()
+    return (
+        f"--server_args: {name}: trtllm-serve ignores mpillm's file, which sets enable_block_reuse: false",
+    )
 
 
 _ACCEPTANCE = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
@@ -75,5 +96,7 @@ TRTLLM_SERVE = ServerKind(
     takes_llm_args=True,
     fix_acceptance=_fix_acceptance,
     acceptance_setting=_ACCEPTANCE,
+    option_source=OptionSource("tensorrt_llm", ("commands/*serve*.py",), min_names=20),  # 0.20 has 24
+    notes=_notes,
     install="install TensorRT-LLM, as in NVIDIA's containers",
 )

@@ -9,9 +9,10 @@ from pathlib import Path
 import yaml
 
 from disagg.errors import ConfigError
+from disagg.schema import DISCOVERY
 from launch.command import NotHere
 from launch.default_paths import SERVERS
-from launch.environment import launch_type
+from launch.environment import LAUNCH_TYPE, launch_type
 from launch.launcher import one_of_several
 from mpillm.devices import visible_gpus
 from mpillm.nvidia.configs import TrtllmEndpointConfig
@@ -25,6 +26,7 @@ from mpillm.trtllm import trtllm_serve
 from mpillm.trtllm.engines import TRTLLMLibraryLoader
 from mpillm.trtllm.installed import check_gpus, program_or_name
 from mpillm.trtllm.served import check_agreement, llm_api_options, served
+from mpillm.trtllm.server_kind import TRTLLM_SERVE, config_option
 
 _EXTRA_OPTIONS = SERVERS / "extra_llm_api_options.yaml"
 
@@ -79,6 +81,7 @@ def endpoint_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
             **limits,
             "max_seq_len": config.max_seq_len or flags.get("max_seq_len"),
         },
+        config_option(TRTLLM_SERVE.release()),
         (_EXTRA_OPTIONS, yaml.safe_dump(llm_api_options(config), sort_keys=False)),
         layout.ranks,
         None if gpus is None else len(gpus),
@@ -100,6 +103,12 @@ def disaggregated_servers(config: RunConfig, argv: Sequence[str]) -> list[Server
     yaml_config = yaml_of_servers(config, path)
     if Path(path).exists():
         check_agreement(config.with_yaml(), path, yaml_config)
+    if DISCOVERY in yaml_config.options and launch_type() != "leader":
+        # tensorrt_llm/llmapi/disagg_utils.py, extract_disagg_cfg: there are no server_configs then.
+        raise ConfigError(
+            f"{path}: {DISCOVERY}: trtllm-serve disaggregated_mpi_worker starts no servers that register;"
+            f" name urls in both sections instead, or start the leader only ({LAUNCH_TYPE}=leader)"
+        )
     serve = program_or_name(config, "trtllm-serve", trtllm_serve.INSTALL)
     programs = trtllm_serve.disaggregated(serve, path, config.load_deadline, config.stall_timeout)
     return launched(programs, path, yaml_config, launch_type(), one_of_several())

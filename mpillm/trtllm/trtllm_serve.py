@@ -21,18 +21,22 @@ def endpoints(
     host: str,
     ports: Sequence[int],
     options: Mapping[str, object],
+    config_option: str,
     extra: tuple[Path, str],
     n_ranks: int,
     n_gpus: int | None,
 ) -> list[Server]:
-    """Return an endpoint on each port of `host`, each on `n_ranks` of `n_gpus` GPUs (None: unknown)."""
+    """Return an endpoint on each port of `host`, each on `n_ranks` of `n_gpus` GPUs (None: unknown).
+
+    `config_option`: the name of the option for the file `extra`, a path and its text.
+    """
     servers = []
     for index, port in enumerate(ports):
         argv = [program, "serve", *model, "--host", host, "--port", str(port)]
         for name, value in options.items():
             if value is not None:
                 argv += [f"--{name}", str(value)]
-        argv += ["--extra_llm_api_options", str(extra[0])]
+        argv += [config_option, str(extra[0])]
         env = {}
         if n_gpus is not None and len(ports) > 1:
             gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(n_gpus)))).split(",")

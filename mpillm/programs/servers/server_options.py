@@ -22,7 +22,6 @@ from launch.environment import clean_environment
 _FIND_S = 20.0  # for a Python on a slow file system to find a package
 _SEARCH_S = 30.0  # for a search in all source files
 _MAX_FILE = 4 << 20  # bytes that are read of a source file
-_MIN_NAMES = 200  # fewer mean that the release defines its options in other files; vLLM has 340, SGLang 550
 _FIND = (
     "import importlib.util as u, sys; sys.path[:] = filter(None, sys.path);"
     " print(u.find_spec(sys.argv[1]).submodule_search_locations[0])"
@@ -40,6 +39,8 @@ class OptionSource:
 
     package: str
     files: tuple[str, ...]  # patterns, in the package
+    # Fewer names mean that the release defines its options in other files; vLLM has 340, SGLang 550.
+    min_names: int = 200
     is_flexible: bool = False  # its parser takes --max_num_seqs, and --no-, --enable- or --disable- of a name
     # By release, from its source: the old name, and the new one ("": none).
     removed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -181,7 +182,7 @@ def _release(program: str, source: OptionSource) -> Release:
     texts = (_read(folder / name).decode(errors="replace") for name in ("_version.py", "version.py"))
     version = next((match[1] for text in texts if (match := _VERSION.search(text))), "")
     release = Release(source, version, folder)
-    if len(release.names) >= _MIN_NAMES:
+    if len(release.names) >= source.min_names:
         return release
     return Release(source, version, folder, f"{folder} does not define them where mpillm looks")
 

@@ -41,8 +41,8 @@ def main(argv: Sequence[str]) -> int:
     """Execute the stages that are not up to date, and print their outputs."""
     parser = Parser(
         prog="mpillm generate-engines",
-        description="Quantize a model and build its engine: TensorRT-LLM's, with its tools, or mpillm's own."
-        " Stages that are up to date are skipped.",
+        description="Quantize a model and build its engine: TensorRT-LLM's, with its tools (until"
+        " release 1.3.0rc20), or mpillm's own. Stages that are up to date are skipped.",
         epilog="examples:\n"
         "  python -m mpillm generate-engines --model_path build/models/smollm2-135m"
         " --trtllm_checkpoint_flags=qformat:int8_wo\n"

@@ -69,7 +69,7 @@ def test_sglang_computes_whole_prompts_of_a_step_s_tokens() -> None:
 
 
 def test_trtllm_serve_has_a_file() -> None:
-    line = " ".join(words("trtllm-serve", VALUES))
+    line = " ".join(words("trtllm-serve", VALUES))  # of an unknown release: the name that all of them have
     assert "--tp_size 4" in line and "--extra_llm_api_options run/server_0.yaml" in line
     text = (kind := kind_of("trtllm-serve")).file_text(ServerSpec(kind, "m", VALUES))
     assert yaml.safe_load(text)["kv_cache_config"] == {"enable_block_reuse": False, "dtype": "fp8"}

@@ -290,6 +290,15 @@ def test_servers_of_a_yaml(kind: str, tmp_path: Path) -> None:
         assert "backend: DEFAULT" in text and "disable_overlap_scheduler" not in text
 
 
+def test_service_discovery_of_servers_that_the_run_starts(tmp_path: Path) -> None:
+    """They get no cluster's address: mpillm's leader has their ports from the ranks that start them."""
+    (path := tmp_path / "disagg.yaml").write_text("disagg_cluster: {cluster_uri: 'http://a:1'}\n" + YAML)
+    config = config_of(server="trtllm-serve", disagg_config=str(path)).with_yaml()
+    assert f"{path}: disagg_cluster: servers that the run starts need not register" in check_yaml(config)
+    (context, *_) = server_specs(config, disaggregated(config, ["a"] * 4), {})
+    assert "disagg_cluster" not in context.kind.file_text(context)
+
+
 def test_the_core_of_a_leader_means_halves() -> None:
     """The reference harness's command line: no leader is started, the clients do what it would."""
     config = config_of(server="trtllm-serve", core_type="trtllm_disagg")

@@ -81,6 +81,29 @@ def test_a_dry_run_needs_nothing_of_the_stages_before(
         )
 
 
+@pytest.mark.parametrize(
+    "sections", ["", "context_servers: {urls: ['a:1']}\ngeneration_servers: {urls: ['a:2']}\n"]
+)
+def test_workers_that_would_register(
+    sections: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TensorRT-LLM's workers under mpirun have no service discovery; its leader has."""
+    monkeypatch.chdir(place)
+    Path("d.yaml").write_text(
+        "disagg_cluster: {cluster_uri: 'http://localhost:8000'}\nport: 8000\n" + sections
+    )
+    options = ["run-llm-server", "--core_type=trtllm_disagg", "--disagg_config=d.yaml", "--dry_run"]
+    assert main(options) == USAGE
+    assert (
+        "d.yaml: disagg_cluster: trtllm-serve disaggregated_mpi_worker starts no servers that register; name"
+        " urls in both sections instead, or start the leader only (MLPERF_DISAGG_LAUNCH_TYPE=leader)"
+        in capsys.readouterr().err
+    )
+    monkeypatch.setenv("MLPERF_DISAGG_LAUNCH_TYPE", "leader")
+    assert main(options) == DONE
+    assert "trtllm-serve disaggregated -c d.yaml" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("given", ["WORKER", "Worker", "leader", "LEADER"])
 def test_a_launch_type_in_any_case(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from launch.environment import launch_type

@@ -268,23 +268,6 @@ def test_the_tensorrt_backend_of_the_llm_api(make: Make) -> None:
     assert rows_of(core, 1) == [(0, FIRST | FINAL, [2, 1])]
 
 
-@pytest.mark.parametrize("name", CORES)
-def test_a_release_without_engines(make: Make, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import tensorrt_llm
-
-    monkeypatch.delattr(tensorrt_llm.EXECUTOR, "Executor")
-    monkeypatch.delitem(sys.modules, "tensorrt_llm._tensorrt_engine")
-    with pytest.raises(
-        ConfigError,
-        match=rf"^--core_type {name}: TensorRT-LLM 1\.3\.0rc runs no engines, of which 1\.3\.0rc20",
-    ):
-        make(
-            name,
-            "--scenarios=Offline",
-            *(["--trtllm_runtime_flags=trtllm_backend:cpp"] if name == CORES[1] else []),
-        )
-
-
 def test_a_world_of_one_rank_starts_no_process(make: Make) -> None:
     make("trtllm_hlapi", "--scenarios=Offline")
     assert os.environ[SINGLE] == "1"

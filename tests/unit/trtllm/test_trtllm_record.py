@@ -15,7 +15,7 @@ from mpillm.cli import main
 from mpillm.stages.disagg_servers import disaggregated_servers
 from mpillm.trtllm import trtllm_serve
 from mpillm.trtllm.tool_options import BUILD, CONVERT, QUANTIZE, Tool
-from tests.helpers.trtllm_records import NEWEST, OLDEST, RELEASES, WHOLE, record
+from tests.helpers.trtllm_records import NEWEST, OLDEST, RELEASES, WHOLE, WITH_ENGINES, record
 
 LACKING = {"quantize.py": {"export_format"}}  # docs/howto/pipeline.md says so
 
@@ -33,11 +33,19 @@ def test_the_options_of_its_tools(tool: Tool, release: str) -> None:
     assert len(ours & there) > 20, "or the record is empty"
 
 
-@pytest.mark.parametrize("release", RELEASES)
-def test_the_flags_of_trtllm_serve(release: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("release", "config"),
+    [
+        *((release, "--extra_llm_api_options") for release in RELEASES),
+        *((one, "--config") for one in RELEASES[:3]),
+    ],
+)
+def test_the_flags_of_trtllm_serve(release: str, config: str, tmp_path: Path) -> None:
     """The record has every flag that `run-llm-server` writes."""
     tools = record(release)["tools"]
-    config = disagg.parse("model: m\ncontext_servers: {urls: ['a:1']}\ngeneration_servers: {urls: ['a:2']}")
+    yaml_config = disagg.parse(
+        "model: m\ncontext_servers: {urls: ['a:1']}\ngeneration_servers: {urls: ['a:2']}"
+    )
     sizes = (
         "backend",
         "tp_size",
@@ -51,9 +59,9 @@ def test_the_flags_of_trtllm_serve(release: str, tmp_path: Path) -> None:
     options = dict.fromkeys((*sizes, "num_postprocess_workers"), 2)
     model, extra = ["m", "--tokenizer", "t"], (tmp_path / "extra.yaml", "")
     servers = [
-        *trtllm_serve.endpoints("trtllm-serve", model, "127.0.0.1", [30000], options, extra, 1, None),
+        *trtllm_serve.endpoints("trtllm-serve", model, "127.0.0.1", [30000], options, config, extra, 1, None),
         *disaggregated_servers(
-            trtllm_serve.disaggregated("trtllm-serve", "f", 5, 5), "f", config, None, None
+            trtllm_serve.disaggregated("trtllm-serve", "f", 5, 5), "f", yaml_config, None, None
         ),
     ]
     passed = 0
@@ -98,8 +106,13 @@ LATER = {  # than 0.20, which has pydantic pass over them in silence: docs/howto
 }
 
 
-@pytest.mark.parametrize("release", RELEASES)
-@pytest.mark.parametrize(("backend", "arguments"), [("pytorch", "TorchLlmArgs"), ("cpp", "TrtLlmArgs")])
+@pytest.mark.parametrize(
+    ("backend", "arguments", "release"),
+    [
+        *(("pytorch", "TorchLlmArgs", release) for release in RELEASES),
+        *(("cpp", "TrtLlmArgs", release) for release in WITH_ENGINES),
+    ],
+)
 def test_the_keys_of_a_generated_yaml(
     backend: str,
     arguments: str,

@@ -10,7 +10,7 @@ import pytest
 from disagg.errors import ConfigError
 from mpillm.comms.messages import RequestFlag, ResponseFlag
 from tests.helpers.trtllm_cores import CORES, batch, rows_of
-from tests.helpers.trtllm_records import OLDEST, STAND_IN, WHOLE
+from tests.helpers.trtllm_records import NO_ENGINES, OLDEST, STAND_IN, WHOLE
 
 Make = Callable[..., Any]
 ENDED = ResponseFlag.FIRST | ResponseFlag.FINAL
@@ -19,6 +19,7 @@ ENDED = ResponseFlag.FIRST | ResponseFlag.FINAL
 @pytest.mark.parametrize(
     ("release", "name", "options"),
     [
+        (NO_ENGINES, CORES[1], []),
         (WHOLE, CORES[0], []),
         (WHOLE, CORES[1], []),
         (WHOLE, CORES[1], ["--trtllm_runtime_flags=trtllm_backend:cpp"]),
@@ -41,6 +42,16 @@ def test_what_runs(
     core.cancel([0])
     assert [id_ for id_, *_ in rows_of(core, 1)] == [0]
     assert core.metrics() is not None
+
+
+@pytest.mark.parametrize("name", CORES)
+def test_a_release_without_engines(make: Make, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STAND_IN, NO_ENGINES)
+    flags = ["--trtllm_runtime_flags=trtllm_backend:cpp"] if name == CORES[1] else []
+    with pytest.raises(
+        ConfigError, match=rf"^--core_type {name}: TensorRT-LLM 1\.4\.0rc runs no engines; 1\.3\.0rc20 is"
+    ):
+        make(name, "--scenarios=Offline", *flags)
 
 
 def test_flags_of_the_executor_in_0_20(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

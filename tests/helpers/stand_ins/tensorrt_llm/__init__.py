@@ -35,5 +35,7 @@ sys.modules["tensorrt_llm.bindings.executor"] = EXECUTOR
 llmapi = _module("llmapi", LLM=LLM, SamplingParams=SamplingParams, **CONFIGS)
 _module("llmapi.mpi_session", MpiCommSession=MpiCommSession)
 _module("_utils", set_mpi_comm=set_mpi_comm)
-if not __version__.startswith("0."):  # before 1.0 the package's own LLM was the TensorRT backend's
+if "TrtLlmArgs" in RECORD["python"] and not __version__.startswith(
+    "0."
+):  # before 1.0 the package's own LLM was the TensorRT backend's
     _module("_tensorrt_engine", LLM=TrtLLM)

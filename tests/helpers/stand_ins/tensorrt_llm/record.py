@@ -45,7 +45,8 @@ class Bound:
 
     def __init_subclass__(cls) -> None:
         cls._name = cls._name or cls.__name__
-        for name, overloads in RECORD["bindings"][cls._name]["methods"].items():
+        recorded = RECORD["bindings"].get(cls._name, {"methods": {}})  # a release may have removed the class
+        for name, overloads in recorded["methods"].items():
             if (made := cls.__dict__.get(name)) is not None:
                 setattr(cls, name, _checked(f"{cls._name}.{name}", overloads, made))
 
