@@ -20,7 +20,6 @@ from launch.find_mpirun import Mpi, detect
 from launch.mpirun import command_line, on_this_host, usable_cores
 from launch.safe_text import one_line
 from mpillm.stages.servers import Server
-from mpillm.trtllm.installed import check_engines
 
 PROGRAM = "/opt/tritonserver/bin/tritonserver"
 """Path in NVIDIA's containers."""
@@ -106,9 +105,7 @@ def read_repositories(prefix: str) -> list[Repository]:
 
 
 def read_repository(folder: Path, option: str) -> Repository:
-    """Read the model repository of `option`. Raises ConfigError if it has no model, an open placeholder, or
-    models of TensorRT-LLM's C++ backend that the installed release does not have.
-    """
+    """Read the model repository of `option`. Raises ConfigError if it has no model or an open placeholder."""
     files = sorted(folder.glob("*/config.pbtxt"))
     if not files:
         raise ConfigError(f"{option}: {folder} has no model in it (a folder with a config.pbtxt)")
@@ -118,8 +115,6 @@ def read_repository(folder: Path, option: str) -> Repository:
             raise ConfigError(
                 f"{option}: {file}:{placeholder} has no value; fill it with `python -m mpillm fill-template`"
             )
-    if any('backend: "tensorrtllm"' in text for text in texts.values()):
-        check_engines(f"{option}: {folder}")
     is_embedded = any('backend: "python"' in text and "gpu_device_ids" in text for text in texts.values())
     return Repository(folder, {name: _ranks_of(text) for name, text in texts.items()}, is_embedded)
 

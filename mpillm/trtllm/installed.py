@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from disagg.errors import ConfigError
 from launch.command import NotHere, find_program
@@ -28,14 +29,30 @@ _PLACES = (Path("build/TRTLLM"), Path("/app/tensorrt_llm"))
 LAST_WITH_ENGINES = "1.3.0rc20"
 """Last release with trtllm-build, convert_checkpoint.py, the Executor and Triton's C++ backend."""
 
+_BUILD = "commands/build.py"  # the source of trtllm-build, in the package
 
-def installed_version() -> str:
-    """Return the version in this Python, else that of the `trtllm-serve` in PATH; "" if unknown."""
+
+class InstalledRelease(NamedTuple):
+    """A release; both empty if unknown."""
+
+    version: str
+    folder: Path  # of the package
+
+    @property
+    def has_engines(self) -> bool:
+        """Whether it may have TensorRT engines: an early or unknown release, or one with trtllm-build."""
+        return _order(self.version) <= _order(LAST_WITH_ENGINES) or (self.folder / _BUILD).is_file()
+
+
+def installed_release() -> InstalledRelease:
+    """Return the release in this Python, else that of the `trtllm-serve` in PATH."""
     try:
-        return importlib.metadata.version("tensorrt_llm")
+        version = importlib.metadata.version("tensorrt_llm")
     except importlib.metadata.PackageNotFoundError:
         release = TRTLLM_SERVE.release()
-        return release.version if release else ""
+        return InstalledRelease(release.version, release.folder) if release else InstalledRelease("", Path())
+    spec = importlib.util.find_spec("tensorrt_llm")
+    return InstalledRelease(version, Path(spec.origin).parent if spec and spec.origin else Path())
 
 
 def no_engines(source: str, version: str) -> ConfigError:
@@ -49,12 +66,12 @@ def no_engines(source: str, version: str) -> ConfigError:
 
 
 def check_engines(source: str) -> None:
-    """Raise ConfigError if the installed release is known, and newer than the last one with engines.
+    """Raise ConfigError if the installed release surely has no engines.
 
     `source`: the option or the file that needs engines.
     """
-    if _order(version := installed_version()) > _order(LAST_WITH_ENGINES):
-        raise no_engines(source, version)
+    if not (release := installed_release()).has_engines:
+        raise no_engines(source, release.version)
 
 
 def _order(version: str) -> tuple[int, int, int, float]:

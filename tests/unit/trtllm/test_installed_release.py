@@ -15,8 +15,7 @@ from mpillm.programs.servers import server_options
 from mpillm.programs.servers.kind import ServerSpec
 from mpillm.programs.servers.kinds import kind_of
 from mpillm.programs.servers.server_options import Release
-from mpillm.triton.tritonserver import read_repository
-from mpillm.trtllm.installed import check_engines, installed_version
+from mpillm.trtllm.installed import check_engines, installed_release
 from tests.helpers.support import USAGE
 from tests.helpers.trtllm_cores import CORES
 
@@ -83,7 +82,7 @@ def test_releases_with_engines(
     version: str, has_engines: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metadata(tmp_path, monkeypatch, version)
-    assert installed_version() == version
+    assert installed_release().version == version
     if has_engines:
         check_engines("it")
     else:
@@ -95,7 +94,7 @@ def test_releases_with_engines(
 
 def test_no_release(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert installed_version() == ""
+    assert installed_release().version == ""
     check_engines("it")
 
 
@@ -103,6 +102,12 @@ def test_the_release_of_another_python(install: Install) -> None:
     install("1.4.0rc1")
     with pytest.raises(ConfigError, match=r"TensorRT-LLM 1\.4\.0rc1 runs no engines"):
         check_engines("it")
+
+
+def test_a_newer_release_with_the_tools(install: Install) -> None:
+    """The source of trtllm-build counts more than the number of the release."""
+    (install("1.3.0rc22") / "commands" / "build.py").touch()
+    check_engines("it")
 
 
 @pytest.mark.parametrize(
@@ -146,19 +151,6 @@ def test_cores_with_engines_end_before_the_import(name: str, make: Callable[...,
 @pytest.mark.usefixtures("newer")
 def test_the_pytorch_backend_goes_on(make: Callable[..., Any]) -> None:
     make(CORES[1], "--scenarios=Offline", check=True)
-
-
-@pytest.mark.usefixtures("newer")
-def test_a_model_of_the_backend_that_is_gone(tmp_path: Path) -> None:
-    (tmp_path / "repo" / "tensorrt_llm").mkdir(parents=True)
-    config = tmp_path / "repo" / "tensorrt_llm" / "config.pbtxt"
-    config.write_text('backend: "tensorrtllm"')
-    with pytest.raises(
-        ConfigError, match=rf"^--triton_model_repo: {tmp_path}/repo: TensorRT-LLM {NEWER} runs"
-    ):
-        read_repository(tmp_path / "repo", "--triton_model_repo")
-    config.write_text('backend: "python"')
-    assert read_repository(tmp_path / "repo", "--triton_model_repo").ranks == {"tensorrt_llm": 1}
 
 
 @pytest.mark.usefixtures("newer")
