@@ -191,10 +191,10 @@ def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch
         core.enqueue(requests())
         Rows(core).until(len(PROMPTS))
         address = server.address
-    with core_of(address, "--load_deadline=1") as core, pytest.raises(RunError) as caught:
+    with core_of(address, "--load_deadline=3") as core, pytest.raises(RunError) as caught:
         core.load()
     assert "Connection refused (the proxy of the environment is not used)" in str(caught.value)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with core_of(address, "--load_deadline=1") as core, pytest.raises(RunError) as caught:
+    with core_of(address, "--load_deadline=3") as core, pytest.raises(RunError) as caught:
         core.load()
     assert "proxy" not in str(caught.value)

@@ -328,9 +328,9 @@ def test_an_mpirun_that_starts_nothing_is_ended(tmp_path: Path, capsys: pytest.C
     )
     begins = script(
         tmp_path / "begins",
-        "touch $(dirname $MPILLM_EXIT_FILE)/started; sleep 1; echo 0 > $MPILLM_EXIT_FILE",
+        "touch $(dirname $MPILLM_EXIT_FILE)/started; sleep 4; echo 0 > $MPILLM_EXIT_FILE",
     )
-    assert mpirun.main(["-n", "2", "--start-deadline=0.3", "run"], mpi=Mpi("openmpi", (5,), str(begins))) == 0
+    assert mpirun.main(["-n", "2", "--start-deadline=3", "run"], mpi=Mpi("openmpi", (5,), str(begins))) == 0
 
 
 def test_without_a_port_for_the_rank_registry_it_goes_on(
