@@ -303,6 +303,7 @@ def test_a_row_that_cannot_be_read_is_named(rows: list[Any], message: str) -> No
     assert str(error.value).startswith(message)
 
 
+@pytest.mark.long
 def test_a_session_that_never_ends_is_an_error() -> None:
     """Each row takes the same time, however long its session is."""
     rows = ({"session_id": "s", "input_length": 1, "timestamp": t} for t in itertools.count())

@@ -125,6 +125,7 @@ def test_a_cell_in_many_rows(of: str, tmp_path: Path) -> None:
             assert len(getattr(frame, of)("column")[0]) == (n if of == "tokens" else len(cell))
 
 
+@pytest.mark.long
 def test_gzip_of_zeros(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "frame.pkl.gz", "wb") as packed:
         for _ in range(256):

@@ -116,6 +116,7 @@ def test_groups_of_zipf_sizes() -> None:
     assert prompts(dataset("turns=1,input=1,groups=4,prefix=20,zipf=1", 50)) == made[:50]
 
 
+@pytest.mark.long
 def test_normal_values_are_clipped() -> None:
     made = generate(spec("turns=1:900,input=2:50,output=1:9", 200), ByteTokenizer(), 256)
     assert {len(one.turns) for one in made} >= {1} and max(len(one.turns) for one in made) <= 1000

@@ -326,6 +326,7 @@ def test_texts_survive_the_way_to_the_process() -> None:
     assert template.render([[{"content": text}] for text in texts]) == [str(len(text)) for text in texts]
 
 
+@pytest.mark.long
 def test_many_long_chats_stay_within_the_memory_of_the_process() -> None:
     """All chats of a data set were in few messages: 256 long ones did not fit."""
     template = ChatTemplate("{{ messages[0].content|length }}", {}, max_bytes=200 << 20)
@@ -388,6 +389,7 @@ def test_a_tokenizer_makes_no_text_thousands_of_times_as_long(folder: Path, part
         load_tokenizer(folder)
 
 
+@pytest.mark.long
 def test_a_text_on_which_a_tokenizer_fails_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,7 @@ PATIENCE_S = 30.0  # far below what the endless server goes on for
 
 
 @pytest.mark.parametrize("way", ENDLESS)
+@pytest.mark.long
 def test_an_answer_without_end_is_given_up_for_its_length(way: str) -> None:
     began = time.monotonic()
     with endless_server(*ENDLESS[way]) as url, pytest.raises(ReplyError) as error:

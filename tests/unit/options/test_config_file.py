@@ -292,6 +292,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     said=st.sets(st.sampled_from(["workload", "generation", "file", "command line"])),
     kind=st.sampled_from(["python", "yaml"]),
 )
+@pytest.mark.long
 def test_every_combination_of_sources(sources: dict[str, list[str]], said: set[str], kind: str) -> None:
     argv = [word for source in said for word in sources[kind if source == "file" else source]]
     config = parse_run(["--core_type", "dummy", *argv])

@@ -64,6 +64,7 @@ def test_every_option_beside_a_server_of_the_runs_own(server: str) -> None:
 
 @pytest.mark.parametrize("harness", HARNESSES)
 @pytest.mark.parametrize("core", ["dummy", "trtllm_endpoint"])
+@pytest.mark.long
 def test_every_option_beside_another_client(harness: str, core: str) -> None:
     """As without it, except options that load clients do not use."""
     for field in FIELDS:
@@ -110,6 +111,7 @@ COMMANDS: dict[str, Callable[[list[str]], list[str]]] = {
 
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.long
 def test_commands_that_start_runs_refuse_what_a_run_would(
     command: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

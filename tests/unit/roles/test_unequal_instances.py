@@ -79,6 +79,7 @@ def test_a_test_ends_when_it_could(policy: str, slots: list[int], seconds: list[
 
 
 @pytest.mark.parametrize("n", [1, 7, 33, 100, 500])
+@pytest.mark.long
 def test_equal_instances_take_no_longer(n: int) -> None:
     for count in (1, 2, 5):
         slots, seconds = [8] * count, [1.0] * count

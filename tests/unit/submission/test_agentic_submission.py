@@ -127,6 +127,7 @@ def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting
         yield setting
 
 
+@pytest.mark.long
 def test_a_curve_of_agentic_points(setting: Setting, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(setting.command()) == 0
     out = capsys.readouterr().out
@@ -161,6 +162,7 @@ def test_a_curve_of_agentic_points(setting: Setting, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.count("measured earlier") == 5 and setting.runs() == []
 
 
+@pytest.mark.long
 def test_only_what_is_missing_is_measured(setting: Setting, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(setting.command()) == 0
     setting.runs()
@@ -185,6 +187,7 @@ def test_only_what_is_missing_is_measured(setting: Setting, capsys: pytest.Captu
     assert "with --min_duration 0.5, this is 0.6" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_point_that_is_too_short_is_repeated(setting: Setting, capsys: pytest.CaptureFixture[str]) -> None:
     """The number of conversations stays a multiple of the data set."""
     assert main(setting.command("--min_duration", "2", "--model", "served", "--dataset_path", "x.jsonl")) == 0
@@ -199,6 +202,7 @@ def test_a_point_that_is_too_short_is_repeated(setting: Setting, capsys: pytest.
     assert second["config"]["datasets"][0]["path"] == str(Path("x.jsonl").absolute())
 
 
+@pytest.mark.long
 def test_thresholds_that_are_not_reached(setting: Setting, capsys: pytest.CaptureFixture[str]) -> None:
     setting.set(inline=0.5, swe_bench=0.6, osl=500)
     assert main(setting.command()) == ExitCode.TEST_FAILED

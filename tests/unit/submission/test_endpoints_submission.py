@@ -29,6 +29,7 @@ from tests.helpers.make_checkpoint import make_tokenizer
 WORDS = ("--benchmarks", "llama3.1-8b", "--model_scale", "tiny", "--submitter", "Us", "--system_name", "Box")
 
 
+@pytest.mark.long
 def test_a_curve_is_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "system.json").write_text('{"system_size": "1 node", "division": "RDI"}')
     (tmp_path / "disclosure.json").write_text('{"model_precision": "fp8", "region": "submitters_choice"}')

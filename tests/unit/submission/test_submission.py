@@ -67,6 +67,7 @@ def test_accuracy_log_is_cut_at_both_ends(maker: Maker) -> None:
     assert truncated(b"short") == b"short"
 
 
+@pytest.mark.long
 def test_what_is_missing_is_listed(maker: Maker) -> None:
     runs = maker.runs()
     maker.scored(runs[1], {"rouge1": 44.1, "rougeL": 28.6, "tokens_per_sample": 600.5})
@@ -143,6 +144,7 @@ def test_what_servers_did_not_say_is_listed(maker: Maker) -> None:
     ]
 
 
+@pytest.mark.long
 def test_less_than_the_benchmark_asks_for(maker: Maker) -> None:
     """LoadGen calls a run VALID that was shortened, has limits of its own, or answers less; the checker and
     the rules reject it."""
@@ -202,6 +204,7 @@ def test_less_than_the_benchmark_asks_for(maker: Maker) -> None:
     )
 
 
+@pytest.mark.long
 def test_rounds_and_scenarios(maker: Maker) -> None:
     """mixtral-8x7b is in round v6.0, not in v6.1; its closed division wants Server."""
     out = maker.submit(
@@ -217,6 +220,7 @@ def test_rounds_and_scenarios(maker: Maker) -> None:
     assert "has the seeds of no round" in maker.submit(*strange, "--force", code=4)
 
 
+@pytest.mark.long
 def test_open_division(maker: Maker) -> None:
     """It asks for no compliance runs and no other scenario, and takes any model."""
     runs = maker.runs(model_scale="tiny")

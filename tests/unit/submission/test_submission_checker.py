@@ -361,6 +361,7 @@ def expected(case: Case, division: str) -> set[tuple[str, ...]]:
 
 @pytest.mark.parametrize("division", ["closed", "open"])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.long
 def test_list(name: str, division: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, said, code = submit(tmp_path, CASES[name], division, capsys)
     found = {(scenario, check) for _, scenario, check in listed(said)}

@@ -113,6 +113,7 @@ def test_every_fp8_number_is_widened_exactly() -> None:
     )
 
 
+@pytest.mark.long
 def test_rounding_has_a_scale_for_each_head() -> None:
     x = torch.tensor([[[1.0, 30.0], [1.03, 30.0]]])  # one token, two heads
     numbers = rounded(x, FP8, torch.tensor([0.5, 0.01]))
@@ -176,6 +177,7 @@ def test_fp8_without_scales_has_scale_1(prompts: Tokens, tmp_path: Path) -> None
     assert same(answer(core, make_batch(prompts)), wanted) >= len(prompts) - 1
 
 
+@pytest.mark.long
 def test_the_steps_of_a_gpu(folder: Path, prompts: Tokens, expected: Tokens) -> None:
     """The GPU's steps give their kernels the right inputs; plain kernels take the place of Triton's."""
     core = make_core(folder, kind=GpuCore, max_num_tokens=24)

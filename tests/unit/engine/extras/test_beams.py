@@ -40,6 +40,7 @@ def test_beside_others(options: dict[str, Any], folder: Path, oracle: Oracle) ->
 
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("penalty", [0.0, 1.0, -0.5, 2.0])
+@pytest.mark.long
 def test_end_tokens(early: bool, penalty: float, folder: Path, oracle: Oracle) -> None:
     check_beams_that_end(folder, oracle, early, penalty)
 

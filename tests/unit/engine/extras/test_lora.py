@@ -50,6 +50,7 @@ def run(core: TorchCore, prompts: list[list[int]], extras_by_id: dict[int, Reque
 
 
 @pytest.mark.parametrize("options", [{}, {"enable_kv_cache_reuse": True, "max_num_tokens": 24}])
+@pytest.mark.long
 def test_mixed_in_a_batch(options: dict[str, Any], models: Models) -> None:
     """Each prompt is answered by each adapter and by none; with reuse, no adapter gets the blocks of
     another."""

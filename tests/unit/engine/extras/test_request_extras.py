@@ -39,6 +39,7 @@ def on(request: pytest.FixtureRequest) -> dict[str, Any]:
     ],
     ids=["plain", "chunked", "reuse", "evicted"],
 )
+@pytest.mark.long
 def test_logits(core_options: dict[str, Any], folder: Path, oracle: Oracle, on: dict[str, Any]) -> None:
     check_logits(folder, oracle, **on, **core_options)
 
@@ -62,6 +63,7 @@ def test_presence_frequency_bias_and_an_end_that_may_not_come_yet(
         (RequestExtras(bad_words=((3, 512),)), "bad_words_list has a token that is not in the vocabulary"),
     ],
 )
+@pytest.mark.long
 def test_what_the_vocabulary_does_not_have(
     extras: RequestExtras, message: str, folder: Path, on: dict[str, Any]
 ) -> None:
@@ -69,6 +71,7 @@ def test_what_the_vocabulary_does_not_have(
     assert message in extras.error and not core.has_work()
 
 
+@pytest.mark.long
 def test_more_rows_than_are_chosen_at_once(folder: Path, oracle: Oracle, on: dict[str, Any]) -> None:
     """A step's choice goes in pieces: each adjusts its own rows, a search takes its beams out of several."""
     core = make_core(folder, **on)

@@ -65,6 +65,7 @@ def test_silu_mul(dtype: torch.dtype) -> None:
     [(2, 2, 16), (9, 3, 64), (4, 1, 128), (8, 1, 32), (7, 1, 64), (6, 1, 16)],
 )
 @pytest.mark.parametrize(("window", "has_sinks"), [(0, False), (7, False), (0, True), (40, True)])
+@pytest.mark.long
 def test_attention(
     dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, window: int, has_sinks: bool
 ) -> None:

@@ -23,6 +23,7 @@ FAMILIES = ["MistralForCausalLM", "GptOssForCausalLM", "Gemma3ForCausalLM", "Dee
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.long
 def test_a_cache_in_fp8(tmp_path: Path, name: str) -> None:
     make_family(name, tmp_path)
     of = {"dtype": "float32", "kv_cache_dtype": "fp8"}
@@ -34,6 +35,7 @@ def test_a_cache_in_fp8(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.long
 def test_bfloat16(tmp_path: Path, name: str) -> None:
     """Most first tokens are those of float32."""
     make_family(name, tmp_path)
@@ -45,6 +47,7 @@ def test_bfloat16(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"max_num_tokens": 7, "max_batch_size": 3}], ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.long
 def test_steps_of_gpus(tmp_path: Path, name: str, options: dict[str, int]) -> None:
     """With plain kernels they give the answers of a CPU's steps."""
     make_family(name, tmp_path)

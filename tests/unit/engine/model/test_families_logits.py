@@ -23,6 +23,7 @@ def test_logits(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["whole", "chunked"])
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.long
 def test_as_on_a_gpu(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     """Layers with a window may have a KV cache of their own there."""
     check_family_logits(

@@ -45,6 +45,7 @@ def test_shares_are_even_and_complete(n: int, size: int) -> None:
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-mixtral", "uneven"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.long
 def test_the_ranks_hold_everything_once(name: str, shape: tuple[int, int, int]) -> None:
     """Each value of a matrix is on one rank, except KV heads that more ranks share than there are heads.
 

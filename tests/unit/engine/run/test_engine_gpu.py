@@ -82,6 +82,7 @@ def test_tokens_fed_on_the_device_are_transformers(
     assert ("kv_cache_tokens" in options) == (engine.scheduler.preemptions > 3)
 
 
+@pytest.mark.long
 def test_a_mixture(prompts: Tokens) -> None:
     wanted = answer(make_engine(Path("tiny-mixtral"), on_gpu=False), prompts)
     assert answer(make_engine(Path("tiny-mixtral")), prompts) == wanted
@@ -175,6 +176,7 @@ def test_first_tokens_when_two_steps_end_between_two_looks(folder: Path, prompts
     assert len(batch.tokens) == 6
 
 
+@pytest.mark.long
 def test_decode_is_padded_to_the_ladder(folder: Path, prompts: Tokens, expected: Tokens) -> None:
     """Padding rows touch no sequence; a stand-in takes the place of graphs."""
     engine = make_engine(folder, max_num_tokens=100)
@@ -196,6 +198,7 @@ def test_decode_is_padded_to_the_ladder(folder: Path, prompts: Tokens, expected:
 
 
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-mixtral"])
+@pytest.mark.long
 def test_contexts_are_padded_between_attentions(model: str, folder: Path, prompts: Tokens) -> None:
     """Padding rows touch no sequence; calls take the place of graphs. Larger steps have none."""
     source = folder if model == "tiny-llama" else Path(model)

@@ -79,6 +79,7 @@ PROMPTS = [[3 + (7 * i + 5 * j * j) % 300 for j in range(3 + 7 * i)] for i in ra
 
 @pytest.mark.parametrize("name", ["GptOssForCausalLM", "Gemma3ForCausalLM"])
 @pytest.mark.parametrize("options", [{}, {"max_num_tokens": 7}, {"enable_kv_cache_reuse": True}], ids=str)
+@pytest.mark.long
 def test_families(tmp_path: Path, name: str, options: dict[str, int]) -> None:
     pytest.importorskip("transformers")
     make_family(name, tmp_path)

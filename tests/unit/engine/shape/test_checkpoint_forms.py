@@ -100,6 +100,7 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return folder, make(request.param, folder)
 
 
+@pytest.mark.long
 def test_tokens(folders: tuple[Path, Any], tmp_path: Path) -> None:
     """They are transformers' with the floats that the numbers stand for; from an engine, too."""
     folder, _ = folders
@@ -126,6 +127,7 @@ def test_each_rank_has_the_bits_of_its_part(folders: tuple[Path, Any]) -> None:
 
 
 @pytest.mark.parametrize("family", ["Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"])
+@pytest.mark.long
 def test_families_that_are_published_in_blocks(tmp_path: Path, family: str) -> None:
     """Tokens of the floats; and 8 bits that are rounded as they are loaded give most first tokens."""
     make("blocks", tmp_path, family)

@@ -190,6 +190,7 @@ def check(raw: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.long
 def test_every_pair_of_a_subject(name: str) -> None:
     """With and without those that a model of transformers 5 has."""
     results = []

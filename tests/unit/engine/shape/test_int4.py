@@ -67,6 +67,7 @@ def test_every_weight_has_the_bits_of_the_references(tmp_path: Path, form: str, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("compiles", [True, False])
+@pytest.mark.long
 def test_products(dtype: Any, group: int, compiles: bool) -> None:
     random = torch.Generator().manual_seed(1)
     for outputs in (1, 31, 100, linear._PIECE // 256 + 31):  # of the last, several pieces are widened

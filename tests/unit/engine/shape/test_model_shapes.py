@@ -19,6 +19,7 @@ from tests.helpers.presets import preset_json, save_preset
 from tests.helpers.torch_cores import N_OUTPUT, answer, make_batch, make_core
 
 
+@pytest.mark.long
 def test_a_preset_has_the_weights_of_its_folder(folder: Path, prompts: Tokens, expected: Tokens) -> None:
     assert answer(make_core("tiny-llama"), make_batch(prompts[:4])) == expected[:4]
     assert answer(make_core(folder, load_format="dummy"), make_batch(prompts[:4])) == expected[:4]
@@ -68,6 +69,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 500.0}
     ],
     ids=lambda change: next(reversed(change)),
 )
+@pytest.mark.long
 def test_other_shapes_of_llama(tmp_path: Path, prompts: Tokens, change: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
     save_preset("tiny-llama", tmp_path)

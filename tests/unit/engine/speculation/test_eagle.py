@@ -86,6 +86,7 @@ def add_embedding(head: Path, path: Path, n_tokens: int) -> None:
     [(512, {}), (300, {"norm_before_residual": True})],
     ids=str,
 )
+@pytest.mark.long
 def test_other_heads(
     folder: Path,
     oracle: Oracle,
@@ -147,6 +148,7 @@ def test_features_are_the_same_layer_by_layer(
     assert found[0][1].equal(found[1][1])
 
 
+@pytest.mark.long
 def test_guesses_begin_when_few_requests_run(
     folder: Path, head_folder: Path, repetitive: Tokens, plain: Tokens, oracle: Oracle
 ) -> None:
@@ -184,6 +186,7 @@ def test_a_preempted_sequence_is_longer_than_a_step(
     assert core.statistics()["preemptions"] > 0
 
 
+@pytest.mark.long
 def test_bfloat16_runs(folder: Path, head_folder: Path, repetitive: Tokens) -> None:
     more = {"dtype": "bfloat16", "kv_cache_dtype": "fp8", "quantization": "int8"}
     core = make_core(folder, speculative_config=eagle(head_folder), **more)

@@ -74,6 +74,7 @@ def test_guesses_are_those_of_a_naive_layer(
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
+@pytest.mark.long
 def test_a_rounded_model_guesses(made: tuple[Path, NaiveMtp], asked: Tokens, quantization: str) -> None:
     more = {"dtype": "bfloat16", "quantization": quantization}
     plain = answer(make_core(made[0], **more), make_batch(asked, max_output=N_OUTPUT))

@@ -68,6 +68,7 @@ def test_greedy_tokens_are_the_plain_ones(
     assert counts(core) == (0, 0)
 
 
+@pytest.mark.long
 def test_where_answers_end_and_what_streams(folder: Path, repetitive: Tokens, plain: Tokens) -> None:
     """End tokens, stop words, least lengths, log probabilities, sampling: all is as without guesses."""
     ends = (plain[0][20], plain[3][12])

@@ -17,6 +17,7 @@ from tests.helpers.oracle import Tokens
 from tests.helpers.torch_cores import answer, make_batch, make_core
 
 
+@pytest.mark.long
 def test_sampled_tokens_do_not_depend_on_the_batching(folder: Path, prompts: Tokens) -> None:
     fields: dict[str, Any] = {
         "temperature": 1.0,
@@ -71,6 +72,7 @@ def test_the_likeliest_token_is_the_first_of_the_best(vocab: int, dtype: torch.d
     assert torch.equal(likeliest(logits), logits.float().argmax(-1))
 
 
+@pytest.mark.long
 def test_top_k_1_and_a_tiny_top_p_are_greedy(folder: Path, prompts: Tokens, expected: Tokens) -> None:
     core = make_core(folder)
     assert answer(core, make_batch(prompts, temperature=1.0, top_k=1)) == expected
@@ -78,6 +80,7 @@ def test_top_k_1_and_a_tiny_top_p_are_greedy(folder: Path, prompts: Tokens, expe
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (4, 1.0), (0, 0.6), (5, 0.75)])
+@pytest.mark.long
 def test_the_distribution_of_sampled_tokens(top_k: int, top_p: float) -> None:
     n, temperature = 20_000, 0.8
     logits = torch.tensor([0.5, 2.0, -1.0, 1.0, 0.0, 1.5, -3.0, 0.8])
