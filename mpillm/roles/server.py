@@ -23,7 +23,7 @@ from mpillm.cores.capabilities import OutlivesServer
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.files import naming
 from mpillm.phases import Phase
-from mpillm.programs.servers.kind import PORT_IN_USE, Launcher, ServerSpec
+from mpillm.programs.servers.kind import PORT_IN_USE, NodesLauncher, ServerSpec
 from mpillm.roles.role import Role
 
 _log = logging.getLogger(__name__)
@@ -185,7 +185,7 @@ class ServerRole(Role):
         )
         self._check = None
 
-    def _launched(self, launcher: Launcher, command: Command) -> Command:
+    def _launched(self, launcher: NodesLauncher, command: Command) -> Command:
         """Write the script of a server on several nodes, and return the line of its launcher."""
         script = self._spec.base.with_suffix(".sh")
         with naming(script):

@@ -176,7 +176,7 @@ def server_lines(plan: WorldPlan, specs: Sequence[ServerSpec]) -> list[str]:
     release does not know.
     """
     try:
-        commands = [_shown_command(one) for one in specs]
+        commands = [_printed_command(one) for one in specs]
     except ValueError as error:
         raise ConfigError(f"--server: {error}", about=["server"]) from None
     of_roles = Counter[str]()
@@ -210,7 +210,7 @@ def server_lines(plan: WorldPlan, specs: Sequence[ServerSpec]) -> list[str]:
     return lines + _option_lines(specs)
 
 
-def _shown_command(spec: ServerSpec) -> tuple[str, ...]:
+def _printed_command(spec: ServerSpec) -> tuple[str, ...]:
     """Return the command line that the owner starts, in shell syntax; () if the first owner starts all."""
     command = spec.command()
     if spec.launcher is not None:

@@ -18,7 +18,7 @@ from launch.command import Command, NotHere, find_program
 from launch.environment import clean_environment
 from launch.find_mpirun import Mpi, detect
 from launch.mpirun import command_line
-from mpillm.programs.servers.kind import Launcher, ServerSpec
+from mpillm.programs.servers.kind import NodesLauncher, ServerSpec
 from mpillm.programs.servers.server_options import python_of
 
 _LAUNCH = "trtllm-llmapi-launch"
@@ -115,4 +115,4 @@ def _explain(spec: ServerSpec, log: str) -> str:
     return f"rank {rank} of its {_n_ranks(spec)} MPI ranks, on {host}, {how}"
 
 
-OVER_NODES = Launcher(_command, _script, _located, _explain)
+OVER_NODES = NodesLauncher(_command, _script, _located, _explain)

@@ -92,8 +92,8 @@ class ServerSpec:
         return self.base.with_name(f"{self.base.name}_stacks").absolute()
 
     @property
-    def launcher(self) -> Launcher | None:
-        """What starts it on all its nodes; None if it has one node, or if each owner starts its part."""
+    def launcher(self) -> NodesLauncher | None:
+        """The launcher of all its nodes; None if it has one node, or if each owner starts its part."""
         return self.kind.launcher if self.node.n > 1 else None
 
     @property
@@ -160,7 +160,7 @@ _REJECTED = re.compile(r"(?:unrecognized arguments|No such option|ambiguous opti
 _OPTION_NAME = re.compile(r"(?<![^\s'\"])--?[A-Za-z][\w-]*")
 
 
-class Launcher(NamedTuple):
+class NodesLauncher(NamedTuple):
     """A launcher that starts a server on all its nodes. Only the first node's owner starts a program."""
 
     # Its command line, from the server's own command line and from the program that it starts: the server's
@@ -201,7 +201,7 @@ class ServerKind(ProgramKind[ServerSpec]):
     no_transfer: Callable[[ServerSpec, ServerSpec, int | None], str] = lambda context, generation, heads: ""
     secret: str = ""  # the variable with the secret that these share, unless the user has set it
     multi_node: Callable[[ServerSpec], Command] | None = None  # as `disagg`, of a node; None: one node only
-    launcher: Launcher | None = None  # in place of `multi_node`
+    launcher: NodesLauncher | None = None  # in place of `multi_node`
     takes_llm_args: bool = False  # TensorRT-LLM's, in its section of a YAML
     # The user's arguments and more environment for --acceptance_length; raises ValueError. None: the kind has
     # no such setting.

@@ -16,7 +16,7 @@ from launch.command import Command
 from mpillm.options.fields import FIELDS
 from mpillm.options.layers import layers_of
 from mpillm.options.run_config import RunConfig
-from mpillm.programs.servers.kind import Launcher, ServerNode, ServerSpec
+from mpillm.programs.servers.kind import NodesLauncher, ServerNode, ServerSpec
 from mpillm.programs.servers.kinds import kind_of
 from mpillm.runtime.own_servers import server_lines, server_specs
 from mpillm.trtllm.over_nodes import OVER_NODES
@@ -110,7 +110,7 @@ def test_the_plan_has_one_command_line_for_all_nodes() -> None:
     plan = disagg.plan(disagg.generate("aggregated", 3), 3, ["a", "a", "b"], 2, nodes_per_server=2)
     gpus = {1: tuple(range(8)), 2: tuple(range(8))}
     first, second = server_specs(config, plan, gpus)
-    assert isinstance(first.launcher, Launcher) and second.launcher is first.launcher
+    assert isinstance(first.launcher, NodesLauncher) and second.launcher is first.launcher
     lines = [" ".join(line.replace("\\\n", "").split()) for line in server_lines(plan, [first, second])]
     (line,) = [one for one in lines if "mpirun" in one]
     assert line.startswith("servers: CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 mpirun -n 16 ")
