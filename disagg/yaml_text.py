@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -35,8 +36,25 @@ def value_of(text: str, source: str) -> Any:
     """Read the one value in `text`. Raises ConfigError as `read` does."""
     import yaml
 
-    try:
+    with _naming_errors(source):
         return yaml.load(text, strict_loader())
+
+
+def documents(text: str, source: str) -> list[Any]:
+    """Read all values in `text`, which lines of ``---`` separate. Raises ConfigError as `read` does."""
+    import yaml
+
+    with _naming_errors(source):
+        return list(yaml.load_all(text, strict_loader()))
+
+
+@contextlib.contextmanager
+def _naming_errors(source: str) -> Iterator[None]:
+    """Convert errors of PyYAML to ConfigError."""
+    import yaml
+
+    try:
+        yield
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""

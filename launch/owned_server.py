@@ -30,7 +30,7 @@ from types import MappingProxyType
 from launch import run_folders
 from launch.children import tail
 from launch.command import Command
-from launch.environment import environment_of_this_node
+from launch.environment import clean_environment, environment_of_this_node
 from launch.exits import how_ended
 from launch.first_failure import failing_lines
 from launch.masking import without_known_bytes
@@ -78,6 +78,7 @@ class OwnedServer:
         limited_by: str = "--server_memory_limit",
         outlives_s: float = 0.0,
         hidden_env: Mapping[str, str] = MappingProxyType({}),
+        starts_on_other_nodes: bool = False,
     ) -> None:
         """Start the server. Raises OSError if the log cannot be written.
 
@@ -91,6 +92,7 @@ class OwnedServer:
             outlives_s: seconds that the server may run after one of its processes was killed, because a
                 server that ends may kill its own processes.
             hidden_env: environment variables that are not written to the log.
+            starts_on_other_nodes: an mpirun of the server may start processes on all nodes of a batch job.
         """
         self.log = log
         self._begin = _size(log)  # end of the log when the server was started, later when it became ready
@@ -108,12 +110,13 @@ class OwnedServer:
         self._first_exit: tuple[float, str] = 0.0, ""  # of its other processes, within `_CAUSE_WINDOW_S`
         self._shared: set[str] = set()  # files in /dev/shm that the server has created
         self._connection, guard_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = clean_environment if starts_on_other_nodes else environment_of_this_node
         with guard_end, log.open("ab") as output:
             output.write(f"$ {command}\n".encode())
             output.flush()
             self._guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_GUARD), str(grace_s), *command.argv],
-                env={**environment_of_this_node(os.environ), **command.env, **hidden_env},
+                env={**environment(os.environ), **command.env, **hidden_env},
                 stdin=guard_end.fileno(),
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
+from launch.command import Command
 from launch.health_check import HealthCheck
 from launch.interfaces import own_addresses
 from launch.owned_server import SEARCHED, OwnedServer
@@ -22,7 +23,7 @@ from mpillm.cores.capabilities import OutlivesServer
 from mpillm.errors import ExitCode, Failure, RunError
 from mpillm.files import naming
 from mpillm.phases import Phase
-from mpillm.programs.servers.kind import PORT_IN_USE, ServerSpec
+from mpillm.programs.servers.kind import PORT_IN_USE, NodesLauncher, ServerSpec
 from mpillm.roles.role import Role
 
 _log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ _SILENT_S = 5.0  # time without output after which the console displays the sile
 # Prefix of a log message: process, level, time, file. Triton's logs have another order.
 _PREFIX = re.compile(
     r"^(\([^)]* pid=\d+\) ?)?(\[[^\]]*\] ?)*((DEBUG|INFO|WARNING|ERROR):? +)?"
-    r"([\d:,./ -]{5,} )?(\[[\w.]+:\d+\] ?)?"
+    r"(<std(out|err)>: ?)?([\d:,./ -]{5,} )?(\[[\w.]+:\d+\] ?)?"
     r"([IWEF]\d{4} [\d:.]+ +\d+ [\w.]+:\d+\] ?)?"
 )
 
@@ -103,6 +104,7 @@ class ServerRole(Role):
         self._check: HealthCheck | None = None
         self._is_ready = self._ends_well = False
         self._has_api = not spec.node.number  # the first node's part serves the API, once all parts are ready
+        self._starts = self._has_api or spec.launcher is None
         self._startup_s = 0.0
         self.dependent: OutlivesServer | None = None  # this rank's client, if the server may be restarted
         self._test_started: float | None = None  # None: not in the test
@@ -112,13 +114,16 @@ class ServerRole(Role):
 
     def load(self) -> None:
         self._started = time.monotonic()
-        self._start()
+        if self._starts:
+            self._start()
 
     def done(self, phase: Phase) -> bool:
         return phase != "load" or self._is_ready or not self._has_api
 
     def health(self) -> None:
-        if not self._has_api:  # phase load has ended, so the first node's part has found the server ready
+        if (
+            self._starts and not self._has_api
+        ):  # phase load has ended, so the first node's part has found the server ready
             self._note_ready()
 
     def test(self) -> None:
@@ -162,16 +167,33 @@ class ServerRole(Role):
         if text := kind.file_text(spec):
             with naming(settings := spec.base.with_suffix(".yaml")):
                 settings.write_text(text, encoding="utf-8")
-        command = kind.located(command)
+        launcher = spec.launcher
+        command = kind.located(command) if launcher is None else self._launched(launcher, command)
         if not kind.binds_reserved_port:
             for port in self._ports:
                 port.release()
         _log.info("%s: %s", spec.title, command)
         log = spec.base.with_suffix(".log")
         self._server = OwnedServer(
-            command, log, self._wake, _SHORT_GRACE_S, spec.max_bytes, hidden_env=self._secret
+            command,
+            log,
+            self._wake,
+            _SHORT_GRACE_S,
+            spec.max_bytes,
+            hidden_env=self._secret,
+            starts_on_other_nodes=spec.launcher is not None,
         )
         self._check = None
+
+    def _launched(self, launcher: NodesLauncher, command: Command) -> Command:
+        """Write the script of a server on several nodes, and return the line of its launcher."""
+        script = self._spec.base.with_suffix(".sh")
+        with naming(script):
+            script.write_text(launcher.script(command), encoding="utf-8")
+        try:
+            return launcher.located(launcher.command(self._spec, command, ("sh", str(script))))
+        except ValueError as error:
+            raise ConfigError(f"{self._spec.title}: {error}") from None
 
     def _resolved(self) -> ServerSpec:
         """Return the server's specification with ports, address and folder. Raises ConfigError."""
@@ -258,11 +280,17 @@ class ServerRole(Role):
             port.release()
         self._start()
 
+    def _explain(self, log: str) -> str:
+        launcher = self._spec.launcher
+        where = launcher.explain(self._spec, log) if launcher else ""
+        return ": ".join(filter(None, (where, self._spec.kind.explain(log))))
+
     def _failure(self, event: str, seen: bool = False) -> RunError:
         assert self._server is not None
-        cause = self._server.cause(self._spec.title, event, self._spec.kind.explain)
+        cause = self._server.cause(self._spec.title, event, self._explain)
         was_ready = self._is_ready or bool(self._restarts)
         code = ExitCode.INSTANCE_LOST if was_ready else ExitCode.NOT_READY
         # A part of a server usually exits because another part has exited.
-        may_follow = self._spec.node.n > 1 and event == f"ended with exit code {self._server.code}"
+        has_parts = self._spec.node.n > 1 and self._spec.launcher is None
+        may_follow = has_parts and event == f"ended with exit code {self._server.code}"
         return RunError(Failure(cause, self._spec.rank, code=code, may_follow=may_follow, seen=seen))

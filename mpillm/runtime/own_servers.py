@@ -13,6 +13,7 @@ from typing import Any
 from disagg import WorldPlan
 from disagg.errors import ConfigError
 from disagg.plan_table import ranges
+from disagg.world_plan import OwnServer
 from launch.command import wrapped
 from mpillm.devices import Gpu
 from mpillm.files import read_object
@@ -93,6 +94,9 @@ def server_specs(
         nodes = {plan.ranks[rank].node for rank in (server.owner, *server.clients)}
         node, first = plan.ranks[rank].node, plan.ranks[server.owner].node
         reached_at = "127.0.0.1" if nodes == {node} else node
+        hosts = tuple(plan.ranks[part].node for part in server.parts)
+        if kind.launcher is not None and not index:
+            _check_same_gpus(server, hosts, gpus)
         specs.append(
             ServerSpec(
                 kind=kind,
@@ -115,11 +119,25 @@ def server_specs(
                 resets_prefix_cache=config.reset_prefix_cache,
                 profiles=config.profile,
                 llm_args=_llm_args(config, server.role) if kind.takes_llm_args else {},
-                node=ServerNode(index, len(server.parts), first, ports.get(server.owner, "MEETING_PORT")),
+                node=ServerNode(
+                    index, len(server.parts), first, ports.get(server.owner, "MEETING_PORT"), hosts
+                ),
                 more_ports={name: f"{name.upper()}_PORT" for name in kind.ports(server.role)},
             )
         )
     return specs
+
+
+def _check_same_gpus(server: OwnServer, hosts: Sequence[str], gpus: Mapping[int, tuple[int, ...]]) -> None:
+    """Raise ConfigError if a server that one launcher starts has different GPUs on its nodes."""
+    texts = [ranges(gpus[part]) if part in gpus else "none" for part in server.parts]
+    if len({*texts}) > 1:
+        listed = ", ".join(f"{text} on {host}" for host, text in zip(hosts, texts, strict=True))
+        raise ConfigError(
+            f"--server_nodes {len(hosts)}: server {server.index} has GPUs {listed}; must have the same"
+            " numbers on each node: let the servers have all GPUs of their nodes",
+            about=["server_nodes"],
+        )
 
 
 def _values(config: RunConfig, kind: ServerKind, role: str) -> dict[str, Any]:
@@ -158,7 +176,7 @@ def server_lines(plan: WorldPlan, specs: Sequence[ServerSpec]) -> list[str]:
     release does not know.
     """
     try:
-        commands = [tuple(one.command().shell_args()) for one in specs]
+        commands = [_printed_command(one) for one in specs]
     except ValueError as error:
         raise ConfigError(f"--server: {error}", about=["server"]) from None
     of_roles = Counter[str]()
@@ -166,10 +184,14 @@ def server_lines(plan: WorldPlan, specs: Sequence[ServerSpec]) -> list[str]:
     for one, command in zip(specs, commands, strict=True):
         of_roles[one.role] += 1
         listed += [(plan.servers[one.index], one, command)] if of_roles[one.role] <= _MAX_LISTED else []
-    owners = {command: f"{one.role} servers{one.of_nodes}".strip() for _, one, command in reversed(listed)}
+    owners = {
+        command: f"{one.role} servers{'' if one.launcher else one.of_nodes}".strip()
+        for _, one, command in reversed(listed)
+        if command
+    }
     lines = [
         wrapped([f"{owners[command]}:", *command], WIDTH - len(INDENT))
-        for command in dict.fromkeys(command for *_, command in listed)
+        for command in dict.fromkeys(command for *_, command in listed if command)
     ]
     for server, one, _ in listed:
         where = f"rank {one.rank} on {plan.ranks[one.rank].node}"
@@ -186,6 +208,16 @@ def server_lines(plan: WorldPlan, specs: Sequence[ServerSpec]) -> list[str]:
         if why := context.kind.no_transfer(context, generation, _kv_heads(context.model)):
             lines.append(f"warning: no KV cache will arrive: {why}")
     return lines + _option_lines(specs)
+
+
+def _printed_command(spec: ServerSpec) -> tuple[str, ...]:
+    """Return the command line that the owner starts, in shell syntax; () if the first owner starts all."""
+    command = spec.command()
+    if spec.launcher is not None:
+        if spec.node.number:
+            return ()
+        command = spec.launcher.command(spec, command, command.argv)
+    return tuple(command.shell_args())
 
 
 def _option_lines(specs: Sequence[ServerSpec]) -> list[str]:

@@ -7,10 +7,11 @@ from typing import Any
 
 import yaml
 
-from launch.command import Command
+from launch.command import Command, KnownFailure
 from mpillm.programs.servers.acceptance import check_length, number_of
 from mpillm.programs.servers.kind import ServerKind, ServerSpec, named, switch
 from mpillm.programs.servers.server_options import OptionSource, Release
+from mpillm.trtllm.over_nodes import OVER_NODES
 
 _CONFIG, _OLD_CONFIG = "--config", "--extra_llm_api_options"
 
@@ -93,6 +94,15 @@ TRTLLM_SERVE = ServerKind(
     binds_reserved_port=False,
     names_model=True,  # the folder's
     disagg_protocol="disaggregated_params",
+    launcher=OVER_NODES,
+    failures=(
+        KnownFailure(
+            r"Permission denied \(publickey|Host key verification failed|ssh: connect to host|"
+            r"ssh: Could not resolve|to reliably start one or more daemons|A daemon failed to report back",
+            "mpirun cannot start processes on the other hosts of the server",
+            "allow ssh between the hosts without a password, or start the server by hand and pass --url",
+        ),
+    ),
     takes_llm_args=True,
     fix_acceptance=_fix_acceptance,
     acceptance_setting=_ACCEPTANCE,

@@ -27,6 +27,7 @@ class ServerNode(NamedTuple):
     n: int = 1
     first_host: str = ""  # as the other nodes reach it
     first_port: int | str = 0  # on the first host, where the nodes connect
+    hosts: tuple[str, ...] = ()  # of all nodes
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,11 @@ class ServerSpec:
     def stacks_folder(self) -> Path:
         """The folder for the stacks of its threads, if it hangs."""
         return self.base.with_name(f"{self.base.name}_stacks").absolute()
+
+    @property
+    def launcher(self) -> NodesLauncher | None:
+        """The launcher of all its nodes; None if it has one node, or if each owner starts its part."""
+        return self.kind.launcher if self.node.n > 1 else None
 
     @property
     def visible_devices(self) -> Sequence[str] | None:
@@ -154,6 +160,18 @@ _REJECTED = re.compile(r"(?:unrecognized arguments|No such option|ambiguous opti
 _OPTION_NAME = re.compile(r"(?<![^\s'\"])--?[A-Za-z][\w-]*")
 
 
+class NodesLauncher(NamedTuple):
+    """A launcher that starts a server on all its nodes. Only the first node's owner starts a program."""
+
+    # Its command line, from the server's own command line and from the program that it starts: the server's
+    # argv, or a shell's script. Raises ValueError.
+    command: Callable[[ServerSpec, Command, Sequence[str]], Command]
+    script: Callable[[Command], str]  # the text of that script
+    located: Callable[[Command], Command]  # as `ProgramKind.located`
+    # From a log, which of its processes ended, and how; "" if unknown.
+    explain: Callable[[ServerSpec, str], str]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerKind(ProgramKind[ServerSpec]):
     """A kind of server; its `arguments` name the program, model, host and port."""
@@ -183,6 +201,7 @@ class ServerKind(ProgramKind[ServerSpec]):
     no_transfer: Callable[[ServerSpec, ServerSpec, int | None], str] = lambda context, generation, heads: ""
     secret: str = ""  # the variable with the secret that these share, unless the user has set it
     multi_node: Callable[[ServerSpec], Command] | None = None  # as `disagg`, of a node; None: one node only
+    launcher: NodesLauncher | None = None  # in place of `multi_node`
     takes_llm_args: bool = False  # TensorRT-LLM's, in its section of a YAML
     # The user's arguments and more environment for --acceptance_length; raises ValueError. None: the kind has
     # no such setting.
@@ -238,7 +257,7 @@ class ServerKind(ProgramKind[ServerSpec]):
                 raise ValueError(f"{name} {values[name]}: a {self.name} server {error}") from None
         own = self._own_args(spec)
         env = {**self.environment, **own.env}
-        if spec.node.n > 1 and self.multi_node is None:
+        if spec.node.n > 1 and self.multi_node is None and self.launcher is None:
             raise ValueError(f"server_nodes {spec.node.n}: a {self.name} server is started on one node")
         more = (
             self.reset_route if spec.resets_prefix_cache else None,

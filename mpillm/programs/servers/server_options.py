@@ -187,14 +187,21 @@ def _release(program: str, source: OptionSource) -> Release:
     return Release(source, version, folder, f"{folder} does not define them where mpillm looks")
 
 
+def python_of(program: str) -> str | None:
+    """Return the Python that runs a script; None if the program is not a Python script."""
+    if (match := _PYTHON.match(_read(Path(program)))) is None:
+        return None
+    python = os.fsdecode(match[1])
+    return shutil.which(python, path=clean_environment(os.environ).get("PATH")) or python
+
+
 def _package_folder(program: str, package: str) -> Path | str:
     """Return the folder of a package that a script's Python imports, or why it is unknown."""
     import subprocess  # few runs start servers
 
-    if (match := _PYTHON.match(_read(Path(program)))) is None:
+    if (python := python_of(program)) is None:
         return f"{program} is not a Python script"
     environment = clean_environment(os.environ)
-    python = shutil.which(os.fsdecode(match[1]), path=environment.get("PATH")) or os.fsdecode(match[1])
     try:
         done = subprocess.run(
             [python, "-c", _FIND, package], env=environment, capture_output=True, timeout=_FIND_S

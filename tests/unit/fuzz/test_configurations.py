@@ -108,7 +108,30 @@ def test_options_of_a_disaggregation_yaml(folder: Path, text: bytes, core: str) 
 _LLM_ARGS = {"tensor_parallel_size": 2, "kv_cache_config": {"dtype": "fp8"}, "max_batch_size": 4}
 _FLAGS = {"tp-size": 2, "dp-size": 2, "max-num-seqs": 8, "chunked-prefill-size": -1, "kv-cache-dtype": "fp8"}
 _FILE = {"config": "/a/none.yaml", "gpus_per_worker": 2}
+_CONTAINER = {
+    "name": "main",
+    "command": ["/bin/sh", "-c"],
+    "args": ["exec python3 -m dynamo.trtllm --model-path $M --extra-engine-args /c/a.yaml 2>&1 | tee log"],
+    "env": [{"name": "M", "value": "a/b"}],
+    "volumeMounts": [{"name": "v", "mountPath": "/c"}],
+    "resources": {"limits": {"nvidia.com/gpu": "2"}},
+}
+_POD = {"spec": {"containers": [_CONTAINER], "volumes": [{"name": "v", "configMap": {"name": "m"}}]}}
+_MAP = {"kind": "ConfigMap", "metadata": {"name": "m"}, "data": {"a.yaml": "tensor_parallel_size: 2\n"}}
+_ARGS = ["--model-path", "a/b", "--tp", "2", "--config", "/c/a.yaml"]
+_PREFILL = {"mainContainer": {"command": ["python3", "-m", "dynamo.sglang"], "args": _ARGS}}
+_GRAPH = {"apiVersion": "nvidia.com/v1beta1", "kind": "DynamoGraphDeployment", "other documents": [_MAP]}
 RECIPES = [
+    {
+        **_GRAPH,
+        "spec": {
+            "components": [
+                {"name": "f", "type": "frontend", "podTemplate": {"spec": {"containers": []}}},
+                {"name": "w", "type": "worker", "multinode": {"nodeCount": 2}, "podTemplate": _POD},
+            ]
+        },
+    },
+    {**_GRAPH, "spec": {"env": [], "services": {"P": {"replicas": 2, "extraPodSpec": _PREFILL}}}},
     {
         "hardware": {"num_ctx_servers": 2, "num_gen_servers": 1},
         "environment": {"model_path": "<model>"},

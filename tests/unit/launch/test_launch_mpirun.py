@@ -342,7 +342,7 @@ def test_without_a_port_for_the_rank_registry_it_goes_on(
         raise OSError(24, "Too many open files")
 
     begins = script(
-        tmp_path / "mpirun", 'case "$*" in *ROLL_CALL*) exit 9;; esac; echo 0 > $MPILLM_EXIT_FILE'
+        tmp_path / "mpirun", 'case "$*" in *RANK_REGISTRY*) exit 9;; esac; echo 0 > $MPILLM_EXIT_FILE'
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("socket.create_server", no_port)

@@ -14,7 +14,8 @@ from mpillm.cli import main
 from mpillm.errors import ExitCode
 from mpillm.options.disagg_values import CORE, EXPERTS, SIZES
 from mpillm.options.options import parse_run
-from mpillm.options.published_yaml import _Node, _parsed, _section_of_flags, load
+from mpillm.options.published_servers import Node, parsed_flags, section_of_flags
+from mpillm.options.published_yaml import load
 from mpillm.programs.servers.sglang import SGLANG
 from mpillm.programs.servers.vllm import VLLM
 from tests.helpers.disagg_options import TORCH
@@ -96,6 +97,36 @@ SFLOW: dict[str, Any] = {
         "MODEL_PATH": {"value": "/models/m"},
     }
 }
+GRAPH: dict[str, Any] = {
+    "apiVersion": "nvidia.com/v1alpha1",
+    "kind": "DynamoGraphDeployment",
+    "metadata": {"name": "a"},
+    "spec": {
+        "services": {
+            "Prefill": {
+                "componentType": "worker",
+                "subComponentType": "prefill",
+                "replicas": 3,
+                "extraPodSpec": {
+                    "mainContainer": {
+                        "command": ["python3", "-m", "dynamo.vllm"],
+                        "args": ["--model", "org/model", "--tensor-parallel-size", "2"],
+                    }
+                },
+            },
+            "Decode": {
+                "componentType": "worker",
+                "replicas": 2,
+                "extraPodSpec": {
+                    "mainContainer": {
+                        "command": ["python3", "-m", "dynamo.vllm", "-tp", "2"],
+                        "args": ["--model=org/model", "--pipeline-parallel-size=2"],
+                    }
+                },
+            },
+        }
+    },
+}
 FORMS: dict[str, dict[str, Any]] = {
     "TensorRT-LLM's slurm/benchmark configuration": BENCHMARK,
     "a recipe of srt-slurm": SRT_1,
@@ -103,6 +134,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "llm-d's values of model servers": LLM_D,
     "NVIDIA's form of a Dynamo cluster": DYNAMO,
     "NVIDIA's form for sflow": SFLOW,
+    "a deploy file of Dynamo": GRAPH,
 }
 
 
@@ -197,10 +229,10 @@ def test_flags_mean_what_own_servers_get(kind: Any, is_sglang: bool) -> None:
     keys = {key.field.name: key.key for key in (EXPERTS, *CORE, *SIZES[SECTIONS[2]])}
     for name in kind.options.keys() & keys.keys():
         value = values.get(name, False if name.startswith("enable") else 0.5 if "fraction" in name else 8)
-        flags = _parsed(kind.options[name](value))
+        flags = parsed_flags(kind.options[name](value))
         if name == "moe_expert_parallelism":
-            flags |= _parsed(kind.options["tensor_parallelism"](value))
-        found: Any = _section_of_flags(_Node(flags, "f"), is_sglang)[0]
+            flags |= parsed_flags(kind.options["tensor_parallelism"](value))
+        found: Any = section_of_flags(Node(flags, "f"), is_sglang)[0]
         for key in keys[name]:
             found = found[key]
         assert found == value, name
