@@ -135,20 +135,19 @@ def synthetic_conversations(
     limits: PromptLimits,
     are_generated: bool | None = None,
     *,
-    as_chats: bool = False,
+    requests: ChatRequests | None = None,
 ) -> Dataset:
     """Generate conversations. `are_generated`: as for `load_conversations`.
 
-    `as_chats`: for a chat endpoint, whose prompts are texts. Raises ConfigError if a request exceeds a limit.
+    `requests`: of an endpoint whose prompts are messages. Raises ConfigError if a request exceeds a limit.
     """
     vocab_size = tokenizer.vocab_size if limits.vocab_size is None else limits.vocab_size
     conversations = generate(
-        spec, tokenizer, vocab_size, as_text=as_chats, with_responses=are_generated is False
+        spec, tokenizer, vocab_size, as_text=requests is not None, with_responses=are_generated is False
     )
-    encoder = ChatRequests() if as_chats else tokenizer
-    if as_chats:
+    if requests is not None:
         limits = replace(limits, vocab_size=None)
-    dataset = _dataset("synthetic", conversations, encoder, limits, are_generated)
+    dataset = _dataset("synthetic", conversations, requests or tokenizer, limits, are_generated)
     note = f"synthetic conversations: {spec.sizes.describe()}; seed {spec.seed}"
     notes = filter(None, [note, cut_note(dataset.output_lengths, limits)])
     return replace(dataset, exact_lengths=True, note="; ".join(notes))

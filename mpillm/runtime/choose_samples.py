@@ -13,7 +13,7 @@ from disagg.errors import ConfigError
 from mpillm.core_names import load_object
 from mpillm.cores.base import LLMCore, ModelLimits
 from mpillm.cores.registry import BackendRegistry
-from mpillm.data.chat_request import TOKENS_AS_CHAT, ChatRequests
+from mpillm.data.chat_request import REQUESTS, TOKENS_AS_CHAT
 from mpillm.data.conversation_dataset import (
     ConversationChoice,
     load_conversations,
@@ -62,7 +62,7 @@ def load_samples(
                 f"{config.named(name)}: only for a --dataset_path with rows, such as JSONL or CSV",
                 about=[name],
             )
-    if config.endpoint_type == "chat":
+    if config.endpoint_type in REQUESTS:
         return _chats(chosen, config, tokenizer, limits, columns), NoTokenizer("answers of chats are texts")
     has_tokens = isinstance(chosen, (Synthetic, SyntheticConversations)) or config.has_conversations
     if has_tokens or not core_class.takes_text or not isinstance(tokenizer, NoTokenizer):
@@ -115,19 +115,20 @@ def _chats(
     limits: PromptLimits,
     columns: Columns,
 ) -> Dataset:
-    """Return a data set of requests to a chat endpoint. Raises ConfigError if token ids are needed."""
+    """Return a data set of requests with messages. Raises ConfigError if token ids are needed."""
+    requests = REQUESTS[config.endpoint_type]
     _refuse_token_options(config, ", which a chat endpoint does not send")
     if isinstance(chosen, LLMDataLoader):
         raise ConfigError(f"{config.named('endpoint_type')}: {TOKENS_AS_CHAT}", about=["endpoint_type"])
     if isinstance(chosen, SyntheticConversations):
         dataset = synthetic_conversations(
-            chosen, tokenizer, _of_chats(limits), _are_generated(config), as_chats=True
+            chosen, tokenizer, _of_chats(limits), _are_generated(config), requests=requests
         )
         return replace(dataset, sends_text=True)
     if isinstance(chosen, Synthetic):
         dataset = load_dataset(chosen, tokenizer, limits)
         texts = {i: tokenizer.decode(dataset.sample(i)) for i in range(len(dataset))}
-        prompts = [np.array(prompt, np.int32) for prompt in ChatRequests().encode_batch([*texts.values()])]
+        prompts = [np.array(prompt, np.int32) for prompt in requests.encode_batch([*texts.values()])]
         n_tokens = np.array([len(prompt) for prompt in prompts])
         return Dataset.packed(
             dataset.name,
@@ -137,7 +138,7 @@ def _chats(
             texts=texts,
             sends_text=True,
         )
-    chats = _load(chosen, config, ChatRequests(), _of_chats(limits), columns, writer=tokenizer)
+    chats = _load(chosen, config, requests, _of_chats(limits), columns, writer=tokenizer)
     return replace(chats, sends_text=True)
 
 
@@ -158,8 +159,8 @@ def history_of(
     conversations, limits = dataset.turns.conversations, limits_of(config, [one for one in models if one])
     if any(one.is_tokens for one in conversations if len(one.turns) > 1):
         return TokenHistory(conversations, limits)
-    if config.endpoint_type == "chat":
-        return GeneratedHistory(conversations, ChatRequests(), _of_chats(limits))
+    if (requests := REQUESTS.get(config.endpoint_type)) is not None:
+        return GeneratedHistory(conversations, requests, _of_chats(limits))
     return GeneratedHistory(conversations, tokenizer, limits)
 
 
