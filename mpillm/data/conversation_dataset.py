@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from mpillm.data.chat_request import ChatRequests
-from mpillm.data.conversations import Conversation, Turn, read_conversations, token_parts
+from mpillm.data.conversation_rows import read_conversations
+from mpillm.data.conversations import Conversation, Turn, token_parts
 from mpillm.data.dataset import (
     Dataset,
     PromptLimits,
@@ -25,6 +26,7 @@ from mpillm.data.dataset import (
     unused_note,
 )
 from mpillm.data.records import KNOWN, Columns, Trace
+from mpillm.data.row_fields import own_note, sampling_columns, with_fields
 from mpillm.data.row_files import read_rows
 from mpillm.data.synthetic_conversations import SyntheticConversations, generate
 from mpillm.data.tokenizer import Tokenizer
@@ -66,7 +68,7 @@ def load_conversations(
     failed: list[str] = []
     if choice.trace_columns:
         rows = renamed_rows(rows, choice.trace_columns, failed)
-    conversations = read_conversations(rows, vocab_size, columns, left_out)
+    conversations = read_conversations(rows, vocab_size, columns, left_out, limits.own_fields)
     if not conversations:
         raise ConfigError(f"data set {file} is empty")
     if choice.order_seed is not None:
@@ -87,6 +89,7 @@ def load_conversations(
     assert dataset.turns is not None
     notes = [
         cut_note(dataset.output_lengths, limits),
+        own_note(turn.own for turn in turns),
         unused_note(turn.unused for turn in turns),
     ]
     notes += [
@@ -200,6 +203,7 @@ def _dataset(
         np.array(stored.starts, np.int64),
         np.array(stored.n_tokens, np.int64),
         np.array([limits.max_output_len if n is None else n for n in lengths], np.int64),
+        sampling=sampling_columns([turn.own for turn in turns]),
         turns=Turns(
             usable,
             np.cumsum(counts),
@@ -287,8 +291,9 @@ def _encoded(
         encoded = iter(tokenizer.encode_chats(chats, conversation.tools))
         for turn in turns:
             if turn.prompt is None:
-                yield array("i", next(encoded))
+                tokens = array("i", next(encoded))
             else:
-                yield tokens_of(turn.prompt, tokenizer, vocab_size, conversation.tools)
+                tokens = tokens_of(turn.prompt, tokenizer, vocab_size, conversation.tools)
+            yield with_fields(tokens, turn.own.body)
     except ConfigError as error:
         raise ConfigError(f"{conversation.turns[0].where}: {error}", about=["apply_chat_template"]) from error

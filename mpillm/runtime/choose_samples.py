@@ -24,6 +24,7 @@ from mpillm.data.dataset import Dataset, PromptLimits, Synthetic, load_dataset
 from mpillm.data.generated_history import GeneratedHistory, History, TokenHistory
 from mpillm.data.preprocessed.loader import PreprocessedLoader, is_frame, loader_of
 from mpillm.data.records import Columns
+from mpillm.data.row_fields import FieldUse
 from mpillm.data.row_files import is_row_file
 from mpillm.data.synthetic_conversations import DEFAULT_CONVERSATIONS, SyntheticConversations
 from mpillm.data.tiny_dataset import DATASET, write_dataset
@@ -68,7 +69,8 @@ def load_samples(
     if has_tokens or not core_class.takes_text or not isinstance(tokenizer, NoTokenizer):
         return _load(chosen, config, tokenizer, limits, columns), tokenizer
     assert not isinstance(chosen, SyntheticConversations)
-    dataset = load_dataset(chosen, ByteTokenizer(), replace(limits, max_seq_len=None), columns)
+    limits = _with_all_fields(replace(limits, max_seq_len=None))
+    dataset = load_dataset(chosen, ByteTokenizer(), limits, columns)
     return (_as_text(dataset, config, tokenizer) if dataset.texts else dataset), tokenizer
 
 
@@ -144,7 +146,13 @@ def _chats(
 
 def _of_chats(limits: PromptLimits) -> PromptLimits:
     """Return the limits without those of tokens, which only the servers know."""
-    return replace(limits, vocab_size=None, max_seq_len=None, max_prompt_len=None)
+    return _with_all_fields(replace(limits, vocab_size=None, max_seq_len=None, max_prompt_len=None))
+
+
+def _with_all_fields(limits: PromptLimits) -> PromptLimits:
+    """Return the limits for servers that get bytes, with fields of a row beside its prompt."""
+    is_used = limits.own_fields is not FieldUse.UNUSED
+    return replace(limits, own_fields=FieldUse.ALL) if is_used else limits
 
 
 def history_of(
@@ -213,7 +221,18 @@ def limits_of(config: RunConfig, known: Sequence[ModelLimits]) -> PromptLimits:
         config.end_ids or (),
         tuple(tuple(word) for word in config.stop_words or () if not isinstance(word, str)),
         bool(config.stop_words) or not config.is_user_set("stop_words"),
+        _own_fields(config),
     )
+
+
+def _own_fields(config: RunConfig) -> FieldUse:
+    """Return which fields of rows have an effect.
+
+    A load client sends the same ones in all requests, and a workload of MLPerf prescribes them.
+    """
+    is_sent = config.workload is None and (config.harness is None or config.has_conversations)
+    samples = BackendRegistry.get(config.core_type).samples_each
+    return FieldUse.SAMPLING if is_sent and samples else FieldUse.UNUSED
 
 
 def _source(config: RunConfig, run_directory: Callable[[], Path]) -> _Source:

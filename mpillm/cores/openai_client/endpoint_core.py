@@ -47,6 +47,7 @@ from mpillm.cores.openai_client.server_reader import ServerReader
 from mpillm.cores.openai_client.server_records import counts_of, server_records
 from mpillm.cores.openai_client.statistics import Statistics
 from mpillm.data.chat_request import REQUESTS
+from mpillm.data.row_fields import split_fields
 from mpillm.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 from mpillm.errors import Failure, RunError
 
@@ -422,6 +423,10 @@ class EndpointCore(ClientCore):
         )
         for request in requests.split():
             (row,) = request.rows
+            extra, prompt = self._harness.extra_body, self._prompt(request)
+            if isinstance(prompt, bytes):
+                own, prompt = split_fields(prompt)
+                extra = {**extra, **own}
             ignore = bool(row["flags"] & RequestFlag.IGNORE_STOP)
             sampling = Sampling(
                 int(row["max_output"]),
@@ -434,13 +439,18 @@ class EndpointCore(ClientCore):
                 self.config.engine.end_ids or () if ignore else ids,
                 ignore_eos=bool(row["flags"] & RequestFlag.IGNORE_END),
                 cache_salt=f"{row['salt']:016x}" if row["salt"] else "",
-                extra=self._harness.extra_body,
+                extra=extra,
             )
             on_more = self._report_tokens if row["flags"] & RequestFlag.STREAM else None
-            texts, session = self.config.client.sends_text, int(row["session"])
+            session, flags = int(row["session"]), int(row["flags"])
+            self._client.submit(int(row["id"]), prompt, sampling, on_more, session, flags)
+
+    def _prompt(self, request: Batch) -> bytes | list[int]:
+        if self.config.client.sends_text:
             # A list of a text's bytes would take milliseconds, and delay all requests after it.
-            prompt = request.tokens.astype(np.uint8).tobytes() if texts else request.tokens.tolist()
-            self._client.submit(int(row["id"]), prompt, sampling, on_more, session, int(row["flags"]))
+            return request.tokens.astype(np.uint8).tobytes()
+        tokens: list[int] = request.tokens.tolist()
+        return tokens
 
     def _text(self, prompt: Sequence[int]) -> str:
         if self.config.client.sends_text:

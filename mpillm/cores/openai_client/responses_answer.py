@@ -18,7 +18,7 @@ _REASONING = ("response.reasoning_text.delta", "response.reasoning_summary_text.
 _ARGUMENTS = "response.function_call_arguments.delta"
 _ITEM = "response.output_item.done"
 _ENDS = ("response.completed", "response.incomplete", "response.failed")
-_REASONS = {"max_output_tokens": "length"}  # of an incomplete response, as finish_reason
+_REASONS = {"max_output_tokens": "length"}  # finish_reason, by that of an incomplete response
 _MAX_CALLS = 1024  # of tools, in one answer
 
 
