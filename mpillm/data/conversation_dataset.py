@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from disagg.errors import ConfigError
 from mpillm.data.chat_request import ChatRequests
 from mpillm.data.conversation_rows import read_conversations
-from mpillm.data.conversations import Conversation, Turn, token_parts
+from mpillm.data.conversations import Conversation, Message, Turn, token_parts
 from mpillm.data.dataset import (
     Dataset,
     PromptLimits,
@@ -68,7 +68,7 @@ def load_conversations(
     failed: list[str] = []
     if choice.trace_columns:
         rows = renamed_rows(rows, choice.trace_columns, failed)
-    conversations = read_conversations(rows, vocab_size, columns, left_out, limits.own_fields)
+    conversations = read_conversations(rows, vocab_size, columns, left_out, limits.own_fields, failed)
     if not conversations:
         raise ConfigError(f"data set {file} is empty")
     if choice.order_seed is not None:
@@ -78,12 +78,18 @@ def load_conversations(
     if choice.max_input_len is not None:  # a trace may have a length for which there is no memory
         conversations = [one for one in conversations if _longest_trace(one) <= choice.max_input_len]
     turns = [turn for one in conversations for turn in one.turns]
-    check_traces(file, [turn.trace or "" for turn in turns], limits, lambda sample: turns[sample].where)
+    check_traces(file, [_trace_of(turn) or "" for turn in turns], limits, lambda sample: turns[sample].where)
     for number, turn in enumerate(turns):
-        if turn.trace is not None and writer is not None:
-            _write_trace(turn, turn.trace, writer, number)
-        elif turn.trace is not None:
-            turn.tokens = trace_tokens(turn.trace, tokenizer, vocab_size, number)
+        if (trace := _trace_of(turn)) is None:
+            continue
+        if writer is not None:
+            _write_trace(turn, trace, writer, number)
+            continue
+        tokens = trace_tokens(trace, tokenizer, vocab_size, number)
+        if turn.trace is not None:
+            turn.tokens = tokens
+        else:
+            turn.prompt = array("i", tokens.tobytes())
     _check_kinds(conversations)
     dataset = _dataset(file.name, conversations, tokenizer, limits, are_generated, choice.max_input_len)
     assert dataset.turns is not None
@@ -108,7 +114,12 @@ def load_conversations(
 
 
 def _longest_trace(conversation: Conversation) -> int:
-    return max(0 if turn.trace is None else turn.trace.length for turn in conversation.turns)
+    return max(0 if trace is None else trace.length for trace in map(_trace_of, conversation.turns))
+
+
+def _trace_of(turn: Turn) -> Trace | None:
+    """Return the trace of what a request adds, or of its complete prompt; None: it has a text or messages."""
+    return turn.prompt if isinstance(turn.prompt, Trace) else turn.trace
 
 
 def _write_trace(turn: Turn, trace: Trace, writer: Tokenizer, number: int) -> None:
@@ -117,7 +128,11 @@ def _write_trace(turn: Turn, trace: Trace, writer: Tokenizer, number: int) -> No
         text = trace_text(trace, writer, number)
     except ConfigError as error:
         raise ConfigError(f"{turn.where}: {error}", about=["model_path"]) from error
-    turn.added = [{"role": "user", "content": text}]
+    messages: list[Message] = [{"role": "user", "content": text}]
+    if turn.trace is not None:
+        turn.added = messages
+    else:
+        turn.prompt = messages
 
 
 def _check_kinds(conversations: Sequence[Conversation]) -> None:

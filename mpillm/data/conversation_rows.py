@@ -8,21 +8,32 @@ A conversation is read from one of these rows:
 - ``conversations``, ShareGPT's form;
 - ``turns``, AIPerf's multi_turn form, with delays and time stamps in milliseconds, or a list of texts;
 - ``prompt_0``, ``prompt_1``, …, GuideLLM's form;
+- ``requests``, Weka's traces of agents: see `weka_traces`;
 - a single request, as `records.sample_of` reads it. ``session_id`` joins such rows to a conversation. Then
   ``text_input`` and ``input_length`` add to it, as in AIPerf's `mooncake_trace`; other prompts are complete.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from itertools import count
 from typing import Any
 
 from disagg.errors import ConfigError
 from mpillm.data.conversations import Conversation, Message, Turn, append
-from mpillm.data.records import KNOWN, Columns, Trace, body_of, chat_of, length_of, sample_of, tools_of
+from mpillm.data.records import (
+    KNOWN,
+    Columns,
+    Trace,
+    body_of,
+    chat_of,
+    length_of,
+    sample_of,
+    seconds_of,
+    tools_of,
+)
 from mpillm.data.row_fields import LENGTHS, FieldUse, OwnFields, own_fields
+from mpillm.data.weka_traces import is_weka, weka_turns
 from mpillm.files import excerpt
 
 _CLIENT_ROLES = ("user", "tool")
@@ -39,7 +50,6 @@ _SHARE_ROLES = {
 }
 _PREFIXES = ("prefix", "prefix_0", "system_prompt", "system")  # GuideLLM's columns of system prompts
 _USED = {"timestamp", "delay", "session_id", "tools"}  # by conversations, not by single prompts
-_MAX_DELAY_S = 1e6
 
 
 def read_conversations(
@@ -48,14 +58,18 @@ def read_conversations(
     columns: Columns = KNOWN,
     left_out: list[str] | None = None,
     use: FieldUse = FieldUse.UNUSED,
+    no_output: list[str] | None = None,
 ) -> list[Conversation]:
     """Return the conversations of rows. Each row has its place, for messages, and its content.
 
     `use`: of the rows' own fields. `left_out` gets the places of ShareGPT's conversations without a user's
-    message, which its published file has. Raises ConfigError with the place of the row and the name of the
+    message, which its published file has, and `no_output` those of requests without output tokens.
+    Raises ConfigError with the place of the row and the name of the
     wrong field.
     """
-    reader = _Reader(vocab_size, columns, [] if left_out is None else left_out, use)
+    reader = _Reader(
+        vocab_size, columns, [] if left_out is None else left_out, use, [] if no_output is None else no_output
+    )
     for where, row in rows:
         try:
             reader.add(where, row)
@@ -68,8 +82,10 @@ def read_conversations(
 
 
 class _Reader:
-    def __init__(self, vocab_size: int, columns: Columns, left_out: list[str], use: FieldUse) -> None:
-        self._left_out, self._use = left_out, use
+    def __init__(
+        self, vocab_size: int, columns: Columns, left_out: list[str], use: FieldUse, no_output: list[str]
+    ) -> None:
+        self._left_out, self._use, self._no_output = left_out, use, no_output
         self.conversations: list[Conversation] = []
         self._vocab_size, self._columns = vocab_size, columns
         self._by_name: dict[str, Conversation] = {}  # that further rows may continue
@@ -89,6 +105,8 @@ class _Reader:
                 self._add_chat(where, row, messages)
             else:
                 self._left_out.append(where)
+        elif is_weka(row):
+            self._add_weka(where, row)
         elif isinstance(row, dict) and isinstance(row.get("turns"), list):
             self._add_turns(where, row)
         elif isinstance(row, dict) and "prompt_0" in row:
@@ -162,12 +180,17 @@ class _Reader:
             one = Turn(
                 f"{where}: turns[{i}]",
                 [message],
-                delay_s=_seconds(turn, "delay", 1e-3),
+                delay_s=seconds_of(turn, "delay", unit=1e-3),
                 at_s=_time(turn),
                 output_len=_output_len(turn),
             )
             _set_own(one, own_fields({**row, **turn}, self._use))
             append(conversation, one)
+
+    def _add_weka(self, where: str, row: Mapping[str, Any]) -> None:
+        conversation = self._new(row, ("id",))
+        for turn in weka_turns(where, row, self._no_output):
+            append(conversation, turn)
 
     def _add_columns(self, where: str, row: Mapping[str, Any]) -> None:
         conversation = self._new(row, ())
@@ -225,7 +248,11 @@ class _Reader:
         name = tools = None
         if isinstance(row, dict):
             tools = tools_of(body_of(row))
-            turn.delay_s, turn.at_s, name = _seconds(row, "delay", 1e-3), _time(row), row.get("session_id")
+            turn.delay_s, turn.at_s, name = (
+                seconds_of(row, "delay", unit=1e-3),
+                _time(row),
+                row.get("session_id"),
+            )
             if row.get("message_mode") == "delta":
                 if not isinstance(sample.prompt, list):
                     raise ValueError("message_mode is delta, but the row has no messages")
@@ -303,7 +330,9 @@ class _FlatConversation:
         elif role == "assistant":
             turns[-1].response = messages[0]
         else:
-            turn = Turn(where, messages, delay_s=_seconds(row, "delay_seconds"), output_len=_output_len(row))
+            turn = Turn(
+                where, messages, delay_s=seconds_of(row, "delay_seconds"), output_len=_output_len(row)
+            )
             _set_own(turn, own_fields(row, self._use))
             append(self.conversation, turn)
         if role == "tool":
@@ -395,20 +424,6 @@ def _output_len(row: Mapping[str, Any]) -> int | None:
     return next((length_of(row[key], key) for key in keys if row.get(key) not in (None, "")), None)
 
 
-def _seconds(row: Mapping[str, Any], key: str, unit: float = 1.0) -> float:
-    """Return a time of a row in seconds; 0 if it is missing."""
-    value = row.get(key)
-    if value in (None, ""):
-        return 0.0
-    try:
-        seconds = float(value) * unit if type(value) in (int, float, str) else math.nan  # CSV has only text
-    except (ValueError, OverflowError):
-        seconds = math.nan
-    if not 0 <= seconds <= _MAX_DELAY_S:  # or not a number
-        raise ValueError(f"{key} is {excerpt(value)}; must be a number from 0 to {_MAX_DELAY_S / unit:g}")
-    return seconds
-
-
 def _time(row: Mapping[str, Any]) -> float | None:
     """Return a row's time stamp, which is in milliseconds, in seconds."""
-    return None if row.get("timestamp") in (None, "") else _seconds(row, "timestamp", 1e-3)
+    return None if row.get("timestamp") in (None, "") else seconds_of(row, "timestamp", unit=1e-3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -15,6 +16,7 @@ _KEYS = ("prompt", "input_tokens", "messages", "text")  # of prompts; the first 
 _WITHOUT_EFFECT = ("timestamp", "delay", "delay_seconds", "session_id", "model", "stream")
 _MAX_KEYS_LENGTH = 300  # characters of a row's keys in a message
 _MAX_LENGTH = 1 << 40
+_MAX_S = 1e6  # of a delay or a time stamp
 
 
 class Columns(NamedTuple):
@@ -32,6 +34,7 @@ class Trace(NamedTuple):
 
     length: int
     hash_ids: tuple[int, ...]
+    block: int = 512  # tokens per hash; Mooncake's
 
 
 Prompt: TypeAlias = "str | array[int] | list[dict[str, Any]] | Trace"
@@ -102,7 +105,7 @@ def _known_prompt(row: Mapping[str, Any], vocab_size: int) -> Any:
         raise ValueError(_SHARE)
     if not present and {"conversation_id", "turn", "role"} <= set(row):
         raise ValueError(_TURNS)
-    if not present and ("turns" in row or "prompt_0" in row):
+    if not present and any(key in row for key in ("turns", "prompt_0", "requests")):
         raise ValueError(_CONVERSATION)
     if "prompt" in row and "input_tokens" in row:
         raise ValueError('both "prompt" and "input_tokens"')
@@ -197,10 +200,33 @@ def _tokens(tokens: Any, key: str, vocab_size: int) -> array[int]:
 
 
 def _trace(row: Mapping[str, Any]) -> Trace:
+    return Trace(length_of(row["input_length"], "input_length"), hash_ids_of(row))
+
+
+def hash_ids_of(row: Mapping[str, Any], name: str = "hash_ids") -> tuple[int, ...]:
+    """Return the hashes of a prompt's blocks. Raises ValueError that begins with `name`."""
     ids = row.get("hash_ids", [])
     if not isinstance(ids, list) or not all(type(one) is int and 0 <= one < 1 << 63 for one in ids):
-        raise ValueError(f"hash_ids is {excerpt(ids)}; must be an array of integers")
-    return Trace(length_of(row["input_length"], "input_length"), tuple(ids))
+        raise ValueError(f"{name} is {excerpt(ids)}; must be an array of integers")
+    return tuple(ids)
+
+
+def seconds_of(row: Mapping[str, Any], key: str, where: str = "", unit: float = 1.0) -> float:
+    """Return a time of a row in seconds; 0 if it is missing. `unit`: the row's, in seconds.
+
+    Raises ValueError that names `where` and `key`.
+    """
+    value = row.get(key)
+    if value in (None, ""):
+        return 0.0
+    try:
+        seconds = float(value) * unit if type(value) in (int, float, str) else math.nan  # CSV has only text
+    except (ValueError, OverflowError):
+        seconds = math.nan
+    if not 0 <= seconds <= _MAX_S:  # or not a number
+        name = f"{where}: {key}" if where else key
+        raise ValueError(f"{name} is {excerpt(value)}; must be a number from 0 to {_MAX_S / unit:g}")
+    return seconds
 
 
 def _output_len(row: Mapping[str, Any], column: str | None) -> int | None:
