@@ -63,7 +63,7 @@ def read_conversations(
     """Return the conversations of rows. Each row has its place, for messages, and its content.
 
     `use`: of the rows' own fields. `left_out` gets the places of ShareGPT's conversations without a user's
-    message, which its published file has, and `no_output` those of requests without output tokens.
+    message, which its published file has; `no_output`, of requests without output tokens.
     Raises ConfigError with the place of the row and the name of the
     wrong field.
     """

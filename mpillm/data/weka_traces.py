@@ -27,7 +27,7 @@ _SUB_AGENT = "subagent"
 _CALL_TYPES = (None, "n", "s")  # normal and streamed
 
 
-class _Call(NamedTuple):
+class _AgentCall(NamedTuple):
     where: str  # in the row
     began: float  # seconds of the trace
     ended: float
@@ -66,7 +66,7 @@ def weka_turns(where: str, row: Mapping[str, Any], left_out: list[str]) -> list[
     return turns
 
 
-def _calls(requests: list[Any], where: str, start: float | None = None) -> Iterator[_Call]:
+def _calls(requests: list[Any], where: str, start: float | None = None) -> Iterator[_AgentCall]:
     """Yield the calls of a trace; of a sub-agent if it has a `start`, in seconds of the trace."""
     offset = 0.0
     for i, row in enumerate(requests):
@@ -83,7 +83,7 @@ def _calls(requests: list[Any], where: str, start: float | None = None) -> Itera
             yield from _calls(inner, f"{place}: requests", began)
         elif row.get("type") in _CALL_TYPES:
             began += offset
-            yield _Call(place, began, began + seconds_of(row, "api_time", place), row)
+            yield _AgentCall(place, began, began + seconds_of(row, "api_time", place), row)
         else:
             known = "n or s" if start is not None else f"n, s or {_SUB_AGENT}"
             raise ValueError(f"{place}: type is {excerpt(row.get('type'))}; must be {known}")
