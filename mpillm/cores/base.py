@@ -124,6 +124,8 @@ class LLMCore(ABC):
     is_client: ClassVar[bool] = False
     # A client whose servers accept prompts as text, without a tokenizer here.
     takes_text: ClassVar[bool] = False
+    # Follows the sampling options of each request, which may be other ones than the run's.
+    samples_each: ClassVar[bool] = True
     # Answers requests with `logprobs` with LOGPROBS rows.
     gives_logprobs: ClassVar[bool] = False
     # Reports the number of reused KV cache blocks to requests with TIMES.

@@ -50,6 +50,8 @@ def answer_tokens(prompts: Batch, n_output: NDArray[np.int64]) -> NDArray[np.int
 class DummyCore(LLMCore):
     """Core that runs at most `max_batch_size` requests if time is simulated, otherwise any number."""
 
+    samples_each = False
+
     def __init__(
         self, config: CoreConfig, comms: InstanceComms | None = None, clock: Clock = time.perf_counter
     ) -> None:

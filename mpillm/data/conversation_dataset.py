@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from mpillm.data.chat_request import ChatRequests
-from mpillm.data.conversations import Conversation, Turn, read_conversations, token_parts
+from mpillm.data.conversation_rows import read_conversations
+from mpillm.data.conversations import Conversation, Message, Turn, token_parts
 from mpillm.data.dataset import (
     Dataset,
     PromptLimits,
@@ -25,6 +26,7 @@ from mpillm.data.dataset import (
     unused_note,
 )
 from mpillm.data.records import KNOWN, Columns, Trace
+from mpillm.data.row_fields import own_note, sampling_columns, with_fields
 from mpillm.data.row_files import read_rows
 from mpillm.data.synthetic_conversations import SyntheticConversations, generate
 from mpillm.data.tokenizer import Tokenizer
@@ -66,7 +68,7 @@ def load_conversations(
     failed: list[str] = []
     if choice.trace_columns:
         rows = renamed_rows(rows, choice.trace_columns, failed)
-    conversations = read_conversations(rows, vocab_size, columns, left_out)
+    conversations = read_conversations(rows, vocab_size, columns, left_out, limits.own_fields, failed)
     if not conversations:
         raise ConfigError(f"data set {file} is empty")
     if choice.order_seed is not None:
@@ -76,17 +78,24 @@ def load_conversations(
     if choice.max_input_len is not None:  # a trace may have a length for which there is no memory
         conversations = [one for one in conversations if _longest_trace(one) <= choice.max_input_len]
     turns = [turn for one in conversations for turn in one.turns]
-    check_traces(file, [turn.trace or "" for turn in turns], limits, lambda sample: turns[sample].where)
+    check_traces(file, [_trace_of(turn) or "" for turn in turns], limits, lambda sample: turns[sample].where)
     for number, turn in enumerate(turns):
-        if turn.trace is not None and writer is not None:
-            _write_trace(turn, turn.trace, writer, number)
-        elif turn.trace is not None:
-            turn.tokens = trace_tokens(turn.trace, tokenizer, vocab_size, number)
+        if (trace := _trace_of(turn)) is None:
+            continue
+        if writer is not None:
+            _write_trace(turn, trace, writer, number)
+            continue
+        tokens = trace_tokens(trace, tokenizer, vocab_size, number)
+        if turn.trace is not None:
+            turn.tokens = tokens
+        else:
+            turn.prompt = array("i", tokens.tobytes())
     _check_kinds(conversations)
     dataset = _dataset(file.name, conversations, tokenizer, limits, are_generated, choice.max_input_len)
     assert dataset.turns is not None
     notes = [
         cut_note(dataset.output_lengths, limits),
+        own_note(turn.own for turn in turns),
         unused_note(turn.unused for turn in turns),
     ]
     notes += [
@@ -105,7 +114,12 @@ def load_conversations(
 
 
 def _longest_trace(conversation: Conversation) -> int:
-    return max(0 if turn.trace is None else turn.trace.length for turn in conversation.turns)
+    return max(0 if trace is None else trace.length for trace in map(_trace_of, conversation.turns))
+
+
+def _trace_of(turn: Turn) -> Trace | None:
+    """Return the trace of what a request adds, or of its complete prompt; None: it has a text or messages."""
+    return turn.prompt if isinstance(turn.prompt, Trace) else turn.trace
 
 
 def _write_trace(turn: Turn, trace: Trace, writer: Tokenizer, number: int) -> None:
@@ -114,7 +128,11 @@ def _write_trace(turn: Turn, trace: Trace, writer: Tokenizer, number: int) -> No
         text = trace_text(trace, writer, number)
     except ConfigError as error:
         raise ConfigError(f"{turn.where}: {error}", about=["model_path"]) from error
-    turn.added = [{"role": "user", "content": text}]
+    messages: list[Message] = [{"role": "user", "content": text}]
+    if turn.trace is not None:
+        turn.added = messages
+    else:
+        turn.prompt = messages
 
 
 def _check_kinds(conversations: Sequence[Conversation]) -> None:
@@ -135,20 +153,19 @@ def synthetic_conversations(
     limits: PromptLimits,
     are_generated: bool | None = None,
     *,
-    as_chats: bool = False,
+    requests: ChatRequests | None = None,
 ) -> Dataset:
     """Generate conversations. `are_generated`: as for `load_conversations`.
 
-    `as_chats`: for a chat endpoint, whose prompts are texts. Raises ConfigError if a request exceeds a limit.
+    `requests`: of an endpoint whose prompts are messages. Raises ConfigError if a request exceeds a limit.
     """
     vocab_size = tokenizer.vocab_size if limits.vocab_size is None else limits.vocab_size
     conversations = generate(
-        spec, tokenizer, vocab_size, as_text=as_chats, with_responses=are_generated is False
+        spec, tokenizer, vocab_size, as_text=requests is not None, with_responses=are_generated is False
     )
-    encoder = ChatRequests() if as_chats else tokenizer
-    if as_chats:
+    if requests is not None:
         limits = replace(limits, vocab_size=None)
-    dataset = _dataset("synthetic", conversations, encoder, limits, are_generated)
+    dataset = _dataset("synthetic", conversations, requests or tokenizer, limits, are_generated)
     note = f"synthetic conversations: {spec.sizes.describe()}; seed {spec.seed}"
     notes = filter(None, [note, cut_note(dataset.output_lengths, limits)])
     return replace(dataset, exact_lengths=True, note="; ".join(notes))
@@ -201,6 +218,7 @@ def _dataset(
         np.array(stored.starts, np.int64),
         np.array(stored.n_tokens, np.int64),
         np.array([limits.max_output_len if n is None else n for n in lengths], np.int64),
+        sampling=sampling_columns([turn.own for turn in turns]),
         turns=Turns(
             usable,
             np.cumsum(counts),
@@ -288,8 +306,9 @@ def _encoded(
         encoded = iter(tokenizer.encode_chats(chats, conversation.tools))
         for turn in turns:
             if turn.prompt is None:
-                yield array("i", next(encoded))
+                tokens = array("i", next(encoded))
             else:
-                yield tokens_of(turn.prompt, tokenizer, vocab_size, conversation.tools)
+                tokens = tokens_of(turn.prompt, tokenizer, vocab_size, conversation.tools)
+            yield with_fields(tokens, turn.own.body)
     except ConfigError as error:
         raise ConfigError(f"{conversation.turns[0].where}: {error}", about=["apply_chat_template"]) from error

@@ -29,6 +29,7 @@ from mpillm.data.conversations import Conversation
 from mpillm.data.data_loader import LLMDataLoader, Samples
 from mpillm.data.random_tokens import MAX_LENGTH, draw_lengths, draw_tokens, token_source
 from mpillm.data.records import KNOWN, Columns, Prompt, Sample, Trace, sample_of
+from mpillm.data.row_fields import FieldUse, own_note, sampling_columns, with_fields
 from mpillm.data.row_files import read_rows
 from mpillm.data.tokenizer import NoTokenizer, Tokenizer
 from mpillm.data.traces import trace_tokens
@@ -78,6 +79,8 @@ class Dataset:
     exact_lengths: bool = False  # no end token ends a response before its output length
     texts: Mapping[int, str] = field(default_factory=dict)  # text prompts by sample
     ignores_stop: NDArray[np.bool_] | None = None  # True: the sample has no stop word; None: not in the data
+    # Sampling options of samples by column of their requests, shape [samples]; NaN: the run's option
+    sampling: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     sends_text: bool = False  # the tokens are bytes of text, which servers tokenize
     note: str = ""  # for the user: omitted prompts, or the path of the converted file
 
@@ -133,6 +136,7 @@ class PromptLimits:
     end_ids: tuple[int, ...] = ()
     stop_words: tuple[tuple[int, ...], ...] = ()
     any_stop_words: bool = True  # False: ignore the data set's stop words
+    own_fields: FieldUse = FieldUse.UNUSED  # with ALL, prompts are bytes: see `row_fields`
 
 
 @about("dataset_path", "dataset")
@@ -172,7 +176,7 @@ def _of_rows(
     file: Path, tokenizer: Tokenizer, vocab_size: int, columns: Columns, limits: PromptLimits
 ) -> tuple[Dataset, list[int]]:
     """Return the data set in a file, and the line of each sample."""
-    lines, samples = _samples(file, vocab_size, columns)
+    lines, samples = _samples(file, vocab_size, columns, limits.own_fields)
     where = [f"{file}:{line}" for line in lines]
     texts = {i: sample.prompt for i, sample in enumerate(samples) if isinstance(sample.prompt, str)}
     rows: dict[int, array[int]] = {}
@@ -183,7 +187,7 @@ def _of_rows(
     for i, sample in enumerate(samples):
         if i not in rows:
             try:
-                rows[i] = tokens_of(sample.prompt, tokenizer, vocab_size, sample=i)
+                rows[i] = tokens_of(sample.prompt, tokenizer, vocab_size, sample.tools, i)
             except ConfigError as error:
                 raise ConfigError(f"{where[i]}: {error}", about=["apply_chat_template"]) from error
     for i, tokens in rows.items():
@@ -196,8 +200,10 @@ def _of_rows(
     lengths = None
     if any(sample.output_len is not None for sample in samples):
         lengths = np.array([sample.output_len or MAX_LENGTH for sample in samples], np.int64)
-    packed = _pack(file.name, [rows[i] for i in range(len(samples))], texts)
-    return replace(packed, output_lengths=lengths, note=_note(samples, lengths, limits)), lines
+    prompts = [with_fields(rows[i], sample.own.body) for i, sample in enumerate(samples)]
+    packed = _pack(file.name, prompts, texts)
+    sampling, note = sampling_columns([sample.own for sample in samples]), _note(samples, lengths, limits)
+    return replace(packed, output_lengths=lengths, sampling=sampling, note=note), lines
 
 
 def tokens_of(
@@ -220,11 +226,11 @@ def _as_array(tokens: Sequence[int]) -> array[int]:
     return array("i", tokens)
 
 
-def _samples(file: Path, vocab_size: int, columns: Columns) -> tuple[list[int], list[Sample]]:
+def _samples(file: Path, vocab_size: int, columns: Columns, use: FieldUse) -> tuple[list[int], list[Sample]]:
     lines, samples = [], []
     for line, row in read_rows(file):
         try:
-            samples.append(sample_of(row, vocab_size, columns))
+            samples.append(sample_of(row, vocab_size, columns, use))
         except ValueError as error:
             message = str(error).replace("< FILE ", f"< {shlex.quote(str(file))} ")
             raise ConfigError(f"{file}:{line}: {message}") from error
@@ -236,7 +242,8 @@ def _samples(file: Path, vocab_size: int, columns: Columns) -> tuple[list[int], 
 
 def _note(samples: Sequence[Sample], lengths: NDArray[np.int64] | None, limits: PromptLimits) -> str:
     """Return a note for the user about parts of the rows that have no effect."""
-    notes = [cut_note(lengths, limits), unused_note(sample.unused for sample in samples)]
+    notes = [cut_note(lengths, limits), own_note(sample.own for sample in samples)]
+    notes.append(unused_note(sample.unused for sample in samples))
     if any(isinstance(sample.prompt, Trace) for sample in samples):
         notes.append("its prompts are random tokens, with the trace's lengths, and equal for equal hash_ids")
     return "; ".join(filter(None, notes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ from mpillm.data.chat_request import ChatRequests
 from mpillm.data.chat_template import Messages, Tools
 from mpillm.data.conversations import Conversation, Message, token_parts
 from mpillm.data.dataset import PromptLimits, check_lengths, tokens_of
+from mpillm.data.row_fields import with_fields
 from mpillm.data.tokenizer import Tokenizer
 
 
@@ -79,6 +81,8 @@ class GeneratedHistory(History):
                 tokens = self._encoded(messages, conversation.tools)
         except ConfigError as error:
             raise ConfigError(f"{turn.where}: {error}") from error
+        if turn.own.body:
+            tokens = np.concatenate([np.array(with_fields(array("i"), turn.own.body), np.int32), tokens])
         check_lengths(np.array([len(tokens)]), self._limits, lambda _: turn.where)
         return tokens
 

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from disagg.errors import nearest
+from mpillm.data.row_fields import LENGTHS, NO_FIELDS, FieldUse, OwnFields, own_fields
 from mpillm.files import excerpt
 
 _KEYS = ("prompt", "input_tokens", "messages", "text")  # of prompts; the first one in a row is used
 # Keys of a request or a trace without effect: the run's options, or LoadGen, determine these
-_WITHOUT_EFFECT = (
-    "timestamp", "delay", "delay_seconds", "session_id", "model", "temperature", "top_p", "top_k", "seed",
-    "n", "stop", "stream", "tools", "tool_choice", "response_format", "min_tokens", "ignore_eos",
-)  # fmt: skip
-# Keys of the output length: vLLM, GuideLLM, Mooncake, OpenAI
-LENGTHS = (
-    *("output_tokens", "output_tokens_count", "output_length", "output_len"),
-    *("max_completion_tokens", "max_tokens"),
-)
+_WITHOUT_EFFECT = ("timestamp", "delay", "delay_seconds", "session_id", "model", "stream")
 _MAX_KEYS_LENGTH = 300  # characters of a row's keys in a message
 _MAX_LENGTH = 1 << 40
+_MAX_S = 1e6  # of a delay or a time stamp
 
 
 class Columns(NamedTuple):
@@ -39,6 +34,7 @@ class Trace(NamedTuple):
 
     length: int
     hash_ids: tuple[int, ...]
+    block: int = 512  # tokens per hash; Mooncake's
 
 
 Prompt: TypeAlias = "str | array[int] | list[dict[str, Any]] | Trace"
@@ -51,10 +47,12 @@ class Sample(NamedTuple):
     prompt: Prompt
     output_len: int | None = None
     unused: frozenset[str] = frozenset()  # the row's keys that have no effect
+    own: OwnFields = NO_FIELDS
+    tools: list[Any] | None = None  # that the model may call, if the prompt is a chat
 
 
-def sample_of(row: Any, vocab_size: int, columns: Columns = KNOWN) -> Sample:
-    """Convert a row to a sample. Raises ValueError for a wrong row."""
+def sample_of(row: Any, vocab_size: int, columns: Columns = KNOWN, use: FieldUse = FieldUse.UNUSED) -> Sample:
+    """Convert a row to a sample. `use`: of its own fields. Raises ValueError for a wrong row."""
     if isinstance(row, str):
         if columns != KNOWN:
             raise ValueError(
@@ -63,14 +61,28 @@ def sample_of(row: Any, vocab_size: int, columns: Columns = KNOWN) -> Sample:
         return Sample(_text(row, "the line"))
     if not isinstance(row, dict):
         raise ValueError(f'a JSON {_json_type(row)}, not an object with "prompt" or "input_tokens"')
+    is_body = False
     if columns.prompt is None:
-        row = body_of(row)
+        row, is_body = (body := body_of(row)), body is not row
     if columns.prompt is not None:
         prompt = _prompt(_named(row, columns.prompt, "prompt_column"), columns.prompt, vocab_size)
     else:
         prompt = _known_prompt(row, vocab_size)
-    unused = frozenset(key for key in _WITHOUT_EFFECT if key in row and key not in columns)
-    return Sample(prompt, _output_len(row, columns.output_len), unused)
+    output_len = _output_len(row, columns.output_len)
+    row = {key: value for key, value in row.items() if key not in columns}
+    own, tools = own_fields(row, use, is_body), tools_of(row)
+    unused = own.unused.union(key for key in _WITHOUT_EFFECT if key in row)
+    if tools and not isinstance(prompt, list):
+        tools, unused = None, unused | {"tools"}
+    return Sample(prompt, output_len, unused, own, tools)
+
+
+def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
+    """Return the tools that a row's model may call; None: none. Raises ValueError for another type."""
+    tools = row.get("tools")
+    if tools not in (None, "") and not isinstance(tools, list):
+        raise ValueError(f"tools is {excerpt(tools)}; must be an array")
+    return tools or None
 
 
 def body_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -93,7 +105,7 @@ def _known_prompt(row: Mapping[str, Any], vocab_size: int) -> Any:
         raise ValueError(_SHARE)
     if not present and {"conversation_id", "turn", "role"} <= set(row):
         raise ValueError(_TURNS)
-    if not present and ("turns" in row or "prompt_0" in row):
+    if not present and any(key in row for key in ("turns", "prompt_0", "requests")):
         raise ValueError(_CONVERSATION)
     if "prompt" in row and "input_tokens" in row:
         raise ValueError('both "prompt" and "input_tokens"')
@@ -188,10 +200,33 @@ def _tokens(tokens: Any, key: str, vocab_size: int) -> array[int]:
 
 
 def _trace(row: Mapping[str, Any]) -> Trace:
+    return Trace(length_of(row["input_length"], "input_length"), hash_ids_of(row))
+
+
+def hash_ids_of(row: Mapping[str, Any], name: str = "hash_ids") -> tuple[int, ...]:
+    """Return the hashes of a prompt's blocks. Raises ValueError that begins with `name`."""
     ids = row.get("hash_ids", [])
     if not isinstance(ids, list) or not all(type(one) is int and 0 <= one < 1 << 63 for one in ids):
-        raise ValueError(f"hash_ids is {excerpt(ids)}; must be an array of integers")
-    return Trace(length_of(row["input_length"], "input_length"), tuple(ids))
+        raise ValueError(f"{name} is {excerpt(ids)}; must be an array of integers")
+    return tuple(ids)
+
+
+def seconds_of(row: Mapping[str, Any], key: str, where: str = "", unit: float = 1.0) -> float:
+    """Return a time of a row in seconds; 0 if it is missing. `unit`: the row's, in seconds.
+
+    Raises ValueError that names `where` and `key`.
+    """
+    value = row.get(key)
+    if value in (None, ""):
+        return 0.0
+    try:
+        seconds = float(value) * unit if type(value) in (int, float, str) else math.nan  # CSV has only text
+    except (ValueError, OverflowError):
+        seconds = math.nan
+    if not 0 <= seconds <= _MAX_S:  # or not a number
+        name = f"{where}: {key}" if where else key
+        raise ValueError(f"{name} is {excerpt(value)}; must be a number from 0 to {_MAX_S / unit:g}")
+    return seconds
 
 
 def _output_len(row: Mapping[str, Any], column: str | None) -> int | None:

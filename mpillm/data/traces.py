@@ -11,8 +11,6 @@ from mpillm.data.random_tokens import draw_tokens, plain_tokens
 from mpillm.data.records import Trace
 from mpillm.data.tokenizer import Tokenizer
 
-_BLOCK = 512  # tokens per hash in Mooncake's traces
-
 
 def trace_tokens(trace: Trace, tokenizer: Tokenizer, vocab_size: int, sample: int) -> NDArray[np.int32]:
     """Return random tokens. Blocks with equal hashes are equal.
@@ -39,7 +37,7 @@ def _text_of(tokens: NDArray[np.int32], tokenizer: Tokenizer) -> str:
 
 def _blocks(trace: Trace, tokenizer: Tokenizer, vocab_size: int, sample: int) -> Iterator[NDArray[np.int32]]:
     plain = plain_tokens(tokenizer, vocab_size) or range(vocab_size)
-    for block, first in enumerate(range(0, trace.length, _BLOCK)):
+    for block, first in enumerate(range(0, trace.length, trace.block)):
         seed = [trace.hash_ids[block], 0] if block < len(trace.hash_ids) else [block, 1, sample]
-        tokens = draw_tokens(np.random.default_rng(seed), plain, _BLOCK)
+        tokens = draw_tokens(np.random.default_rng(seed), plain, trace.block)
         yield tokens[: trace.length - first]

@@ -28,6 +28,8 @@ _DECLARED = ("uses_gpus", "needs_model", "engine_stages", "servers", "framework"
 class RankCore(LLMCore):
     """Base of the classes of `rank_core`. In an instance of several ranks, the root rank has the cores."""
 
+    samples_each = False  # the interface has no options of one request
+
     backend: ClassVar[type[Backend]]
     backend_kwargs: ClassVar[dict[str, Any]]  # from a harness operation; --core_options override them
 

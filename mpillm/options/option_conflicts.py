@@ -76,6 +76,12 @@ def check_options(config: RunConfig) -> None:
         _check_nodes(config)
     if config.dataset == "synthetic" and config.is_user_set("dataset_path"):
         raise ConfigError(f"{config.named('dataset')} and {config.named('dataset_path')} exclude each other")
+    if config.endpoint_type == "responses" and config.mode == "disaggregated":
+        raise ConfigError(
+            f"{config.named('endpoint_type')}: context servers compute prompts of completions and chats only;"
+            " use --endpoint_type chat",
+            about=["endpoint_type", "mode"],
+        )
     if config.max_local_prefill_length and config.mode != "disaggregated":
         raise ConfigError(
             f"{config.named('max_local_prefill_length')} needs --mode disaggregated",

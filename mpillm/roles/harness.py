@@ -329,6 +329,10 @@ class Harness(Role):
         rows["top_p"] = sampling.top_p
         first_seed = sampling.seed * 1_000_003 & 0xFFFFFFFF
         rows["seed"] = (np.arange(len(dataset)) + first_seed) & 0xFFFFFFFF
+        for column, values in dataset.sampling.items():
+            is_own = ~np.isnan(values)
+            limit = rows["max_output"][is_own] if column == "min_output" else np.inf
+            rows[column][is_own] = np.minimum(values[is_own], limit)
         rows["generation"] = NO_INSTANCE
         rows["flags"] = self._test.request_flags
         if dataset.ignores_stop is not None:

@@ -13,7 +13,7 @@ from disagg.errors import ConfigError
 from mpillm.core_names import load_object
 from mpillm.cores.base import LLMCore, ModelLimits
 from mpillm.cores.registry import BackendRegistry
-from mpillm.data.chat_request import TOKENS_AS_CHAT, ChatRequests
+from mpillm.data.chat_request import REQUESTS, TOKENS_AS_CHAT
 from mpillm.data.conversation_dataset import (
     ConversationChoice,
     load_conversations,
@@ -24,6 +24,7 @@ from mpillm.data.dataset import Dataset, PromptLimits, Synthetic, load_dataset
 from mpillm.data.generated_history import GeneratedHistory, History, TokenHistory
 from mpillm.data.preprocessed.loader import PreprocessedLoader, is_frame, loader_of
 from mpillm.data.records import Columns
+from mpillm.data.row_fields import FieldUse
 from mpillm.data.row_files import is_row_file
 from mpillm.data.synthetic_conversations import DEFAULT_CONVERSATIONS, SyntheticConversations
 from mpillm.data.tiny_dataset import DATASET, write_dataset
@@ -62,13 +63,14 @@ def load_samples(
                 f"{config.named(name)}: only for a --dataset_path with rows, such as JSONL or CSV",
                 about=[name],
             )
-    if config.endpoint_type == "chat":
+    if config.endpoint_type in REQUESTS:
         return _chats(chosen, config, tokenizer, limits, columns), NoTokenizer("answers of chats are texts")
     has_tokens = isinstance(chosen, (Synthetic, SyntheticConversations)) or config.has_conversations
     if has_tokens or not core_class.takes_text or not isinstance(tokenizer, NoTokenizer):
         return _load(chosen, config, tokenizer, limits, columns), tokenizer
     assert not isinstance(chosen, SyntheticConversations)
-    dataset = load_dataset(chosen, ByteTokenizer(), replace(limits, max_seq_len=None), columns)
+    limits = _with_all_fields(replace(limits, max_seq_len=None))
+    dataset = load_dataset(chosen, ByteTokenizer(), limits, columns)
     return (_as_text(dataset, config, tokenizer) if dataset.texts else dataset), tokenizer
 
 
@@ -115,19 +117,20 @@ def _chats(
     limits: PromptLimits,
     columns: Columns,
 ) -> Dataset:
-    """Return a data set of requests to a chat endpoint. Raises ConfigError if token ids are needed."""
+    """Return a data set of requests with messages. Raises ConfigError if token ids are needed."""
+    requests = REQUESTS[config.endpoint_type]
     _refuse_token_options(config, ", which a chat endpoint does not send")
     if isinstance(chosen, LLMDataLoader):
         raise ConfigError(f"{config.named('endpoint_type')}: {TOKENS_AS_CHAT}", about=["endpoint_type"])
     if isinstance(chosen, SyntheticConversations):
         dataset = synthetic_conversations(
-            chosen, tokenizer, _of_chats(limits), _are_generated(config), as_chats=True
+            chosen, tokenizer, _of_chats(limits), _are_generated(config), requests=requests
         )
         return replace(dataset, sends_text=True)
     if isinstance(chosen, Synthetic):
         dataset = load_dataset(chosen, tokenizer, limits)
         texts = {i: tokenizer.decode(dataset.sample(i)) for i in range(len(dataset))}
-        prompts = [np.array(prompt, np.int32) for prompt in ChatRequests().encode_batch([*texts.values()])]
+        prompts = [np.array(prompt, np.int32) for prompt in requests.encode_batch([*texts.values()])]
         n_tokens = np.array([len(prompt) for prompt in prompts])
         return Dataset.packed(
             dataset.name,
@@ -137,13 +140,19 @@ def _chats(
             texts=texts,
             sends_text=True,
         )
-    chats = _load(chosen, config, ChatRequests(), _of_chats(limits), columns, writer=tokenizer)
+    chats = _load(chosen, config, requests, _of_chats(limits), columns, writer=tokenizer)
     return replace(chats, sends_text=True)
 
 
 def _of_chats(limits: PromptLimits) -> PromptLimits:
     """Return the limits without those of tokens, which only the servers know."""
-    return replace(limits, vocab_size=None, max_seq_len=None, max_prompt_len=None)
+    return _with_all_fields(replace(limits, vocab_size=None, max_seq_len=None, max_prompt_len=None))
+
+
+def _with_all_fields(limits: PromptLimits) -> PromptLimits:
+    """Return the limits for servers that get bytes, with fields of a row beside its prompt."""
+    is_used = limits.own_fields is not FieldUse.UNUSED
+    return replace(limits, own_fields=FieldUse.ALL) if is_used else limits
 
 
 def history_of(
@@ -158,8 +167,8 @@ def history_of(
     conversations, limits = dataset.turns.conversations, limits_of(config, [one for one in models if one])
     if any(one.is_tokens for one in conversations if len(one.turns) > 1):
         return TokenHistory(conversations, limits)
-    if config.endpoint_type == "chat":
-        return GeneratedHistory(conversations, ChatRequests(), _of_chats(limits))
+    if (requests := REQUESTS.get(config.endpoint_type)) is not None:
+        return GeneratedHistory(conversations, requests, _of_chats(limits))
     return GeneratedHistory(conversations, tokenizer, limits)
 
 
@@ -212,7 +221,18 @@ def limits_of(config: RunConfig, known: Sequence[ModelLimits]) -> PromptLimits:
         config.end_ids or (),
         tuple(tuple(word) for word in config.stop_words or () if not isinstance(word, str)),
         bool(config.stop_words) or not config.is_user_set("stop_words"),
+        _own_fields(config),
     )
+
+
+def _own_fields(config: RunConfig) -> FieldUse:
+    """Return which fields of rows have an effect.
+
+    A load client sends the same ones in all requests, and a workload of MLPerf prescribes them.
+    """
+    is_sent = config.workload is None and (config.harness is None or config.has_conversations)
+    samples = BackendRegistry.get(config.core_type).samples_each
+    return FieldUse.SAMPLING if is_sent and samples else FieldUse.UNUSED
 
 
 def _source(config: RunConfig, run_directory: Callable[[], Path]) -> _Source:

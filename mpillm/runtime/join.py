@@ -79,8 +79,8 @@ class RunSamples:
         if dataset.turns is not None and dataset.turns.are_generated:  # then it has only first prompts
             size = f"{dataset.n_tokens[dataset.turns.first[:-1]].sum()} tokens in first turns"
         if dataset.sends_text:
-            is_chat = self.planned.config.endpoint_type == "chat"
-            form = "as messages" if is_chat else "as text, without --model_path"
+            has_messages = self.planned.config.endpoint_type != "completions"
+            form = "as messages" if has_messages else "as text, without --model_path"
             size = f"sent {form}: the servers count tokens (usage)"
         line = f"data set {dataset.name}: {len(dataset)} samples, {size}"
         return [line, dataset.note] if dataset.note else [line]

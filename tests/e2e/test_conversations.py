@@ -14,6 +14,8 @@ from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.report.request_log import read_requests
 from tests.helpers.answers import wait_for_answers
 from tests.helpers.instance_loss import GRACE, signal_rank
+from tests.helpers.responses_server import responses
+from tests.helpers.scripted_server import ScriptedServer
 from tests.helpers.support import DONE, ROOT, USAGE, Ended, Starter
 
 DELAY_S = 0.05
@@ -373,3 +375,31 @@ def test_cached_tokens_of_each_turn(
     assert sum(n_local) == (sum(N_TURNS) - len(N_TURNS) if mode == "short turns" else 0)
     page = (ended.log_dir / "report.html").read_text()
     assert "cached prompt tokens" in ended.flowing and "cached prompt tokens" in page
+
+
+def test_a_conversation_with_tools_at_a_responses_endpoint(one: Starter, tmp_path: Path) -> None:
+    """Later requests have the responses as items: texts, and calls of tools with their results."""
+    call = {"id": "c1", "type": "function", "function": {"name": "ls", "arguments": '{"a": 1}'}}
+    rows: list[dict[str, Any]] = [
+        {"role": "user", "content": "A", "tools": [{"type": "function", "function": {"name": "ls"}}]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "x"},
+    ]
+    file = tmp_path / "tools.jsonl"
+    lines = [json.dumps({"conversation_id": "x", "turn": i, **row}) for i, row in enumerate(rows, 1)]
+    file.write_text("\n".join(lines))
+    words = [*CONVERSATIONS[:-1], "--dataset_path", file, "--history", "generated"]
+    with ScriptedServer(responses) as server:
+        options = ("--url", server.address, "--endpoint_type=responses", "--scenarios=Server")
+        ended = one.run(
+            2, *words, *options, "--server_target_qps=9", core="trtllm_endpoint", timeout=120
+        ).must(DONE)
+        bodies = [body for body in server.asked() if body.get("tools")]
+    assert [ended.result["conversations"][name] for name in ("ended", "failed")] == [1, 0]
+    question = {"type": "message", "role": "user", "content": "A"}
+    later = [
+        {"type": "function_call", "call_id": "c1", "name": "ls", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "x"},
+    ]
+    assert [body["input"] for body in bodies] == [[question], [question, *later]]
+    assert ended.result["prompt_tokens"]["max"] > 0  # as the server counts

@@ -147,7 +147,7 @@ class ScriptedServer:
             return [
                 request.json
                 for request in self.requests
-                if request.path in ("/v1/completions", "/v1/chat/completions")
+                if request.path in ("/v1/completions", "/v1/chat/completions", "/v1/responses")
             ]
 
     def _accept(self) -> None:
@@ -196,7 +196,7 @@ class ScriptedServer:
     def _reply(self, request: Request) -> Reply:
         if request.path in self.others:
             return self.others[request.path](request)
-        if request.path in ("/v1/completions", "/v1/chat/completions"):
+        if request.path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
             return self.completions(request)
         if request.path == "/v1/models":
             return plain({"object": "list", "data": [{"id": MODEL}]})

@@ -96,6 +96,8 @@ class AnswerError(Exception):
 class CompletionResponse:
     """One answer as it arrives. Times are time.perf_counter() at the socket."""
 
+    _end_name = "finish_reason"  # the part with the reason of the end
+
     def __init__(self, stream: bool, max_tokens: int, is_chat: bool = False) -> None:
         self.tokens: list[int] = []
         self.texts: list[str] = []
@@ -110,6 +112,7 @@ class CompletionResponse:
         self.times: list[float] = []  # of each stream piece with tokens or text
         self._max_tokens = max_tokens
         self._choose = self._choose_message if is_chat else self._choose_text
+        self.streams = stream
         self._events = EventStream() if stream else None
         self._body = bytearray()
 
@@ -157,7 +160,7 @@ class CompletionResponse:
             for event in self._events.finish():
                 self._take(event, at)
         if self.finish_reason is None:
-            raise AnswerError("it ended its answer in the middle: no finish_reason")
+            raise AnswerError(f"it ended its answer in the middle: no {self._end_name}")
         if self.finish_reason in _FAILED:
             raise AnswerError(f"it gave up the answer: finish_reason {self.finish_reason}")
         if not self.size:
@@ -182,18 +185,26 @@ class CompletionResponse:
             if isinstance(status, int) and 400 <= status < 600:
                 refusal = refusal_of(status, data, None)
             raise AnswerError(f"it sent an error: {error_text(message)}", refusal)
+        self.add_model(message)
+        try:
+            self._take_content(message, at)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise AnswerError(f"it sent JSON that is not a completion: {data[:80]!r} ({error})") from None
+
+    def add_model(self, message: Mapping[str, Any]) -> None:
+        """Note the model that a part of the response names."""
         if isinstance(model := message.get("model"), str) and len(self.models) < _MAX_MODELS:
             self.models.add(model[:_MAX_NAME])
-        try:
-            for choice in message.get("choices") or ():
-                self._choose(choice, at)
-            if (usage := message.get("usage")) is not None:
-                self.prompt_tokens = _count(usage.get("prompt_tokens"))
-                self.completion_tokens = _count(usage.get("completion_tokens"))
-                if (details := usage.get("prompt_tokens_details")) is not None:
-                    self.cached_tokens = _count(details.get("cached_tokens"))
-        except (AttributeError, TypeError) as error:
-            raise AnswerError(f"it sent JSON that is not a completion: {data[:80]!r} ({error})") from None
+
+    def _take_content(self, message: Mapping[str, Any], at: float) -> None:
+        """Take choices and usage. Raises AttributeError, KeyError or TypeError if they have another form."""
+        for choice in message.get("choices") or ():
+            self._choose(choice, at)
+        if (usage := message.get("usage")) is not None:
+            self.prompt_tokens = count_of(usage.get("prompt_tokens"))
+            self.completion_tokens = count_of(usage.get("completion_tokens"))
+            if (details := usage.get("prompt_tokens_details")) is not None:
+                self.cached_tokens = count_of(details.get("cached_tokens"))
 
     def _choose_text(self, choice: Mapping[str, Any], at: float) -> None:
         text = choice.get("text")
@@ -208,9 +219,13 @@ class CompletionResponse:
         for call in calls:
             self._add_call(call)
         self.contents.append(content)
-        if (content or calls) and self.first_content is None:
-            self.first_content = at
+        if content or calls:
+            self._mark_first_content(at)
         self._add(choice, reasoning + content + (json.dumps(calls) if calls else ""), at)
+
+    def _mark_first_content(self, at: float) -> None:
+        if self.first_content is None:
+            self.first_content = at
 
     def _add_call(self, piece: Mapping[str, Any]) -> None:
         """Add a tool call, or a piece of its arguments."""
@@ -248,18 +263,22 @@ class CompletionResponse:
                 if type(token) is not int or not 0 <= token < 1 << 31:
                     raise TypeError("token ids are whole numbers")
             self.tokens += tokens
-        if text:
-            if not isinstance(text, str):
-                raise TypeError("text is a string")
-            self.texts.append(text)
-        if tokens or text:
-            self.times.append(at)
-        if len(self.tokens) > self._max_tokens or len(self.times) > _MAX_PIECES * self._max_tokens:
-            raise AnswerError(f"it sent more than the {self._max_tokens} requested tokens")
+        self._add_text(text, at, has_tokens=bool(tokens))
         if (reason := choice.get("finish_reason")) is not None:
             if not isinstance(reason, str):
                 raise TypeError("finish_reason is a string")
             self.finish_reason = reason
+
+    def _add_text(self, text: Any, at: float, has_tokens: bool = False) -> None:
+        """Add a piece of an answer. Raises AnswerError if there are more than requested."""
+        if text:
+            if not isinstance(text, str):
+                raise TypeError("text is a string")
+            self.texts.append(text)
+        if has_tokens or text:
+            self.times.append(at)
+        if len(self.tokens) > self._max_tokens or len(self.times) > _MAX_PIECES * self._max_tokens:
+            raise AnswerError(f"it sent more than the {self._max_tokens} requested tokens")
 
 
 def text_of(pieces: Sequence[str]) -> str:
@@ -267,7 +286,8 @@ def text_of(pieces: Sequence[str]) -> str:
     return "".join(pieces).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _count(value: Any) -> int | None:
+def count_of(value: Any) -> int | None:
+    """Return a number of tokens from a server's `usage`. Raises TypeError if it is not one."""
     if value is None or type(value) is int:
         return value
     raise TypeError("usage has whole numbers")

@@ -23,14 +23,14 @@ from mpillm.comms.messages import Refusal
 from mpillm.cores.openai_client.answer import (
     REQUEST_STATUSES,
     AnswerError,
-    CompletionResponse,
     failure_text,
     refusal_of,
 )
-from mpillm.cores.openai_client.dialect import Dialect, Sampling, body
+from mpillm.cores.openai_client.dialect import COMPLETIONS, Dialect, Sampling, body
 from mpillm.cores.openai_client.disagg_protocol import DisaggProtocol
 from mpillm.cores.openai_client.endpoint import EndpointError, RemoteServer, ServerUnreachable
 from mpillm.cores.openai_client.http_connection import HttpConnection, NothingSentBack
+from mpillm.cores.openai_client.responses_answer import answer_at
 
 _BUSY = (429, 503)  # the server has not begun the request, but may accept it later
 _FIRST_PAUSE_S = 0.1
@@ -102,7 +102,7 @@ class Call:
         self.retry_after: str | None = None
         self.location: str | None = None
         streams = self.streams and not self.at_context
-        self.answer = CompletionResponse(streams, self.sampling.max_tokens, self._client.is_chat)
+        self.answer = answer_at(self._client.path, streams, self.sampling.max_tokens)
         self._reply: list[bytes] = []
         self._reply_left = _MAX_REPLY
         self._reused = False
@@ -189,7 +189,7 @@ class Client:
         retry_s: float,
         contexts: Sequence[RemoteServer] = (),
         protocol: DisaggProtocol | None = None,
-        is_chat: bool = False,
+        path: str = COMPLETIONS,
         models: Sequence[str] = (),
     ) -> None:
         """
@@ -200,14 +200,14 @@ class Client:
             retry_s: Longest time from a request's first failure to its last attempt.
             contexts: Context servers for `endpoints`.
             protocol: Protocol between context and generation servers.
-            is_chat: The servers' dialects are those of chats.
+            path: Path of the requests, in OpenAI's API.
             models: Models that requests name in turn, and the requests of a conversation together; empty: the
                 only model of the server.
         """
         self.endpoints = endpoints
         self.contexts = deque(contexts)
         self.protocol = protocol
-        self.is_chat = is_chat
+        self.path = path
         self._models = models
         self._turns = itertools.count()
         self.listener = listener

@@ -1,9 +1,10 @@
-"""Requests to OpenAI's `/v1/completions` and `/v1/chat/completions`, and the servers' extensions.
+"""Requests to OpenAI's `/v1/completions`, `/v1/chat/completions` and `/v1/responses`.
 
 Sources: vLLM's `CompletionRequest` and `ChatCompletionRequest` (`return_token_ids`, `min_tokens`, `top_k`,
 token-id prompts), the same classes of TensorRT-LLM (`tensorrt_llm/serve/openai_protocol.py`: reject unknown
 fields; `detokenize: false` gives token ids), and `transformers serve` (`cli/serving/completion.py`: text
-only, rejects unknown fields).
+only, rejects unknown fields). `/v1/responses`: OpenAI's reference of its API, and the classes
+`ResponsesRequest` of vLLM 0.33 and SGLang 0.5.23, which have no `min_tokens`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+PATHS = {"completions": COMPLETIONS, "chat": CHAT, "responses": RESPONSES}
+"""Paths of requests, by --endpoint_type."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,9 @@ class Dialect:
     path: str = COMPLETIONS
 
     @property
-    def is_chat(self) -> bool:
+    def sends_messages(self) -> bool:
         """Whether prompts are messages: see `mpillm.data.chat_request`."""
-        return self.path == CHAT
+        return self.path != COMPLETIONS
 
 
 # In the order of the probes: the first that a server understands is used.
@@ -61,6 +64,14 @@ CHAT_DIALECTS = tuple(
     for one in TEXT_DIALECTS
     if "detokenize" not in one.extra
 )
+# Without `store`, a server keeps each response for later requests, and its memory grows.
+RESPONSES_DIALECTS = (
+    _text("responses", token_ids=False, usage_option=False, extra={"store": False}, path=RESPONSES),
+)
+MESSAGE_DIALECTS = {CHAT: CHAT_DIALECTS, RESPONSES: RESPONSES_DIALECTS}
+
+# OpenAI's chat endpoint deprecates `max_tokens`.
+_MAX_TOKENS = {COMPLETIONS: "max_tokens", CHAT: "max_completion_tokens", RESPONSES: "max_output_tokens"}
 
 
 @dataclass(frozen=True)
@@ -85,9 +96,8 @@ def body(
 ) -> bytes:
     """Return the JSON of a request. Raises ValueError for an option that the dialect lacks."""
     request: dict[str, Any] = {"model": model, "temperature": sampling.temperature, **dialect.extra}
-    # OpenAI's chat endpoint deprecates `max_tokens`.
-    request["max_completion_tokens" if dialect.is_chat else "max_tokens"] = sampling.max_tokens
-    if not dialect.is_chat:
+    request[_MAX_TOKENS[dialect.path]] = sampling.max_tokens
+    if not dialect.sends_messages:
         request["prompt"] = prompt
     if stream:
         request["stream"] = True
@@ -99,11 +109,14 @@ def body(
         request["top_p"] = sampling.top_p
     if sampling.stop:
         request["stop"] = list(sampling.stop)
+    min_tokens, ignore_eos = sampling.min_tokens, sampling.ignore_eos
+    if dialect.path == RESPONSES and min_tokens == sampling.max_tokens:
+        min_tokens, ignore_eos = 0, ignore_eos or min_tokens > 1
     options = {
-        "min_tokens": sampling.min_tokens if sampling.min_tokens > 1 else None,  # at least 1 in any case
+        "min_tokens": min_tokens if min_tokens > 1 else None,  # at least 1 in any case
         "top_k": sampling.top_k or None,
         "stop_token_ids": list(sampling.stop_token_ids) or None,
-        "ignore_eos": sampling.ignore_eos or None,
+        "ignore_eos": ignore_eos or None,
         "cache_salt": sampling.cache_salt or None,
     }
     for name, value in options.items():
@@ -111,7 +124,9 @@ def body(
             continue
         if not dialect.options:
             raise ValueError(f"it has no {name}: it accepts only text and OpenAI's own options")
+        if name == "min_tokens" and dialect.path == RESPONSES:
+            raise ValueError(f"{RESPONSES} has no min_tokens: leave --min_output_len out")
         request[name] = value
     request |= sampling.extra
     text = json.dumps(request, separators=(",", ":"))
-    return (f"{{{prompt}],{text[1:]}" if dialect.is_chat else text).encode()
+    return (f"{{{prompt}],{text[1:]}" if dialect.sends_messages else text).encode()

@@ -13,7 +13,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from launch.bounded_http import MAX_PAGE_BYTES
 from mpillm.comms.messages import Refusal
-from mpillm.cores.openai_client.dialect import CHAT, COMPLETIONS, DIALECTS, Dialect
+from mpillm.cores.openai_client.dialect import DIALECTS, PATHS, Dialect
 from mpillm.cores.openai_client.http_connection import (
     HttpConnection,
     HttpError,
@@ -100,7 +100,7 @@ class RemoteServer:
             + "Content-Type: application/json\r\nContent-Length: "
         )
         self._session_header = session_header.encode("latin-1")
-        self._posts = {path: self._start_line("POST", path) for path in (COMPLETIONS, CHAT)}
+        self._posts = {path: self._start_line("POST", path) for path in PATHS.values()}
         self.model = ""
         self.dialect: Dialect = DIALECTS[0]
         self.last_statistics: Any = None  # see `server_counts`
@@ -118,7 +118,7 @@ class RemoteServer:
 
     def path_of(self, path: str) -> str:
         """Return the path of requests that OpenAI's API has at `path`."""
-        return self._request_path or path if path in (COMPLETIONS, CHAT) else path
+        return self._request_path or path if path in PATHS.values() else path
 
     # --- calls ---
 

@@ -30,7 +30,7 @@ from mpillm.cores.openai_client.client import Call, Client
 from mpillm.cores.openai_client.client_core import ClientCore
 from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.cores.openai_client.delivered_tokens import AnswerTokens, DeliveredTokens
-from mpillm.cores.openai_client.dialect import CHAT, COMPLETIONS, Sampling
+from mpillm.cores.openai_client.dialect import COMPLETIONS, PATHS, Sampling
 from mpillm.cores.openai_client.disagg_protocol import protocol_of
 from mpillm.cores.openai_client.endpoint import EndpointError, RemoteServer, ServerUnreachable
 from mpillm.cores.openai_client.endpoint_options import EndpointOptions, HarnessValues
@@ -46,7 +46,8 @@ from mpillm.cores.openai_client.readiness import (
 from mpillm.cores.openai_client.server_reader import ServerReader
 from mpillm.cores.openai_client.server_records import counts_of, server_records
 from mpillm.cores.openai_client.statistics import Statistics
-from mpillm.data.chat_request import ChatRequests
+from mpillm.data.chat_request import REQUESTS
+from mpillm.data.row_fields import split_fields
 from mpillm.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 from mpillm.errors import Failure, RunError
 
@@ -79,7 +80,8 @@ class EndpointCore(ClientCore):
         self._harness: HarnessValues = config.settings
         super().__init__(config, comms, self._harness.endpoint_urls, self._harness.max_concurrency)
         self._options = EndpointOptions.from_options(config.options)
-        self._is_chat = self._harness.endpoint_type == "chat" and not config.serves
+        self._encoder = None if config.serves else REQUESTS.get(self._harness.endpoint_type)
+        self._path = COMPLETIONS if self._encoder is None else PATHS[self._harness.endpoint_type]
         self._models = () if config.serves else self._harness.lora_modules or ()
         self._context_urls: list[str] = []
         self.waits_for_server = False
@@ -170,7 +172,7 @@ class EndpointCore(ClientCore):
             self._options.retry_s,
             self._contexts,
             protocol_of(self.config.client.protocol, self.config.instance) if self._contexts else None,
-            self._is_chat,
+            self._path,
             self._models,
         )
 
@@ -234,7 +236,7 @@ class EndpointCore(ClientCore):
         limit = DEADLINE_SHARE * self._harness.health_deadline / checks
         limit = longest_first_token_s(self.config, limit)
         for endpoint in endpoints:
-            path = endpoint.path_of(CHAT if self._is_chat else COMPLETIONS)
+            path = endpoint.path_of(self._path)
             self.awaits = f"{WAITING}{endpoint.url}: a first token (POST {path})"
             self._run(self._prepare(endpoint, limit), checks * limit + 60)
             if self._harness.compliance_test and not endpoint.dialect.token_ids:
@@ -271,9 +273,7 @@ class EndpointCore(ClientCore):
     def _choose_dialect(self, endpoint: RemoteServer, limit_s: float) -> Coroutine[Any, Any, None]:
         texts, stream = self.config.client.sends_text, self._harness.streaming
         known = self._tokenizer is not None
-        return choose_dialect(
-            endpoint, known, limit_s, _LONGER, texts=texts, chat=self._is_chat, stream=stream
-        )
+        return choose_dialect(endpoint, known, limit_s, _LONGER, texts=texts, path=self._path, stream=stream)
 
     def _run(self, work: Any, limit_s: float) -> Any:
         assert self._thread is not None
@@ -288,9 +288,9 @@ class EndpointCore(ClientCore):
     def warm_up_requests(self) -> Batch:
         """Return a request for each server, with an answer that may end immediately."""
         requests = short_requests(n := max(len(self._endpoints), len(self._contexts)))
-        if not self._is_chat:
+        if self._encoder is None:
             return requests
-        prompt = ChatRequests().encode("Hello")
+        prompt = self._encoder.encode("Hello")
         requests.rows["n_tokens"] = len(prompt)
         return Batch(requests.rows, np.array(prompt * n, np.int32))
 
@@ -423,6 +423,10 @@ class EndpointCore(ClientCore):
         )
         for request in requests.split():
             (row,) = request.rows
+            extra, prompt = self._harness.extra_body, self._prompt(request)
+            if isinstance(prompt, bytes):
+                own, prompt = split_fields(prompt)
+                extra = {**extra, **own}
             ignore = bool(row["flags"] & RequestFlag.IGNORE_STOP)
             sampling = Sampling(
                 int(row["max_output"]),
@@ -435,13 +439,18 @@ class EndpointCore(ClientCore):
                 self.config.engine.end_ids or () if ignore else ids,
                 ignore_eos=bool(row["flags"] & RequestFlag.IGNORE_END),
                 cache_salt=f"{row['salt']:016x}" if row["salt"] else "",
-                extra=self._harness.extra_body,
+                extra=extra,
             )
             on_more = self._report_tokens if row["flags"] & RequestFlag.STREAM else None
-            texts, session = self.config.client.sends_text, int(row["session"])
+            session, flags = int(row["session"]), int(row["flags"])
+            self._client.submit(int(row["id"]), prompt, sampling, on_more, session, flags)
+
+    def _prompt(self, request: Batch) -> bytes | list[int]:
+        if self.config.client.sends_text:
             # A list of a text's bytes would take milliseconds, and delay all requests after it.
-            prompt = request.tokens.astype(np.uint8).tobytes() if texts else request.tokens.tolist()
-            self._client.submit(int(row["id"]), prompt, sampling, on_more, session, int(row["flags"]))
+            return request.tokens.astype(np.uint8).tobytes()
+        tokens: list[int] = request.tokens.tolist()
+        return tokens
 
     def _text(self, prompt: Sequence[int]) -> str:
         if self.config.client.sends_text:
@@ -506,7 +515,7 @@ class EndpointCore(ClientCore):
         rows: list[_Row] = []
         if call.flags & RequestFlag.PROMPT_COUNTS and n_prompt is not None:
             rows.append((ResponseFlag.PROMPT_COUNTS, [n_prompt, -1 if cached is None else cached]))
-        if call.flags & RequestFlag.MESSAGE and self._is_chat:
+        if call.flags & RequestFlag.MESSAGE and self._encoder is not None:
             rows.append((ResponseFlag.MESSAGE, list(json.dumps(call.answer.message).encode())))
         self._add(call.id, *rows, (flags, tokens))
 

@@ -18,7 +18,7 @@ class HarnessValues(Protocol):
     load_deadline: float  # seconds, like the next two
     health_deadline: float
     stall_timeout: float
-    endpoint_type: str  # completions or chat
+    endpoint_type: str  # completions, chat or responses
     extra_body: dict[str, Any]  # fields of each request
     extra_headers: dict[str, str]  # of each request
     endpoint_path: str | None  # of requests, in place of OpenAI's

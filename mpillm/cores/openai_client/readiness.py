@@ -13,10 +13,12 @@ from typing import Any, Protocol
 
 from disagg.errors import nearest
 from mpillm.comms.messages import WAITING
-from mpillm.cores.openai_client.answer import AnswerError, CompletionResponse, failure_text, is_page
+from mpillm.cores.openai_client.answer import AnswerError, failure_text, is_page
 from mpillm.cores.openai_client.dialect import (
-    CHAT_DIALECTS,
+    COMPLETIONS,
     DIALECTS,
+    MESSAGE_DIALECTS,
+    RESPONSES,
     TEXT_DIALECTS,
     Dialect,
     Sampling,
@@ -24,7 +26,8 @@ from mpillm.cores.openai_client.dialect import (
 )
 from mpillm.cores.openai_client.endpoint import API_KEY, EndpointError, RemoteServer, UntrustedError
 from mpillm.cores.openai_client.http_connection import HttpError, NoAnswer, NothingSentBack
-from mpillm.data.chat_request import chat_prompt
+from mpillm.cores.openai_client.responses_answer import answer_at
+from mpillm.data.chat_request import chat_prompt, responses_prompt
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.2
@@ -41,6 +44,7 @@ _FRAMEWORKS = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorRT-LLM
 _PROBE = "Hello"
 _PROBE_IDS = [3] * 8  # ids that every model has
 _PROBE_CHAT = chat_prompt([{"role": "user", "content": _PROBE}])
+_PROBE_INPUT = responses_prompt([{"role": "user", "content": _PROBE}])
 
 
 class ServerStarts(Protocol):
@@ -246,18 +250,17 @@ async def choose_dialect(
     longer: str = "",
     *,
     texts: bool = False,
-    chat: bool = False,
+    path: str = COMPLETIONS,
     stream: bool = False,
 ) -> None:
     """Request a token in each dialect; set `endpoint.dialect` to the first that works. Raises EndpointError.
 
     `has_tokenizer`: there is a tokenizer here, to convert between text and tokens. `longer`: the option that
-    extends the deadline. `texts`: prompts are texts, and the server must count tokens. `chat`: they are those
-    of chats. `stream`: the server must also count the tokens of streams.
+    extends the deadline. `texts`: prompts are texts, and the server must count tokens. `path`: that of the
+    requests, in OpenAI's API. `stream`: the server must also count the tokens of streams.
     """
-    dialects = CHAT_DIALECTS if chat else TEXT_DIALECTS if texts else DIALECTS
-    path = endpoint.path_of(dialects[0].path)
-    start, where = time.monotonic(), f"{endpoint.url}{path}"
+    dialects = MESSAGE_DIALECTS.get(path, TEXT_DIALECTS if texts else DIALECTS)
+    start, where = time.monotonic(), f"{endpoint.url}{endpoint.path_of(path)}"
     end = start + timeout_s
     refusals: list[str] = []
     for dialect in dialects:
@@ -275,7 +278,7 @@ async def choose_dialect(
             await asyncio.sleep(1)
         if status == 200:
             try:
-                (answer := CompletionResponse(False, 1, chat)).feed(reply, 0.0)
+                (answer := answer_at(path, False, 1)).feed(reply, 0.0)
                 answer.finish(0.0)
             except (AnswerError, ValueError) as error:
                 if dialect is not dialects[-1] and not answer.finish_reason:
@@ -310,7 +313,9 @@ async def choose_dialect(
 
 
 def _probe(endpoint: RemoteServer, dialect: Dialect, *, stream: bool) -> bytes:
-    prompt = _PROBE_IDS if dialect.token_prompts else _PROBE_CHAT if dialect.is_chat else _PROBE
+    prompt: str | list[int] = _PROBE_IDS if dialect.token_prompts else _PROBE
+    if dialect.sends_messages:
+        prompt = _PROBE_INPUT if dialect.path == RESPONSES else _PROBE_CHAT
     return body(dialect, endpoint.model, prompt, Sampling(max_tokens=1), stream)
 
 
@@ -320,7 +325,7 @@ async def _counts(endpoint: RemoteServer, dialect: Dialect, end: float) -> bool:
     left = max(0.0, end - time.monotonic())
     try:
         status, _, reply = await endpoint.fetch("POST", dialect.path, left, request)
-        (answer := CompletionResponse(True, 1, dialect.is_chat)).feed(reply, 0.0)
+        (answer := answer_at(dialect.path, True, 1)).feed(reply, 0.0)
         answer.finish(0.0)
     except HttpError as error:
         raise EndpointError(f"{endpoint.url}{endpoint.path_of(dialect.path)}: {error}") from None

@@ -94,8 +94,9 @@ class HarnessFields(Options, group="harness"):
         effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG),
     )
     endpoint_type = option(
-        "the requests of a test: completions, or chats, to which the server applies its chat template",
-        choices=("completions", "chat"),
+        "the requests of a test: completions; or messages, to which the server applies its chat template, in"
+        " OpenAI's form for chats or for responses",
+        choices=("completions", "chat", "responses"),
         default="completions",
         effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG, commands=[RUN]),
     )
@@ -112,7 +113,8 @@ class HarnessFields(Options, group="harness"):
         effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG),
     )
     endpoint_path = option(
-        "the path of requests after the URL's, in place of /v1/completions or /v1/chat/completions",
+        "the path of requests after the URL's, in place of /v1/completions, /v1/chat/completions or"
+        " /v1/responses",
         url_path,
         effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from mpillm.comms.messages import RequestFlag, ResponseFlag
 from mpillm.data.chat_request import ChatRequests, chat_prompt
+from mpillm.data.row_fields import with_fields
 from tests.helpers.endpoint_cores import FINAL, SERVER, Rows, failure, requests, started
 from tests.helpers.scripted_server import (
     DONE,
@@ -182,6 +184,32 @@ def test_a_refused_prompt_fails_its_request_only(status: str, fails: bool) -> No
         assert "longer than the model's context" in failure(core), "without the flag, it is the run's error"
     ended = {id_: (flags, len(tokens)) for id_, flags, tokens in rows if flags & FINAL}
     assert ended[10][1] == 5 and ended[11] == (FINAL | ResponseFlag.ERROR, 0)
+
+
+@pytest.mark.parametrize("kind", ["chat", "completions"])
+def test_a_request_has_its_rows_fields(kind: str) -> None:
+    """They win over --extra_body and stop words of the run."""
+    text = chat_prompt(CHATS[0][0]) if kind == "chat" else "Où"
+    prompt = array("i", list(text.encode()))
+    own = {"stop": ["x"], "a": 2, "response_format": {"type": "json_object"}}
+    prompts = [prompt, with_fields(prompt, own)]
+    option = '--extra_body={"a": 1, "b": 1}'
+    usage = {"prompt_tokens": 3, "completion_tokens": 5}
+
+    def complete(request: Request) -> Reply:
+        return plain({"choices": [{"index": 0, "text": "t", "finish_reason": "length"}], "usage": usage})
+
+    answers = server_of() if kind == "chat" else complete
+    with (
+        ScriptedServer(answers) as server,
+        started(server, f"--endpoint_type={kind}", option, "--stop_words=y", sends_text=True) as core,
+    ):
+        core.enqueue(requests([one.tolist() for one in prompts], max_output=5))
+        Rows(core).until(2)
+        asked = sorted(server.asked()[-2:], key=len)
+    fields = [[one.get(name) for name in ("stop", "a", "b", "response_format")] for one in asked]
+    assert fields == [[["y"], 1, 1, None], [["x"], 2, 1, {"type": "json_object"}]]
+    assert all(one.get("messages", one.get("prompt")) in (CHATS[0][0], "Où") for one in asked)
 
 
 def test_a_prompt_is_the_beginning_of_the_next_one() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from disagg.errors import ConfigError
-from mpillm.data.conversations import Conversation, read_conversations
+from mpillm.data.conversation_rows import read_conversations
+from mpillm.data.conversations import Conversation
 from mpillm.data.records import Columns, Trace
 
 CALL = {"id": "a", "type": "function", "function": {"name": "run", "arguments": '{"cmd": "pytest"}'}}

@@ -186,7 +186,11 @@ def test_refused_with_a_command(
 
 
 def test_every_row_of_the_page_is_typed() -> None:
-    rows = [line.split("|")[1].strip() for line in PAGE.read_text().splitlines() if line.startswith("|")][2:]
+    rows = [
+        line.split("|")[1].strip()
+        for line in PAGE.read_text().split("\n## ")[0].splitlines()
+        if line.startswith("|")
+    ][2:]
     elsewhere = {"Mooncake trace", "Parquet or Arrow, with pyarrow", "MLPerf's preprocessed data"}
     assert set(rows) == {row for row, *_ in READ} | {row for row, *_ in REFUSED} | elsewhere
 

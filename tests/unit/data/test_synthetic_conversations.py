@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from disagg.errors import ConfigError
+from mpillm.data.chat_request import ChatRequests
 from mpillm.data.conversation_dataset import synthetic_conversations
 from mpillm.data.dataset import Dataset, PromptLimits, Synthetic, load_dataset
 from mpillm.data.generated_history import TokenHistory
@@ -125,7 +126,7 @@ def test_normal_values_are_clipped() -> None:
 
 
 def test_chats_are_texts_of_the_tokens() -> None:
-    made = dataset("turns=2,input=4,system=5,prefix=3", 1, are_generated=False, as_chats=True)
+    made = dataset("turns=2,input=4,system=5,prefix=3", 1, are_generated=False, requests=ChatRequests())
     assert made.turns is not None
     (one,) = made.turns.conversations
     assert [message["role"] for message in one.messages(one.recorded_responses[:1])] == [
@@ -174,7 +175,7 @@ def test_conversations_that_do_not_fit(text: str, more: dict[str, Any], message:
 
 def test_a_chat_needs_the_tokenizer() -> None:
     with pytest.raises(ConfigError, match=r"no folder; a chat endpoint needs texts"):
-        synthetic_conversations(spec("turns=1"), NoTokenizer("no folder"), LIMITS, as_chats=True)
+        synthetic_conversations(spec("turns=1"), NoTokenizer("no folder"), LIMITS, requests=ChatRequests())
 
 
 def test_prompts_of_a_text(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import strategies as st
 
+from tests.helpers.responses_server import events_of
 from tests.helpers.triton_requests import responses
 
 pytest.importorskip("tritonclient.grpc")
@@ -28,11 +29,12 @@ from tritonclient.grpc import InferResult, service_pb2
 from launch.safe_text import one_line
 from mpillm.cores.base import CoreConfig
 from mpillm.cores.openai_client.answer import AnswerError, CompletionResponse
-from mpillm.cores.openai_client.dialect import DIALECTS
+from mpillm.cores.openai_client.dialect import DIALECTS, RESPONSES
 from mpillm.cores.openai_client.disagg_protocol import protocol_of
 from mpillm.cores.openai_client.endpoint import EndpointError
 from mpillm.cores.openai_client.http_connection import HttpError
 from mpillm.cores.openai_client.readiness import choose_dialect, find_model, framework_of, until_ready
+from mpillm.cores.openai_client.responses_answer import answer_at
 from mpillm.cores.openai_client.server_counts import ServerCounts, grown, of_iterations, reading_of
 from mpillm.errors import ExitCode
 from mpillm.nvidia.configs import TritonHarnessConfig
@@ -143,6 +145,23 @@ def test_what_a_context_server_hands_over(_: Path, data: bytes, name: str) -> No
     handed = protocol.handoff_params(json.loads(answer.body))
     if handed is not None:
         assert protocol.for_generation({}, handed) == {name: handed}
+
+
+RESPONSE_EVENTS = events_of({"model": "m", "input": [], "tools": [{}], "max_output_tokens": 4})
+
+
+@fuzz(
+    changed([RESPONSE_EVENTS, RESPONSE_EVENTS[-1]["response"]], most=3),
+    refused_by=(AnswerError, ValueError),
+    examples=200,
+)
+def test_events_of_a_response(_: Path, value: Any) -> None:
+    """A list is a stream."""
+    streams = isinstance(value, list)
+    data = b"".join(b"data: %b\n\n" % json_bytes(one) for one in value) if streams else json_bytes(value)
+    (answer := answer_at(RESPONSES, streams, 4)).feed(data, 0.0)
+    answer.finish(0.0)
+    assert answer.size and json.dumps(answer.message)
 
 
 METRICS = (

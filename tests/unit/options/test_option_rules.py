@@ -59,6 +59,10 @@ CONVERSATIONS = ("--harness", "conversations")
         ),
         (["--history", "generated"], ["--history generated has no effect without --harness conversations"]),
         (["--endpoint_type", "chat"], ["--endpoint_type chat has no effect on the dummy core"]),
+        (
+            ["--endpoint_type", "responses", "--mode", "disaggregated"],
+            ["--endpoint_type responses: context servers compute prompts of completions and chats only"],
+        ),
     ],
 )
 def test_options_that_do_not_go_together(argv: list[str], words: list[str]) -> None:

@@ -403,6 +403,29 @@ def test_only_some_samples_have_stop_words(ignores: Any, sampling: SamplingOptio
     assert np.diff(np.sort(sent[0].rows["seed"])).tolist() == [1, 0, 1]
 
 
+def test_samples_with_sampling_options_of_their_own() -> None:
+    sent: list[Batch] = []
+    route: Any = SimpleNamespace(handlers={}, send=lambda dest, tag, buffer: sent.append(QUERY.read(buffer)))
+    nan = np.nan
+    sampling = {"temperature": np.array([nan, 0.5]), "seed": np.array([nan, 2.0**32 - 1])}
+    sampling |= {"min_output": np.array([2, np.inf]), "top_k": np.array([nan, 3])}
+    dataset = Dataset.packed(
+        "two samples", np.arange(2, dtype=np.int32), np.ones(2, np.int64), sampling=sampling
+    )
+    test: Any = SimpleNamespace(
+        issued=deque([Query(np.arange(2, dtype=np.uint64), np.array([0, 1]), 0.0)]), request_flags=0
+    )
+    options = SamplingOptions(8, min_output_len=1, temperature=1.0, top_k=9, seed=0)
+    harness = Harness(route, 1, dataset, options, test, None, False, Totals())
+    route.handlers[Tag.WINDOW](Envelope(1, Tag.WINDOW, WINDOW.write(10)))
+    assert harness.poll()
+    names = ["temperature", "seed", "min_output", "top_k", "top_p"]
+    assert [[row[name] for name in names] for row in sent[0].rows] == [
+        [1, 0, 2, 9, 1],
+        [0.5, 2**32 - 1, 8, 3, 1],
+    ]
+
+
 def test_a_test_without_an_answer_lasted_no_time() -> None:
     assert Totals(started=4176.0).lasted_s == 0.0
     assert Totals(started=4176.0, ended=4178.5).lasted_s == 2.5

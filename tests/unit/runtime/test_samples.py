@@ -234,6 +234,32 @@ def test_a_full_workload_says_which_data_set_it_lacks(
         assert word in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("words", "use"),
+    [
+        (DUMMY, "UNUSED"),
+        (("--core_type=torch", "--model_path=tiny-llama"), "SAMPLING"),
+        (("--server=mpillm", "--model_path=tiny-llama"), "SAMPLING"),
+        (("--url", "h:1"), "ALL"),
+        (("--url", "h:1", "--endpoint_type=chat"), "ALL"),
+        (("--url", "h:1", "--endpoint_type=responses"), "ALL"),
+        (("--url", "h:1", "--harness=aiperf"), "UNUSED"),
+        (("--url", "h:1", "--harness=conversations", "--endpoint_type=chat"), "ALL"),
+        (("--core_type=torch", *TINY), "UNUSED"),
+    ],
+)
+def test_which_cores_follow_fields_of_rows(tmp_path: Path, words: tuple[str, ...], use: str) -> None:
+    lines = tmp_path / "own.jsonl"
+    lines.write_text('{"prompt": "a", "temperature": 0.5, "stop": "b"}\n')
+    if use == "SAMPLING":
+        with pytest.raises(ConfigError, match=r'own.jsonl:1: stop is "b"; only a server can follow it'):
+            load(tmp_path, *words, "--dataset_path", lines)
+        return
+    dataset = load(tmp_path, *words, "--dataset_path", lines)
+    assert bool(dataset.sampling) == (use == "ALL") and ("stop, temperature" in dataset.note)
+    assert (dataset.sample(0)[0] == 255) == (use == "ALL")
+
+
 def test_prompts_of_a_chat_endpoint_are_messages(tmp_path: Path) -> None:
     """Also where the model has a tokenizer: the server applies the chat template, and counts tokens."""
     chat = ("--url", "h:1", "--endpoint_type", "chat")

@@ -1,0 +1,429 @@
+"""The rows of a data set as conversations.
+
+A conversation is read from one of these rows:
+
+- MLCommons' agentic form, one message per row: ``conversation_id``, ``turn``, ``role``, ``content``,
+  ``tool_calls``, ``tool_results``, ``tools``, ``system``, ``delay_seconds``;
+- ``messages`` that end with the assistant's, as vLLM's multi_turn benchmark has them;
+- ``conversations``, ShareGPT's form;
+- ``turns``, AIPerf's multi_turn form, with delays and time stamps in milliseconds, or a list of texts;
+- ``prompt_0``, ``prompt_1``, …, GuideLLM's form;
+- ``requests``, Weka's traces of agents: see `weka_traces`;
+- a single request, as `records.sample_of` reads it. ``session_id`` joins such rows to a conversation. Then
+  ``text_input`` and ``input_length`` add to it, as in AIPerf's `mooncake_trace`; other prompts are complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import count
+from typing import Any
+
+from disagg.errors import ConfigError
+from mpillm.data.conversations import Conversation, Message, Turn, append
+from mpillm.data.records import (
+    KNOWN,
+    Columns,
+    Trace,
+    body_of,
+    chat_of,
+    length_of,
+    sample_of,
+    seconds_of,
+    tools_of,
+)
+from mpillm.data.row_fields import LENGTHS, FieldUse, OwnFields, own_fields
+from mpillm.data.weka_traces import is_weka, weka_turns
+from mpillm.files import excerpt
+
+_CLIENT_ROLES = ("user", "tool")
+_FLAT = {"conversation_id", "turn", "role"}
+_SHARE_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+}
+_PREFIXES = ("prefix", "prefix_0", "system_prompt", "system")  # GuideLLM's columns of system prompts
+_USED = {"timestamp", "delay", "session_id", "tools"}  # by conversations, not by single prompts
+
+
+def read_conversations(
+    rows: Iterable[tuple[str, Any]],
+    vocab_size: int,
+    columns: Columns = KNOWN,
+    left_out: list[str] | None = None,
+    use: FieldUse = FieldUse.UNUSED,
+    no_output: list[str] | None = None,
+) -> list[Conversation]:
+    """Return the conversations of rows. Each row has its place, for messages, and its content.
+
+    `use`: of the rows' own fields. `left_out` gets the places of ShareGPT's conversations without a user's
+    message, which its published file has; `no_output`, of requests without output tokens.
+    Raises ConfigError with the place of the row and the name of the
+    wrong field.
+    """
+    reader = _Reader(
+        vocab_size, columns, [] if left_out is None else left_out, use, [] if no_output is None else no_output
+    )
+    for where, row in rows:
+        try:
+            reader.add(where, row)
+        except ConfigError:  # of an earlier row
+            raise
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from error
+    reader.end()
+    return reader.conversations
+
+
+class _Reader:
+    def __init__(
+        self, vocab_size: int, columns: Columns, left_out: list[str], use: FieldUse, no_output: list[str]
+    ) -> None:
+        self._left_out, self._use, self._no_output = left_out, use, no_output
+        self.conversations: list[Conversation] = []
+        self._vocab_size, self._columns = vocab_size, columns
+        self._by_name: dict[str, Conversation] = {}  # that further rows may continue
+        self._open: _FlatConversation | None = None
+
+    def add(self, where: str, row: Any) -> None:
+        is_flat = isinstance(row, dict) and set(row) >= _FLAT and not row.keys() & {"messages", "prompt"}
+        if is_flat and self._columns.prompt is None:
+            self._add_message(where, row)
+            return
+        self.end()
+        if self._columns.prompt is not None:
+            self._add_request(where, row)
+        elif isinstance(row, dict) and isinstance(row.get("conversations"), list):
+            messages = [_share_message(one) for one in row["conversations"]]
+            if any(message["role"] == "user" for message in messages):
+                self._add_chat(where, row, messages)
+            else:
+                self._left_out.append(where)
+        elif is_weka(row):
+            self._add_weka(where, row)
+        elif isinstance(row, dict) and isinstance(row.get("turns"), list):
+            self._add_turns(where, row)
+        elif isinstance(row, dict) and "prompt_0" in row:
+            self._add_columns(where, row)
+        elif isinstance(row, dict) and _ends_with_response(row.get("messages")):
+            self._add_chat(where, row, chat_of(row["messages"], "messages"))
+        else:
+            self._add_request(where, row)
+
+    def end(self) -> None:
+        """Complete the conversation of the rows so far. Raises ConfigError."""
+        if self._open is not None:
+            self.conversations.append(self._open.complete())
+            self._open = None
+
+    # --- a row per message ---
+
+    def _add_message(self, where: str, row: Mapping[str, Any]) -> None:
+        row = {key: value for key, value in row.items() if value != ""}  # CSV has all fields in each row
+        self._check_columns()
+        name = row.get("conversation_id")
+        if not isinstance(name, str) or not name.isascii() or not name.isprintable() or not name:
+            raise ValueError(f"conversation_id is {excerpt(name)}; must be printable ASCII text")
+        if self._open is None or self._open.conversation.name != name:
+            self.end()
+            if name in self._by_name:
+                raise ValueError(
+                    f"conversation_id {name} is also an earlier conversation's; its rows must be together"
+                )
+            self._open = _FlatConversation(Conversation(name), self._use)
+            self._by_name[name] = self._open.conversation
+        self._open.add(where, row)
+
+    # --- a row per conversation ---
+
+    def _add_chat(self, where: str, row: Mapping[str, Any], messages: list[Message]) -> None:
+        conversation = self._new(row, ("id", "conversation_id", "session_id"))
+        conversation.tools = tools_of(row)
+        pending: list[Message] = []
+        for message in messages:
+            if message["role"] == "system" and not conversation.turns and not pending:
+                conversation.system.append(message)
+            elif message["role"] != "assistant":
+                pending.append(message)
+            elif pending:
+                append(conversation, Turn(where, pending, message))
+                pending = []
+            elif conversation.turns:
+                raise ValueError(f"two assistant messages in a row: {excerpt(message['content'])}")
+            else:  # ShareGPT has conversations that begin in their middle
+                conversation.system.append(message)
+        if pending:
+            append(conversation, Turn(where, pending))
+        if not conversation.turns:
+            raise ValueError("the conversation has no message of a user")
+        self._set_all(conversation, row)
+
+    def _add_turns(self, where: str, row: Mapping[str, Any]) -> None:
+        conversation = self._new(row, ("session_id",))
+        if not row["turns"]:
+            raise ValueError("turns is empty")
+        for i, turn in enumerate(row["turns"]):
+            if isinstance(turn, str):
+                turn = {"text": turn}
+            if not isinstance(turn, dict):
+                raise ValueError(f"turns has {excerpt(turn)}; must be objects or texts")
+            message = {"role": turn.get("role") or "user", "content": _text_of(turn, f"turns[{i}]")}
+            if message["role"] == "system" and i == 0 and len(row["turns"]) > 1:
+                conversation.system.append(message)
+                continue
+            one = Turn(
+                f"{where}: turns[{i}]",
+                [message],
+                delay_s=seconds_of(turn, "delay", unit=1e-3),
+                at_s=_time(turn),
+                output_len=_output_len(turn),
+            )
+            _set_own(one, own_fields({**row, **turn}, self._use))
+            append(conversation, one)
+
+    def _add_weka(self, where: str, row: Mapping[str, Any]) -> None:
+        conversation = self._new(row, ("id",))
+        for turn in weka_turns(where, row, self._no_output):
+            append(conversation, turn)
+
+    def _add_columns(self, where: str, row: Mapping[str, Any]) -> None:
+        conversation = self._new(row, ())
+        for i in count():
+            if (text := row.get(f"prompt_{i}")) in (None, ""):
+                break
+            if not isinstance(text, str):
+                raise ValueError(f"prompt_{i} is {excerpt(text)}; must be a string")
+            length = row.get(f"output_tokens_count_{i}")
+            turn = Turn(where, [{"role": "user", "content": text}])
+            if length not in (None, ""):
+                turn.output_len = length_of(length, f"output_tokens_count_{i}")
+            append(conversation, turn)
+        if not conversation.turns:
+            raise ValueError("prompt_0 is empty")
+        self._set_all(conversation, row)
+        if prefix := next((row[key] for key in _PREFIXES if row.get(key)), None):
+            conversation.system = chat_of([{"role": "system", "content": prefix}], "prefix")
+        names = sorted(key for key in row if key.startswith("prompt_") and key[7:].isdigit())
+        if missing := [key for key in names if int(key[7:]) >= len(conversation.turns) and row[key]]:
+            raise ValueError(f"{missing[0]} follows a missing prompt_{len(conversation.turns)}")
+
+    def _set_all(self, conversation: Conversation, row: Mapping[str, Any]) -> None:
+        """Set the row's own fields for each of its requests."""
+        own = own_fields(row, self._use)
+        for turn in conversation.turns:
+            _set_own(turn, own)
+
+    def _check_columns(self) -> None:
+        if self._columns.output_len is not None:
+            raise ValueError("a row of a conversation; --output_len_column is for rows of single requests")
+
+    def _new(self, row: Mapping[str, Any], keys: Iterable[str]) -> Conversation:
+        self._check_columns()
+        name = next((str(row[key]) for key in keys if row.get(key) not in (None, "")), "")
+        if name in self._by_name:
+            raise ValueError(f"{name} is also the name of an earlier conversation")
+        conversation = Conversation(name or f"#{len(self.conversations)}")
+        self._by_name[conversation.name] = conversation
+        self.conversations.append(conversation)
+        return conversation
+
+    # --- a row per request ---
+
+    def _add_request(self, where: str, row: Any) -> None:
+        if isinstance(row, dict) and self._columns == KNOWN:
+            row = _aiperf_request(row)
+        sample = sample_of(row, self._vocab_size, self._columns, self._use)
+        unused = sample.unused - _USED
+        turn = Turn(
+            where, [], prompt=sample.prompt, output_len=sample.output_len, unused=unused, own=sample.own
+        )
+        if isinstance(sample.prompt, Trace):
+            turn.trace, turn.prompt = sample.prompt, None
+        name = tools = None
+        if isinstance(row, dict):
+            tools = tools_of(body_of(row))
+            turn.delay_s, turn.at_s, name = (
+                seconds_of(row, "delay", unit=1e-3),
+                _time(row),
+                row.get("session_id"),
+            )
+            if row.get("message_mode") == "delta":
+                if not isinstance(sample.prompt, list):
+                    raise ValueError("message_mode is delta, but the row has no messages")
+                turn.added, turn.prompt = sample.prompt, None
+            elif isinstance(sample.prompt, str) and "text_input" in row and name not in (None, ""):
+                turn.added, turn.prompt = [{"role": "user", "content": sample.prompt}], None
+        if name in (None, ""):
+            self.conversations.append(Conversation(f"#{len(self.conversations)}", [turn], tools=tools))
+            return
+        conversation = self._by_name.get(str(name))
+        if conversation is None:
+            conversation = self._by_name[str(name)] = Conversation(str(name), tools=tools)
+            self.conversations.append(conversation)
+        elif (conversation.turns[0].trace is None) != (turn.trace is None):
+            raise ValueError(
+                f"session {name} has rows with input_length and other rows; its rows must be of one form"
+            )
+        append(conversation, turn)
+
+
+def _set_own(turn: Turn, own: OwnFields) -> None:
+    turn.own = own
+    turn.unused |= own.unused
+
+
+def _aiperf_request(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a row of AIPerf's traces, or of its requests with several texts, with these as its prompt."""
+    if "prompt" not in row and "text_input" in row:
+        return {**row, "prompt": row["text_input"]}
+    if "texts" in row and not row.keys() & {"prompt", "text", "messages", "input_tokens"}:
+        return {**row, "prompt": _text_of(row, "the row")}
+    return row
+
+
+def _text_of(turn: Mapping[str, Any], where: str) -> str:
+    """Return the text of a turn; several texts are its parts. Raises ValueError that begins with `where`."""
+    text = next((turn[key] for key in ("text", "texts", "prompt", "content") if key in turn), None)
+    texts = list[Any]()
+    for part in text if isinstance(text, list) else [text]:
+        contents = part.get("contents") if isinstance(part, dict) else part
+        texts += contents if isinstance(contents, list) else [contents]
+    if not texts or not all(isinstance(part, str) and part for part in texts):
+        raise ValueError(f"{where} has text {excerpt(text)}; must be a text, or texts")
+    return "\n".join(texts)  # as parts of a message's content
+
+
+class _FlatConversation:
+    """A conversation of MLCommons' agentic form, while its rows are read."""
+
+    def __init__(self, conversation: Conversation, use: FieldUse) -> None:
+        self.conversation, self._use = conversation, use
+        self._last_role = ""
+        self._n_rows = 0
+        self._where = ""
+        self._calls: list[Any] = []  # of tools, in the last row
+
+    def add(self, where: str, row: Mapping[str, Any]) -> None:
+        number, role = row.get("turn"), row.get("role")
+        if isinstance(number, str) and number.isdecimal() and len(number) < 20:  # CSV has only text
+            number = int(number)
+        self._n_rows += 1
+        if type(number) is not int or number != self._n_rows:
+            raise ValueError(
+                f"turn is {excerpt(number)}; expected {self._n_rows}: turns count from 1 without gaps"
+            )
+        self._check_order(role)
+        if (system := row.get("system")) and isinstance(system, str) and not self.conversation.system:
+            self.conversation.system = [{"role": "system", "content": system}]
+        if self.conversation.tools is None:
+            self.conversation.tools = tools_of(row)
+        messages = _messages_of(row)
+        turns = self.conversation.turns
+        if role == "system":
+            self.conversation.system += messages
+        elif role == "assistant":
+            turns[-1].response = messages[0]
+        else:
+            turn = Turn(
+                where, messages, delay_s=seconds_of(row, "delay_seconds"), output_len=_output_len(row)
+            )
+            _set_own(turn, own_fields(row, self._use))
+            append(self.conversation, turn)
+        if role == "tool":
+            _check_results(messages, self._calls)
+        self._calls = _calls(row) if role == "assistant" else []
+        self._last_role, self._where = str(role), where
+
+    def _check_order(self, role: object) -> None:
+        if role not in ("system", "user", "assistant", "tool"):
+            raise ValueError(f"role is {excerpt(role)}; must be system, user, assistant or tool")
+        last = self._last_role
+        if role == "system" and last not in ("", "system"):
+            raise ValueError(f"role system follows {last}; it must be the first")
+        if role == "assistant" and last not in _CLIENT_ROLES:
+            raise ValueError(
+                f"role assistant follows {last or 'nothing'}; there is no request that it answers"
+            )
+        if role == "tool" and not self._calls:
+            raise ValueError(f"role tool follows {last or 'nothing'} without tool_calls")
+        if role == "user" and (last == "user" or self._calls):
+            raise ValueError(
+                "role user follows tool_calls without a tool's result"
+                if self._calls
+                else "role user follows user: the response between them is missing"
+            )
+
+    def complete(self) -> Conversation:
+        if not self.conversation.turns:
+            raise ConfigError(f"{self._where}: the conversation has no request of a user")
+        return self.conversation
+
+
+def _messages_of(row: Mapping[str, Any]) -> list[Message]:
+    """Return the messages of a row: one, or one for each result of a tool."""
+    role, results = row["role"], row.get("tool_results")
+    if role == "tool" and results is not None:
+        if not isinstance(results, list) or not results:
+            raise ValueError(f"tool_results is {excerpt(results)}; must be an array of results")
+        messages = []
+        for i, result in enumerate(results):
+            if not isinstance(result, dict) or not isinstance(result.get("tool_call_id"), str):
+                raise ValueError(f"tool_results[{i}] has no tool_call_id, a string")
+            if result.get("content") is None:
+                raise ValueError(f"tool_results[{i}] has no content")
+            messages.append(
+                {"role": "tool", "tool_call_id": result["tool_call_id"], "content": result["content"]}
+            )
+        return messages
+    keys = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+    message = {key: row[key] for key in keys if row.get(key) is not None}
+    has_calls = role == "assistant" and "tool_calls" in message  # then its text may be missing
+    if not has_calls and not message.get("content"):
+        raise ValueError(f"content is {excerpt(row.get('content'))}; must be text")
+    return chat_of([message], "content")
+
+
+def _calls(row: Mapping[str, Any]) -> list[Any]:
+    calls = row.get("tool_calls")
+    if calls is not None and not isinstance(calls, list):
+        raise ValueError(f"tool_calls is {excerpt(calls)}; must be an array of calls")
+    return calls or []
+
+
+def _check_results(messages: Iterable[Message], calls: Iterable[Any]) -> None:
+    """Raise ValueError for the result of a call that the response before does not have."""
+    known = [call.get("id") for call in calls if isinstance(call, dict)]
+    for message in messages:
+        name = message.get("tool_call_id")
+        if name is not None and None not in known and name not in known:
+            raise ValueError(f"tool_call_id is {excerpt(name)}; the calls before it are {excerpt(known)}")
+
+
+def _ends_with_response(messages: Any) -> bool:
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return isinstance(last, dict) and last.get("role") == "assistant"
+
+
+def _share_message(message: Any) -> Message:
+    if not isinstance(message, dict) or not isinstance(message.get("value"), str):
+        raise ValueError(f"conversations has {excerpt(message)}; must be objects with from and value")
+    role = _SHARE_ROLES.get(str(message.get("from")))
+    if role is None:
+        raise ValueError(f"from is {excerpt(message.get('from'))}; must be one of {', '.join(_SHARE_ROLES)}")
+    return {"role": role, "content": message["value"]}
+
+
+def _output_len(row: Mapping[str, Any]) -> int | None:
+    keys = ("max_new_tokens", *LENGTHS)
+    return next((length_of(row[key], key) for key in keys if row.get(key) not in (None, "")), None)
+
+
+def _time(row: Mapping[str, Any]) -> float | None:
+    """Return a row's time stamp, which is in milliseconds, in seconds."""
+    return None if row.get("timestamp") in (None, "") else seconds_of(row, "timestamp", unit=1e-3)
