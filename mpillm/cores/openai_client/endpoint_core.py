@@ -26,7 +26,8 @@ from mpillm.cores.clients import (
     with_owner_failures,
 )
 from mpillm.cores.openai_client.cache_reset import MAX_RESET_S, reset_prefix_caches
-from mpillm.cores.openai_client.client import Call, Client
+from mpillm.cores.openai_client.call import Call
+from mpillm.cores.openai_client.client import Client
 from mpillm.cores.openai_client.client_core import ClientCore
 from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.cores.openai_client.delivered_tokens import AnswerTokens, DeliveredTokens
