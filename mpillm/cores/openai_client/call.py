@@ -51,8 +51,9 @@ class Call:
     """One request, with all its attempts. Times are time.perf_counter(), 0 if not set."""
 
     __slots__ = (
-        "_client", "_reply", "_reply_left", "_reused", "answer", "connection", "ended_at", "endpoint",
-        "failing_since", "flags", "handoff_params", "id", "last_received", "location", "model", "on_more",
+        "_client", "_reply", "_reply_left", "_reused", "answer", "connection", "context", "ended_at",
+        "endpoint", "failing_since", "flags", "handoff_params", "id", "is_complete", "last_received",
+        "location", "model", "on_more",
         "prompt", "retries", "retry_after", "sampling", "sent_at", "session", "status", "streams",
     )  # fmt: skip
 
@@ -81,12 +82,24 @@ class Call:
         self._begin()
 
     @property
+    def whole(self) -> Call:
+        """The call to which this request belongs."""
+        return self
+
+    @property
+    def parts(self) -> tuple[Call, ...]:
+        """This request, and the simultaneous request to a context server if there is one."""
+        return (self,) if self.context is None else (self, self.context)
+
+    @property
     def at_context(self) -> bool:
         """Whether a context server must compute its context first."""
         return self._client.protocol is not None and self.handoff_params is None
 
     def _begin(self) -> None:
         self.connection: HttpConnection | None = None
+        self.context: ContextCall | None = None  # in this attempt
+        self.is_complete = False  # whether this attempt has a complete answer
         self.status = 0
         self.retry_after: str | None = None
         self.location: str | None = None
@@ -115,7 +128,7 @@ class Call:
     def sent(self, connection: HttpConnection, reused: bool, at: float) -> None:
         """Record that an attempt was sent."""
         self.connection, self._reused, self.last_received = connection, reused, at
-        if self.handoff_params is None:  # the time to first token includes the context
+        if self.handoff_params is None or not self.sent_at:  # the time to first token includes the context
             self.sent_at = at
 
     @property
@@ -163,3 +176,22 @@ class Call:
 
     def on_broken(self, error: Exception) -> None:
         self._client.broken(self, error)
+
+
+class ContextCall(Call):
+    """The request to a context server, simultaneous with the same request to a generation server."""
+
+    __slots__ = ("_whole",)
+    at_context = True
+
+    def __init__(self, whole: Call, client: CallOwner) -> None:
+        self._whole = whole
+        super().__init__(client, whole.id, whole.prompt, whole.sampling, None, whole.session, 0, whole.model)
+
+    @property
+    def whole(self) -> Call:
+        return self._whole
+
+    def sent(self, connection: HttpConnection, reused: bool, at: float) -> None:
+        super().sent(connection, reused, at)
+        self._whole.sent_at = self._whole.sent_at or at

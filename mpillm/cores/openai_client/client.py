@@ -6,6 +6,8 @@ that it did not begin. Parts of a broken answer are never mixed with another ans
 
 In disaggregated serving, a request goes first to a context server, and with its response to a generation
 server (`DisaggProtocol`). Both steps are one call: they are retried, watched and cancelled in the same way.
+With SGLang (`bootstrap_fields`), it goes to both servers simultaneously: a call then has two parts. If one of
+them fails, so does the other. The answer is the generation server's, once both are complete.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from mpillm.cores.openai_client.answer import (
     failure_text,
     refusal_of,
 )
-from mpillm.cores.openai_client.call import Call, CallListener
-from mpillm.cores.openai_client.dialect import Dialect, Sampling, body
-from mpillm.cores.openai_client.disagg_protocol import DisaggProtocol
+from mpillm.cores.openai_client.call import Call, CallListener, ContextCall
+from mpillm.cores.openai_client.dialect import Sampling, body
+from mpillm.cores.openai_client.disagg_protocol import DisaggProtocol, bootstrap_fields
 from mpillm.cores.openai_client.endpoint import EndpointError, RemoteServer, ServerUnreachable
 from mpillm.cores.openai_client.http_connection import NothingSentBack
 
@@ -56,6 +58,7 @@ class Client:
         protocol: DisaggProtocol | None = None,
         is_chat: bool = False,
         models: Sequence[str] = (),
+        simultaneous: bool = False,
     ) -> None:
         """
         Args:
@@ -68,12 +71,14 @@ class Client:
             is_chat: The servers' dialects are those of chats.
             models: Models that requests name in turn, and the requests of a conversation together; empty: the
                 only model of the server.
+            simultaneous: Context and generation servers get each request simultaneously.
         """
         self.endpoints = endpoints
         self.contexts = deque(contexts)
         self.protocol = protocol
         self.is_chat = is_chat
         self._models = models
+        self._simultaneous = simultaneous
         self._turns = itertools.count()
         self.listener = listener
         self.stream = stream
@@ -123,7 +128,7 @@ class Client:
         self._timers.clear()
         for call in self.calls.values():
             if call.endpoint is not None:
-                call.endpoint.release(call, call.connection, is_complete=False)
+                self._withdraw(call)
                 call.from_the_beginning()
                 self.retries += 1
 
@@ -139,9 +144,7 @@ class Client:
         """Cancel the open calls among `ids`."""
         for id_ in ids:
             if (call := self.calls.pop(id_, None)) is not None:
-                if call.endpoint is not None:
-                    call.endpoint.release(call, call.connection, is_complete=False)
-                    call.endpoint.tally.lose(call)
+                self._withdraw(call)
                 self.listener.on_cancelled(call)
 
     def close(self) -> None:
@@ -166,15 +169,18 @@ class Client:
             else:
                 self._fail(call, error, is_last=call.status in REQUEST_STATUSES)
         else:
-            assert call.endpoint is not None
             try:
-                call.answer.finish(call.ended_at)
-                if call.at_context and (params := self._handoff_params(call)) is not None:
-                    self._answered(call)
-                    call.endpoint.count(call, None)
-                    self.handed_over += 1
+                call.answer.finish(call.ended_at, may_be_empty=isinstance(call, ContextCall))
+                call.is_complete = True
+                if isinstance(call, ContextCall):
+                    self._count_context(call)
+                elif call.at_context and (params := self._handoff_params(call)) is not None:
+                    self._count_context(call)
                     call.go_on(params)
                     self._start(call)
+                    return
+                call = call.whole
+                if not all(part.is_complete for part in call.parts):
                     return
                 if call.at_context and call.streams:
                     self.listener.on_first(call)
@@ -194,6 +200,12 @@ class Client:
         if params is None and call.answer.finish_reason == "length" and call.sampling.max_tokens > 1:
             raise AnswerError(f"its answer has no {self.protocol.name}, so there is no KV cache to transfer")
         return params
+
+    def _count_context(self, call: Call) -> None:
+        assert call.endpoint is not None
+        self._answered(call)
+        call.endpoint.count(call, None)
+        self.handed_over += 1
 
     def _answered(self, call: Call) -> None:
         assert call.endpoint is not None
@@ -215,36 +227,64 @@ class Client:
         assert call.endpoint is not None
         call.endpoint.release(call, call.connection, is_complete)
 
+    def _withdraw(self, call: Call) -> None:
+        """Close the connections of a call's outstanding requests."""
+        for part in call.parts:
+            if (server := part.endpoint) is not None and part in server.calls:
+                server.release(part, part.connection, is_complete=False)
+                if part.connection is not None:  # the request was sent
+                    server.tally.lose(part)
+
     def _start(self, call: Call) -> None:
-        """Send `call` to the server with the fewest outstanding requests, but rather not where it failed.
+        """Send `call` to a server, or to one of each role."""
+        call.endpoint = self._choose(call)
+        if self._simultaneous:
+            context = call.context = ContextCall(call, self)
+            context.endpoint = self._choose(context)
+            call.handoff_params = bootstrap_fields(context.endpoint.host, context.endpoint.bootstrap_port)
+            call.sent_at = 0.0
+        parts = call.parts
+        try:
+            requests = [(part.endpoint, self._body(part)) for part in parts if part.endpoint is not None]
+        except ValueError as error:
+            self._fail(call, AnswerError(str(error), Refusal(400, str(error))), is_last=True)
+            return
+        for part, (server, request) in zip(parts, requests, strict=True):
+            if (
+                call.parts == parts and self.calls.get(call.id) is call
+            ):  # else the part before this one has failed
+                server.start(part, request, call.session)
+
+    def _choose(self, call: Call) -> RemoteServer:
+        """Return the server with the fewest outstanding requests, but rather not the one where `call` failed.
 
         A conversation stays at its server until that has many more outstanding requests than another one.
         """
         failed = call.endpoint
-        self.contexts.rotate(-1)  # so equally loaded servers take turns
         servers = self.contexts if call.at_context else self.endpoints
+        if call.at_context:
+            self.contexts.rotate(-1)  # so equally loaded servers take turns
         key = call.session, call.at_context
         holder = self._holders.get(key)
         endpoint = min(
             servers,
             key=lambda one: (one is failed, len(one.calls) - (_HOLDER_AHEAD if one is holder else 0)),
         )
-        call.endpoint = endpoint
         if call.session and len(servers) > 1:
             self._holders[key] = endpoint
             self._holders.move_to_end(key)
             if len(self._holders) > _MAX_SESSIONS:
                 self._holders.popitem(last=False)
-        try:
-            request = self._body(endpoint.dialect, call.model or endpoint.model, call)
-        except ValueError as error:
-            self._fail(call, AnswerError(str(error), Refusal(400, str(error))), is_last=True)
-            return
-        endpoint.start(call, request, call.session)
+        return endpoint
 
-    def _body(self, dialect: Dialect, model: str, call: Call) -> bytes:
+    def _body(self, call: Call) -> bytes:
+        assert call.endpoint is not None
+        dialect, model = call.endpoint.dialect, call.model or call.endpoint.model
         prompt = call.prompt if dialect.token_prompts else self._text_of(call.prompt)
         request = body(dialect, model, prompt, call.sampling, call.streams and not call.at_context)
+        if self._simultaneous:
+            assert call.whole.handoff_params is not None
+            return json.dumps(json.loads(request) | call.whole.handoff_params, separators=(",", ":")).encode()
         if self.protocol is None:
             return request
         message = json.loads(request)
@@ -254,19 +294,23 @@ class Client:
             message = self.protocol.for_generation(message, call.handoff_params)
         return json.dumps(message, separators=(",", ":")).encode()
 
-    def _again(self, call: Call, error: Exception, wait_s: float | None) -> None:
-        """Send `call` again after `wait_s` (None: a growing pause), unless `retry_s` is over."""
-        now = time.perf_counter()
+    def _again(self, part: Call, error: Exception, wait_s: float | None) -> None:
+        """Send a call again after `wait_s` (None: a growing pause), unless `retry_s` is over.
+
+        `part`: its request that has failed.
+        """
+        now, call = time.perf_counter(), part.whole
         call.failing_since = call.failing_since or now
         if wait_s is None:
             wait_s = min(_FIRST_PAUSE_S * 2 ** min(call.retries, 10), _LONGEST_PAUSE_S)
         if now + wait_s - call.failing_since > self._retry_s:
-            wait_text = f", it sent Retry-After {call.retry_after}" if call.retry_after else ""
+            wait_text = f", it sent Retry-After {part.retry_after}" if part.retry_after else ""
             tried = f"{error}{wait_text}; retried {call.retries} times, for at most {self._retry_s:g} s"
             refusal = error.refusal if isinstance(error, AnswerError) else None
             is_unreachable = isinstance(error, NothingSentBack)
-            self._fail(call, AnswerError(tried, refusal), is_last=True, is_unreachable=is_unreachable)
+            self._fail(part, AnswerError(tried, refusal), is_last=True, is_unreachable=is_unreachable)
             return
+        self._withdraw(call)
         if self.outlives_server:
             call.handoff_params = None
         call.again()
@@ -281,16 +325,21 @@ class Client:
         self._timers.add(timer)
 
     def _fail(
-        self, call: Call, error: Exception, *, is_last: bool = False, is_unreachable: bool = False
+        self, part: Call, error: Exception, *, is_last: bool = False, is_unreachable: bool = False
     ) -> None:
-        """Fail a call, or retry it. `is_unreachable`: its server cannot be reached, or is silent."""
-        assert call.endpoint is not None
+        """Fail a call, or retry it. `is_unreachable`: its server cannot be reached, or is silent.
+
+        `part`: its request that has failed.
+        """
+        assert part.endpoint is not None
         if self.outlives_server and not is_last:  # its server may have exited: then `park` follows
-            self._again(call, error, None)
+            self._again(part, error, None)
             return
+        call = part.whole
+        self._withdraw(call)
         del self.calls[call.id]
         endpoint_error = (ServerUnreachable if is_unreachable else EndpointError)(
-            f"{call.endpoint.url}{call.endpoint.path_of(call.endpoint.dialect.path)}: {error}"
+            f"{part.endpoint.url}{part.endpoint.path_of(part.endpoint.dialect.path)}: {error}{_other(part)}"
         )
         endpoint_error.refusal = error.refusal if isinstance(error, AnswerError) else None
         self.listener.on_failed(call, endpoint_error)
@@ -300,17 +349,21 @@ class Client:
         now = time.perf_counter()
         for endpoint in (*self.contexts, *self.endpoints):
             if endpoint.calls and now - endpoint.last_received > self._silence_s:
-                outstanding = [call for call in self.calls.values() if call in endpoint.calls]
-                for call in outstanding:
-                    endpoint.release(call, call.connection, is_complete=False)
+                outstanding = [part for part in self._parts() if part in endpoint.calls]
+                for part in outstanding:
+                    endpoint.release(part, part.connection, is_complete=False)
                     error = f"silent for {self._silence_s:g} s, with {len(outstanding)} outstanding requests"
-                    self._fail(call, AnswerError(error), is_unreachable=True)
-        for call in [call for call in self.calls.values() if self._hangs(call, now)]:
-            assert call.endpoint is not None
-            call.endpoint.release(call, call.connection, is_complete=False)
-            self._fail(call, AnswerError(self._hang_text(call)))
+                    self._fail(part, AnswerError(error), is_unreachable=True)
+        for part in [part for part in self._parts() if self._hangs(part, now)]:
+            if part.endpoint is not None and part in part.endpoint.calls:  # its call has not failed meanwhile
+                part.endpoint.release(part, part.connection, is_complete=False)
+                self._fail(part, AnswerError(self._hang_text(part)))
         pause = min(_WATCH_S, self._silence_s / 4)
         self._watching = asyncio.get_running_loop().call_later(pause, self._watch)
+
+    def _parts(self) -> list[Call]:
+        """Return the requests of all calls."""
+        return [part for call in self.calls.values() for part in call.parts]
 
     def _hangs(self, call: Call, now: float) -> bool:
         """Return whether an answer stopped midway, or has not begun although later requests were answered."""
@@ -327,6 +380,13 @@ class Client:
             f"the request with the prompt {prompt} received nothing for {self._silence_s:g} s, while others"
             f" were answered; answered before: {call.answer.size} of its tokens"
         )
+
+
+def _other(part: Call) -> str:
+    """Return the server of the simultaneous request, for the end of an error; "" if there is none."""
+    others = [one for one in part.whole.parts if one is not part and one.endpoint is not None]
+    roles = {True: "context", False: "generation"}
+    return "".join(f"; {roles[one.at_context]} server: {one.endpoint.url}" for one in others if one.endpoint)
 
 
 def seconds_of(retry_after: str | None) -> float | None:
