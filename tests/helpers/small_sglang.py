@@ -160,28 +160,25 @@ def main() -> None:
     parser.add_argument("--disaggregation-mode", choices=["prefill", "decode"], required=True)
     parser.add_argument("--disaggregation-bootstrap-port", type=int)
     parser.add_argument("--wait-s", type=float, default=30.0, help="for the other server")
-    parser.add_argument("--loses", action="store_true", help="the context server computes other prompts")
+    parser.add_argument("--pause-s", type=float, default=0.0, help="before each answer")
+    parser.add_argument("--loses", action="store_true", help="the context server fails in the test")
     options, _ = parser.parse_known_args()
     more: dict[str, Any] = {"name": options.served_model_name, "port": options.port}
     server: Server
     if options.disaggregation_mode == "prefill":
         server = ContextServer(options.wait_s, bootstrap_port=options.disaggregation_bootstrap_port, **more)
-        if options.loses:
-            server.http.completions = _losing(server)
     else:
         server = GenerationServer(options.wait_s, **more)
+
+    def answer(request: Request) -> Reply:
+        time.sleep(options.pause_s)
+        if options.loses and server.mode == "prefill" and request.json["max_tokens"] > 1:
+            return error("Prefill transfer failed", "500 Internal Server Error")
+        return server.answer(request)
+
+    server.http.completions = answer
     with server.http:
         time.sleep(600)
-
-
-def _losing(server: Server) -> Any:
-    def answer(request: Request) -> Reply:
-        asked = request.json
-        if asked.get("bootstrap_host") in (None, ALONE) or asked["max_tokens"] == 1:
-            return server.answer(request)
-        return error("Prefill transfer failed: the GPU has no way to the other", "500 Internal Error")
-
-    return answer
 
 
 if __name__ == "__main__":
