@@ -82,7 +82,7 @@ class Call:
         self._begin()
 
     @property
-    def whole(self) -> Call:
+    def main(self) -> Call:
         """The call to which this request belongs."""
         return self
 
@@ -181,17 +181,17 @@ class Call:
 class ContextCall(Call):
     """The request to a context server, simultaneous with the same request to a generation server."""
 
-    __slots__ = ("_whole",)
+    __slots__ = ("_main",)
     at_context = True
 
-    def __init__(self, whole: Call, client: CallOwner) -> None:
-        self._whole = whole
-        super().__init__(client, whole.id, whole.prompt, whole.sampling, None, whole.session, 0, whole.model)
+    def __init__(self, main: Call, client: CallOwner) -> None:
+        self._main = main
+        super().__init__(client, main.id, main.prompt, main.sampling, None, main.session, 0, main.model)
 
     @property
-    def whole(self) -> Call:
-        return self._whole
+    def main(self) -> Call:
+        return self._main
 
     def sent(self, connection: HttpConnection, reused: bool, at: float) -> None:
         super().sent(connection, reused, at)
-        self._whole.sent_at = self._whole.sent_at or at
+        self._main.sent_at = self._main.sent_at or at

@@ -179,7 +179,7 @@ class Client:
                     call.go_on(params)
                     self._start(call)
                     return
-                call = call.whole
+                call = call.main
                 if not all(part.is_complete for part in call.parts):
                     return
                 if call.at_context and call.streams:
@@ -256,7 +256,7 @@ class Client:
                 server.start(part, request, call.session)
 
     def _choose(self, call: Call) -> RemoteServer:
-        """Return the server with the fewest outstanding requests, but rather not the one where `call` failed.
+        """Return the server with the fewest outstanding requests, but avoid the server where `call` failed.
 
         A conversation stays at its server until that has many more outstanding requests than another one.
         """
@@ -283,8 +283,8 @@ class Client:
         prompt = call.prompt if dialect.token_prompts else self._text_of(call.prompt)
         request = body(dialect, model, prompt, call.sampling, call.streams and not call.at_context)
         if self._simultaneous:
-            assert call.whole.handoff_params is not None
-            return json.dumps(json.loads(request) | call.whole.handoff_params, separators=(",", ":")).encode()
+            assert call.main.handoff_params is not None
+            return json.dumps(json.loads(request) | call.main.handoff_params, separators=(",", ":")).encode()
         if self.protocol is None:
             return request
         message = json.loads(request)
@@ -299,7 +299,7 @@ class Client:
 
         `part`: its request that has failed.
         """
-        now, call = time.perf_counter(), part.whole
+        now, call = time.perf_counter(), part.main
         call.failing_since = call.failing_since or now
         if wait_s is None:
             wait_s = min(_FIRST_PAUSE_S * 2 ** min(call.retries, 10), _LONGEST_PAUSE_S)
@@ -335,7 +335,7 @@ class Client:
         if self.outlives_server and not is_last:  # its server may have exited: then `park` follows
             self._again(part, error, None)
             return
-        call = part.whole
+        call = part.main
         self._withdraw(call)
         del self.calls[call.id]
         endpoint_error = (ServerUnreachable if is_unreachable else EndpointError)(
@@ -384,7 +384,7 @@ class Client:
 
 def _other(part: Call) -> str:
     """Return the server of the simultaneous request, for the end of an error; "" if there is none."""
-    others = [one for one in part.whole.parts if one is not part and one.endpoint is not None]
+    others = [one for one in part.main.parts if one is not part and one.endpoint is not None]
     roles = {True: "context", False: "generation"}
     return "".join(f"; {roles[one.at_context]} server: {one.endpoint.url}" for one in others if one.endpoint)
 

@@ -4,7 +4,7 @@ With vLLM's `kv_transfer_params` (`nixl/pull_scheduler.py`, and the proxy of its
 server reads the KV cache, and computes the first token again. With TensorRT-LLM's `disaggregated_params`
 (`openai_disagg_service.py`), the generation server continues after the first token.
 
-SGLang's servers need each request simultaneously, with the same room (`bootstrap_fields`): see
+SGLang's servers need each request simultaneously, with equal `bootstrap_fields`: see
 `disaggregation/prefill.py` and `decode.py`, and its router `mini_lb.py`. There, the generation server waits
 for the KV cache and the first token. It cannot compute a prompt: a request without a KV cache fails.
 """
@@ -22,7 +22,7 @@ _INCOMPLETE = ("length", "not_finished")  # TensorRT-LLM's finish reasons of an 
 _IDS = 1 << 42  # request ids of each client; TensorRT-LLM's own ids are smaller
 SIMULTANEOUS = "bootstrap_room"
 """Name of SGLang's protocol."""
-_ROOM_BITS = 63  # as SGLang's routers draw them
+_ID_BITS = 63  # of SGLang's routers
 ALONE = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
 """Fields of a request to only one of SGLang's servers, as in its own warm-up: they transfer nothing."""
 
@@ -98,12 +98,11 @@ class DisaggregatedParams(DisaggProtocol):
 def bootstrap_fields(host: str, port: int) -> dict[str, Any]:
     """Return SGLang's fields of the requests to a context server at `host` and to a generation server.
 
-    The room is random, because servers with data parallelism also choose the rank by it. `port`: see
+    `bootstrap_room` is a random id, by which servers with data parallelism also choose the rank. `port`: see
     `readiness.bootstrap_port_of`.
     """
     address = f"[{host}]" if ":" in host else host
-    room = random.getrandbits(_ROOM_BITS)
-    return {"bootstrap_host": address, "bootstrap_port": port, SIMULTANEOUS: room}
+    return {"bootstrap_host": address, "bootstrap_port": port, SIMULTANEOUS: random.getrandbits(_ID_BITS)}
 
 
 def protocol_of(name: str, client: int) -> DisaggProtocol:

@@ -237,7 +237,7 @@ async def bootstrap_port_of(endpoint: RemoteServer, timeout_s: float) -> int:
     if mode != "prefill" or type(port) is not int or not 0 < port < 1 << 16:
         raise EndpointError(
             f"{endpoint.url}/server_info: disaggregation_mode {str(mode)[:30]}, disaggregation_bootstrap_port"
-            f" {str(port)[:30]}; expected prefill and a port; remove both options from --server_args"
+            f" {str(port)[:30]}; expected prefill and a port: remove both options from --server_args"
         )
     return port
 
