@@ -15,6 +15,7 @@ from collections import Counter
 from contextlib import closing
 from typing import Any
 
+from tests.helpers.ports import free_port
 from tests.helpers.scripted_server import Reply, Request, ScriptedServer, choice, good, head, plain
 
 ALONE = "2.2.2.2"  # the host in requests that transfer nothing
@@ -45,7 +46,7 @@ class Server:
             "/server_info": lambda _: plain(self.info()),
             "/metrics": lambda _: text_page(self.metrics()),
         }
-        self.http = ScriptedServer(self.answer, pages, **({} if port is None else {"port": port}))
+        self.http = ScriptedServer(self.answer, pages, port=free_port() if port is None else port)
 
     def info(self) -> dict[str, Any]:
         ports = {"disaggregation_bootstrap_port": self.bootstrap_port}

@@ -44,11 +44,17 @@ def pair(
     *options: object, context: Answer | None = None, generation: Answer | None = None, **fields: Any
 ) -> Iterator[tuple[LLMCore, ContextServer, GenerationServer]]:
     """Yield a core in the test, and its servers. `context`, `generation`: how these answer in the test."""
-    servers = ContextServer(LONG_S), GenerationServer(LONG_S)
+    context_server, generation_server = ContextServer(LONG_S), GenerationServer(LONG_S)
+    servers: tuple[Server, ...] = (context_server, generation_server)
     with ExitStack() as stack:
         for server in reversed(servers):  # the context server stops first: the other one waits for it
             stack.enter_context(server.http)
-        more = {"server": 0, "context_servers": (1,), "protocol": "bootstrap_room", "names_model": True}
+        more: dict[str, Any] = {
+            "server": 0,
+            "context_servers": (1,),
+            "protocol": "bootstrap_room",
+            "names_model": True,
+        }
         core = stack.enter_context(core_of("none:1", f"--model_path={MODEL}", *options, **more, **fields))
         assert isinstance(core, FindsServers)
         core.find_servers({0: servers[1].http.url, 1: servers[0].http.url})
@@ -56,7 +62,7 @@ def pair(
         core.start_test()
         for server, answer in zip(servers, (context, generation), strict=True):
             server.http.completions = answer or server.answer
-        yield core, *servers
+        yield core, context_server, generation_server
 
 
 def post(url: str, body: dict[str, Any]) -> tuple[int, str]:
@@ -71,6 +77,12 @@ def post(url: str, body: dict[str, Any]) -> tuple[int, str]:
 def in_test(server: Server) -> list[dict[str, Any]]:
     """Return the requests, without those before the test."""
     return [asked for asked in server.http.asked() if asked.get("bootstrap_host") != ALONE]
+
+
+def generated_tokens(core: LLMCore) -> int:
+    metrics = core.metrics()
+    assert metrics is not None
+    return metrics.generated_tokens
 
 
 def rooms(server: Server) -> list[int]:
@@ -115,7 +127,7 @@ def test_the_answer_waits_for_both_servers() -> None:
     with pair(SERVER, context=late) as (core, context, generation):
         core.enqueue(requests([[5, 6]]))
         rows = Rows(core)
-        wait_until(lambda: core.metrics().generated_tokens == 4, "the end of the answer")
+        wait_until(lambda: generated_tokens(core) == 4, "the end of the answer")
         assert not rows.poll() and generation.counts["num_requests_total"] == 1
         may_end.set()
         rows.until(1)
@@ -205,7 +217,7 @@ def test_a_server_that_is_no_context_server() -> None:
     words = "disaggregation_mode decode, disaggregation_bootstrap_port 0; expected prefill and a port"
     with ExitStack() as stack:
         urls = [stack.enter_context(GenerationServer(LONG_S).http).url for _ in range(2)]
-        more = {"server": 0, "context_servers": (1,), "protocol": "bootstrap_room"}
+        more: dict[str, Any] = {"server": 0, "context_servers": (1,), "protocol": "bootstrap_room"}
         core = stack.enter_context(core_of("none:1", f"--model_path={MODEL}", **more))
         assert isinstance(core, FindsServers)
         core.find_servers(dict(enumerate(urls)))
