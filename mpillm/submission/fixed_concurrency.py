@@ -10,7 +10,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.cores.openai_client.client import Call, Client
+from mpillm.cores.openai_client.call import Call
+from mpillm.cores.openai_client.client import Client
 from mpillm.cores.openai_client.dialect import Sampling
 from mpillm.cores.openai_client.endpoint import EndpointError
 from mpillm.experiments.loadtest.load_test import LoadTest, Record

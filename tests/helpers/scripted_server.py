@@ -137,6 +137,10 @@ class ScriptedServer:
             for connection in (self._socket, *self._connections):
                 _shut(connection)
 
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped.is_set()
+
     def has_clients(self) -> bool:
         """Return whether a connection is open."""
         return any(thread.is_alive() for thread in self._threads)

@@ -149,8 +149,8 @@ class CompletionResponse:
             for event in events:
                 self._take(event, at)
 
-    def finish(self, at: float) -> None:
-        """Handle the end of the body.
+    def finish(self, at: float, *, may_be_empty: bool = False) -> None:
+        """Handle the end of the body. `may_be_empty`: its only token may be one without a text.
 
         Raises AnswerError or ValueError if the answer has not ended, or has no token.
         """
@@ -163,7 +163,7 @@ class CompletionResponse:
             raise AnswerError(f"it ended its answer in the middle: no {self._end_name}")
         if self.finish_reason in _FAILED:
             raise AnswerError(f"it gave up the answer: finish_reason {self.finish_reason}")
-        if not self.size:
+        if not (self.size or may_be_empty):
             raise AnswerError(f"it answered without a token: finish_reason {self.finish_reason}")
 
     def _take(self, data: bytes, at: float) -> None:

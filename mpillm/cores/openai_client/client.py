@@ -6,6 +6,8 @@ that it did not begin. Parts of a broken answer are never mixed with another ans
 
 In disaggregated serving, a request goes first to a context server, and with its response to a generation
 server (`DisaggProtocol`). Both steps are one call: they are retried, watched and cancelled in the same way.
+With SGLang (`bootstrap_fields`), it goes to both servers simultaneously: a call then has two parts. If one of
+them fails, so does the other. The answer is the generation server's, once both are complete.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ import itertools
 import json
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from mpillm.comms.messages import Refusal
 from mpillm.cores.openai_client.answer import (
@@ -26,154 +28,19 @@ from mpillm.cores.openai_client.answer import (
     failure_text,
     refusal_of,
 )
-from mpillm.cores.openai_client.dialect import COMPLETIONS, Dialect, Sampling, body
-from mpillm.cores.openai_client.disagg_protocol import DisaggProtocol
+from mpillm.cores.openai_client.call import Call, CallListener, ContextCall
+from mpillm.cores.openai_client.dialect import COMPLETIONS, Sampling, body
+from mpillm.cores.openai_client.disagg_protocol import DisaggProtocol, bootstrap_fields
 from mpillm.cores.openai_client.endpoint import EndpointError, RemoteServer, ServerUnreachable
-from mpillm.cores.openai_client.http_connection import HttpConnection, NothingSentBack
-from mpillm.cores.openai_client.responses_answer import answer_at
+from mpillm.cores.openai_client.http_connection import NothingSentBack
 
 _BUSY = (429, 503)  # the server has not begun the request, but may accept it later
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 _N_PROMPT_TOKENS = 12  # of a prompt, in messages
-_MAX_REPLY = 1 << 16  # bytes of a reply that is not an answer
 _WATCH_S = 1.0  # between checks for silence
 _HOLDER_AHEAD = 64  # requests; as in `mpillm.roles.session_pool`
 _MAX_SESSIONS = 1 << 16  # conversations that a client remembers
-
-
-class CallListener(Protocol):
-    """Receives events of calls on the event loop's thread. Each call ends as done, failed or cancelled."""
-
-    def on_first(self, call: Call) -> None:
-        """Handle the arrival of the first token of a streamed answer."""
-
-    def on_done(self, call: Call) -> None:
-        """Handle a complete answer. If it is invalid, raise AnswerError: the call then fails."""
-
-    def on_failed(self, call: Call, error: EndpointError) -> None:
-        """Handle a failure: there will be no answer."""
-
-    def on_cancelled(self, call: Call) -> None:
-        """Handle the end of a cancelled call."""
-
-
-class Call:
-    """One request, with all its attempts. Times are time.perf_counter(), 0 if not set."""
-
-    __slots__ = (
-        "_client", "_reply", "_reply_left", "_reused", "answer", "connection", "ended_at", "endpoint",
-        "failing_since", "flags", "handoff_params", "id", "last_received", "location", "model", "on_more",
-        "prompt", "retries", "retry_after", "sampling", "sent_at", "session", "status", "streams",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        client: Client,
-        id_: int,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        on_more: Callable[[Call], None] | None = None,
-        session: int = 0,
-        flags: int = 0,
-        model: str = "",
-    ) -> None:
-        self.id = id_
-        self.session, self.flags, self.model = session, flags, model
-        self.prompt = prompt
-        self.sampling = sampling
-        self.on_more = on_more
-        self.streams = client.stream or on_more is not None  # its answer comes token by token
-        self.sent_at = self.last_received = self.ended_at = self.failing_since = 0.0
-        self.retries = 0
-        self.endpoint: RemoteServer | None = None
-        self.handoff_params: dict[str, Any] | None = None  # from the context server for the generation server
-        self._client = client
-        self._begin()
-
-    @property
-    def at_context(self) -> bool:
-        """Whether a context server must compute its context first."""
-        return self._client.protocol is not None and self.handoff_params is None
-
-    def _begin(self) -> None:
-        self.connection: HttpConnection | None = None
-        self.status = 0
-        self.retry_after: str | None = None
-        self.location: str | None = None
-        streams = self.streams and not self.at_context
-        self.answer = answer_at(self._client.path, streams, self.sampling.max_tokens)
-        self._reply: list[bytes] = []
-        self._reply_left = _MAX_REPLY
-        self._reused = False
-
-    def again(self) -> None:
-        """Reset the call after a failed attempt."""
-        self.retries += 1
-        self._begin()
-
-    def go_on(self, handed: dict[str, Any]) -> None:
-        """Continue at a generation server."""
-        self.handoff_params = handed
-        self.endpoint, self.failing_since = None, 0.0
-        self._begin()
-
-    def from_the_beginning(self) -> None:
-        """Reset the call to its state before the first attempt."""
-        self.handoff_params, self.endpoint, self.failing_since = None, None, 0.0
-        self.again()
-
-    def sent(self, connection: HttpConnection, reused: bool, at: float) -> None:
-        """Record that an attempt was sent."""
-        self.connection, self._reused, self.last_received = connection, reused, at
-        if self.handoff_params is None:  # the time to first token includes the context
-            self.sent_at = at
-
-    @property
-    def stale(self) -> bool:
-        """Whether the attempt used a connection that the server may have closed before the attempt."""
-        return self._reused
-
-    # --- Receiver ---
-
-    def on_head(self, status: int, headers: Mapping[str, str]) -> None:
-        assert self.endpoint is not None
-        self.endpoint.last_received = self.last_received = time.perf_counter()
-        self.status, self.retry_after = status, headers.get("retry-after")
-        self.location = headers.get("location")
-        if (coding := headers.get("content-encoding", "identity")) != "identity":
-            raise AnswerError(f"it sent a body in Content-Encoding {coding[:30]}, which was not requested")
-
-    def on_body(self, data: bytes, at: float) -> None:
-        assert self.endpoint is not None
-        self.endpoint.last_received = at
-        if self.status != 200:
-            self._reply_left -= len(data)
-            if self._reply_left < 0:
-                raise AnswerError(f"HTTP {self.status}, and its reply is longer than {_MAX_REPLY} bytes")
-            self._reply.append(data)
-            return
-        answer, client = self.answer, self._client
-        had = answer.size
-        answer.feed(data, at)
-        if self.at_context:
-            self.last_received = at
-            return
-        if answer.size > had or not self.streams:  # comments and empty events are not part of an answer
-            self.last_received = at
-        if answer.size > had:
-            client.generated_tokens += answer.size - had
-            if not had:
-                client.listener.on_first(self)
-            elif self.on_more is not None:
-                self.on_more(self)
-
-    def on_end(self, connection: HttpConnection) -> None:
-        self.ended_at = time.perf_counter()
-        self._client.ended(self, b"".join(self._reply))
-
-    def on_broken(self, error: Exception) -> None:
-        self._client.broken(self, error)
 
 
 class Client:
@@ -191,6 +58,7 @@ class Client:
         protocol: DisaggProtocol | None = None,
         path: str = COMPLETIONS,
         models: Sequence[str] = (),
+        simultaneous: bool = False,
     ) -> None:
         """
         Args:
@@ -203,12 +71,14 @@ class Client:
             path: Path of the requests, in OpenAI's API.
             models: Models that requests name in turn, and the requests of a conversation together; empty: the
                 only model of the server.
+            simultaneous: Context and generation servers get each request simultaneously.
         """
         self.endpoints = endpoints
         self.contexts = deque(contexts)
         self.protocol = protocol
         self.path = path
         self._models = models
+        self._simultaneous = simultaneous
         self._turns = itertools.count()
         self.listener = listener
         self.stream = stream
@@ -258,7 +128,7 @@ class Client:
         self._timers.clear()
         for call in self.calls.values():
             if call.endpoint is not None:
-                call.endpoint.release(call, call.connection, is_complete=False)
+                self._withdraw(call)
                 call.from_the_beginning()
                 self.retries += 1
 
@@ -274,9 +144,7 @@ class Client:
         """Cancel the open calls among `ids`."""
         for id_ in ids:
             if (call := self.calls.pop(id_, None)) is not None:
-                if call.endpoint is not None:
-                    call.endpoint.release(call, call.connection, is_complete=False)
-                    call.endpoint.tally.lose(call)
+                self._withdraw(call)
                 self.listener.on_cancelled(call)
 
     def close(self) -> None:
@@ -301,15 +169,18 @@ class Client:
             else:
                 self._fail(call, error, is_last=call.status in REQUEST_STATUSES)
         else:
-            assert call.endpoint is not None
             try:
-                call.answer.finish(call.ended_at)
-                if call.at_context and (params := self._handoff_params(call)) is not None:
-                    self._answered(call)
-                    call.endpoint.count(call, None)
-                    self.handed_over += 1
+                call.answer.finish(call.ended_at, may_be_empty=isinstance(call, ContextCall))
+                call.is_complete = True
+                if isinstance(call, ContextCall):
+                    self._count_context(call)
+                elif call.at_context and (params := self._handoff_params(call)) is not None:
+                    self._count_context(call)
                     call.go_on(params)
                     self._start(call)
+                    return
+                call = call.main
+                if not all(part.is_complete for part in call.parts):
                     return
                 if call.at_context and call.streams:
                     self.listener.on_first(call)
@@ -329,6 +200,12 @@ class Client:
         if params is None and call.answer.finish_reason == "length" and call.sampling.max_tokens > 1:
             raise AnswerError(f"its answer has no {self.protocol.name}, so there is no KV cache to transfer")
         return params
+
+    def _count_context(self, call: Call) -> None:
+        assert call.endpoint is not None
+        self._answered(call)
+        call.endpoint.count(call, None)
+        self.handed_over += 1
 
     def _answered(self, call: Call) -> None:
         assert call.endpoint is not None
@@ -350,36 +227,64 @@ class Client:
         assert call.endpoint is not None
         call.endpoint.release(call, call.connection, is_complete)
 
+    def _withdraw(self, call: Call) -> None:
+        """Close the connections of a call's outstanding requests."""
+        for part in call.parts:
+            if (server := part.endpoint) is not None and part in server.calls:
+                server.release(part, part.connection, is_complete=False)
+                if part.connection is not None:  # the request was sent
+                    server.tally.lose(part)
+
     def _start(self, call: Call) -> None:
-        """Send `call` to the server with the fewest outstanding requests, but rather not where it failed.
+        """Send `call` to a server, or to one of each role."""
+        call.endpoint = self._choose(call)
+        if self._simultaneous:
+            context = call.context = ContextCall(call, self)
+            context.endpoint = self._choose(context)
+            call.handoff_params = bootstrap_fields(context.endpoint.host, context.endpoint.bootstrap_port)
+            call.sent_at = 0.0
+        parts = call.parts
+        try:
+            requests = [(part.endpoint, self._body(part)) for part in parts if part.endpoint is not None]
+        except ValueError as error:
+            self._fail(call, AnswerError(str(error), Refusal(400, str(error))), is_last=True)
+            return
+        for part, (server, request) in zip(parts, requests, strict=True):
+            if (
+                call.parts == parts and self.calls.get(call.id) is call
+            ):  # else the part before this one has failed
+                server.start(part, request, call.session)
+
+    def _choose(self, call: Call) -> RemoteServer:
+        """Return the server with the fewest outstanding requests, but avoid the server where `call` failed.
 
         A conversation stays at its server until that has many more outstanding requests than another one.
         """
         failed = call.endpoint
-        self.contexts.rotate(-1)  # so equally loaded servers take turns
         servers = self.contexts if call.at_context else self.endpoints
+        if call.at_context:
+            self.contexts.rotate(-1)  # so equally loaded servers take turns
         key = call.session, call.at_context
         holder = self._holders.get(key)
         endpoint = min(
             servers,
             key=lambda one: (one is failed, len(one.calls) - (_HOLDER_AHEAD if one is holder else 0)),
         )
-        call.endpoint = endpoint
         if call.session and len(servers) > 1:
             self._holders[key] = endpoint
             self._holders.move_to_end(key)
             if len(self._holders) > _MAX_SESSIONS:
                 self._holders.popitem(last=False)
-        try:
-            request = self._body(endpoint.dialect, call.model or endpoint.model, call)
-        except ValueError as error:
-            self._fail(call, AnswerError(str(error), Refusal(400, str(error))), is_last=True)
-            return
-        endpoint.start(call, request, call.session)
+        return endpoint
 
-    def _body(self, dialect: Dialect, model: str, call: Call) -> bytes:
+    def _body(self, call: Call) -> bytes:
+        assert call.endpoint is not None
+        dialect, model = call.endpoint.dialect, call.model or call.endpoint.model
         prompt = call.prompt if dialect.token_prompts else self._text_of(call.prompt)
         request = body(dialect, model, prompt, call.sampling, call.streams and not call.at_context)
+        if self._simultaneous:
+            assert call.main.handoff_params is not None
+            return json.dumps(json.loads(request) | call.main.handoff_params, separators=(",", ":")).encode()
         if self.protocol is None:
             return request
         message = json.loads(request)
@@ -389,19 +294,23 @@ class Client:
             message = self.protocol.for_generation(message, call.handoff_params)
         return json.dumps(message, separators=(",", ":")).encode()
 
-    def _again(self, call: Call, error: Exception, wait_s: float | None) -> None:
-        """Send `call` again after `wait_s` (None: a growing pause), unless `retry_s` is over."""
-        now = time.perf_counter()
+    def _again(self, part: Call, error: Exception, wait_s: float | None) -> None:
+        """Send a call again after `wait_s` (None: a growing pause), unless `retry_s` is over.
+
+        `part`: its request that has failed.
+        """
+        now, call = time.perf_counter(), part.main
         call.failing_since = call.failing_since or now
         if wait_s is None:
             wait_s = min(_FIRST_PAUSE_S * 2 ** min(call.retries, 10), _LONGEST_PAUSE_S)
         if now + wait_s - call.failing_since > self._retry_s:
-            wait_text = f", it sent Retry-After {call.retry_after}" if call.retry_after else ""
+            wait_text = f", it sent Retry-After {part.retry_after}" if part.retry_after else ""
             tried = f"{error}{wait_text}; retried {call.retries} times, for at most {self._retry_s:g} s"
             refusal = error.refusal if isinstance(error, AnswerError) else None
             is_unreachable = isinstance(error, NothingSentBack)
-            self._fail(call, AnswerError(tried, refusal), is_last=True, is_unreachable=is_unreachable)
+            self._fail(part, AnswerError(tried, refusal), is_last=True, is_unreachable=is_unreachable)
             return
+        self._withdraw(call)
         if self.outlives_server:
             call.handoff_params = None
         call.again()
@@ -416,16 +325,21 @@ class Client:
         self._timers.add(timer)
 
     def _fail(
-        self, call: Call, error: Exception, *, is_last: bool = False, is_unreachable: bool = False
+        self, part: Call, error: Exception, *, is_last: bool = False, is_unreachable: bool = False
     ) -> None:
-        """Fail a call, or retry it. `is_unreachable`: its server cannot be reached, or is silent."""
-        assert call.endpoint is not None
+        """Fail a call, or retry it. `is_unreachable`: its server cannot be reached, or is silent.
+
+        `part`: its request that has failed.
+        """
+        assert part.endpoint is not None
         if self.outlives_server and not is_last:  # its server may have exited: then `park` follows
-            self._again(call, error, None)
+            self._again(part, error, None)
             return
+        call = part.main
+        self._withdraw(call)
         del self.calls[call.id]
         endpoint_error = (ServerUnreachable if is_unreachable else EndpointError)(
-            f"{call.endpoint.url}{call.endpoint.path_of(call.endpoint.dialect.path)}: {error}"
+            f"{part.endpoint.url}{part.endpoint.path_of(part.endpoint.dialect.path)}: {error}{_other(part)}"
         )
         endpoint_error.refusal = error.refusal if isinstance(error, AnswerError) else None
         self.listener.on_failed(call, endpoint_error)
@@ -435,17 +349,21 @@ class Client:
         now = time.perf_counter()
         for endpoint in (*self.contexts, *self.endpoints):
             if endpoint.calls and now - endpoint.last_received > self._silence_s:
-                outstanding = [call for call in self.calls.values() if call in endpoint.calls]
-                for call in outstanding:
-                    endpoint.release(call, call.connection, is_complete=False)
+                outstanding = [part for part in self._parts() if part in endpoint.calls]
+                for part in outstanding:
+                    endpoint.release(part, part.connection, is_complete=False)
                     error = f"silent for {self._silence_s:g} s, with {len(outstanding)} outstanding requests"
-                    self._fail(call, AnswerError(error), is_unreachable=True)
-        for call in [call for call in self.calls.values() if self._hangs(call, now)]:
-            assert call.endpoint is not None
-            call.endpoint.release(call, call.connection, is_complete=False)
-            self._fail(call, AnswerError(self._hang_text(call)))
+                    self._fail(part, AnswerError(error), is_unreachable=True)
+        for part in [part for part in self._parts() if self._hangs(part, now)]:
+            if part.endpoint is not None and part in part.endpoint.calls:  # its call has not failed meanwhile
+                part.endpoint.release(part, part.connection, is_complete=False)
+                self._fail(part, AnswerError(self._hang_text(part)))
         pause = min(_WATCH_S, self._silence_s / 4)
         self._watching = asyncio.get_running_loop().call_later(pause, self._watch)
+
+    def _parts(self) -> list[Call]:
+        """Return the requests of all calls."""
+        return [part for call in self.calls.values() for part in call.parts]
 
     def _hangs(self, call: Call, now: float) -> bool:
         """Return whether an answer stopped midway, or has not begun although later requests were answered."""
@@ -462,6 +380,13 @@ class Client:
             f"the request with the prompt {prompt} received nothing for {self._silence_s:g} s, while others"
             f" were answered; answered before: {call.answer.size} of its tokens"
         )
+
+
+def _other(part: Call) -> str:
+    """Return the server of the simultaneous request, for the end of an error; "" if there is none."""
+    others = [one for one in part.main.parts if one is not part and one.endpoint is not None]
+    roles = {True: "context", False: "generation"}
+    return "".join(f"; {roles[one.at_context]} server: {one.endpoint.url}" for one in others if one.endpoint)
 
 
 def seconds_of(retry_after: str | None) -> float | None:

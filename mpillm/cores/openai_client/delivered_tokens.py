@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpillm.cores.openai_client.answer import AnswerError, text_of
-from mpillm.cores.openai_client.client import Call
+from mpillm.cores.openai_client.call import Call
 from mpillm.data.tokenizer import Tokenizer
 
 UNKNOWN = 0  # in place of a token id that the server does not send

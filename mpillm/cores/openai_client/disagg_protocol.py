@@ -3,11 +3,16 @@
 With vLLM's `kv_transfer_params` (`nixl/pull_scheduler.py`, and the proxy of its NIXL test), the generation
 server reads the KV cache, and computes the first token again. With TensorRT-LLM's `disaggregated_params`
 (`openai_disagg_service.py`), the generation server continues after the first token.
+
+SGLang's servers need each request simultaneously, with equal `bootstrap_fields`: see
+`disaggregation/prefill.py` and `decode.py`, and its router `mini_lb.py`. There, the generation server waits
+for the KV cache and the first token. It cannot compute a prompt: a request without a KV cache fails.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +20,11 @@ from typing import Any
 CONTEXT_ONLY, GENERATION_ONLY = "context_only", "generation_only"
 _INCOMPLETE = ("length", "not_finished")  # TensorRT-LLM's finish reasons of an answer that continues
 _IDS = 1 << 42  # request ids of each client; TensorRT-LLM's own ids are smaller
+SIMULTANEOUS = "bootstrap_room"
+"""Name of SGLang's protocol."""
+_ID_BITS = 63  # of SGLang's routers
+ALONE = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
+"""Fields of a request to only one of SGLang's servers, as in its own warm-up: they transfer nothing."""
 
 
 class DisaggProtocol(ABC):
@@ -83,6 +93,16 @@ class DisaggregatedParams(DisaggProtocol):
         if params is None or choices[0].get("finish_reason") not in _INCOMPLETE:
             return None
         return params | {"request_type": GENERATION_ONLY}
+
+
+def bootstrap_fields(host: str, port: int) -> dict[str, Any]:
+    """Return SGLang's fields of the requests to a context server at `host` and to a generation server.
+
+    `bootstrap_room` is a random id, by which servers with data parallelism also choose the rank. `port`: see
+    `readiness.bootstrap_port_of`.
+    """
+    address = f"[{host}]" if ":" in host else host
+    return {"bootstrap_host": address, "bootstrap_port": port, SIMULTANEOUS: random.getrandbits(_ID_BITS)}
 
 
 def protocol_of(name: str, client: int) -> DisaggProtocol:

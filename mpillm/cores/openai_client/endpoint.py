@@ -81,14 +81,14 @@ class RemoteServer:
         self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         try:
             parts = urlsplit(self.url)
-            self._host, self._port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
+            self.host, self._port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
         except (KeyError, ValueError):  # another scheme, or an invalid port
-            self._host = ""
-        if not self._host or "@" in parts.netloc or parts.query:
+            self.host = ""
+        if not self.host or "@" in parts.netloc or parts.query:
             raise ValueError(f"{url} is not host:port, or a URL of http or https without user and query")
         self._tls = _tls(insecure) if parts.scheme == "https" else None
         self._path, self._request_path = parts.path, request_path
-        behind = parts.scheme in getproxies() and not proxy_bypass(self._host)
+        behind = parts.scheme in getproxies() and not proxy_bypass(self.host)
         self._past_proxy = " (the proxy of the environment is not used)" if behind else ""
         key = os.environ.get(API_KEY)
         self.sends_key = bool(key)
@@ -101,6 +101,7 @@ class RemoteServer:
         )
         self._session_header = session_header.encode("latin-1")
         self._posts = {path: self._start_line("POST", path) for path in PATHS.values()}
+        self.bootstrap_port = 0  # of SGLang's context server: see `bootstrap_fields`
         self.model = ""
         self.dialect: Dialect = DIALECTS[0]
         self.last_statistics: Any = None  # see `server_counts`
@@ -177,7 +178,7 @@ class RemoteServer:
 
     async def _connect(self, limit_s: float = CONNECT_S) -> HttpConnection:
         loop = asyncio.get_running_loop()
-        making = loop.create_connection(HttpConnection, self._host, self._port, ssl=self._tls)
+        making = loop.create_connection(HttpConnection, self.host, self._port, ssl=self._tls)
         try:
             _, connection = await asyncio.wait_for(making, limit_s)
         except (asyncio.TimeoutError, TimeoutError):  # two classes in Python 3.10

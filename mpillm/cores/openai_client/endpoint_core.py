@@ -26,18 +26,20 @@ from mpillm.cores.clients import (
     with_owner_failures,
 )
 from mpillm.cores.openai_client.cache_reset import MAX_RESET_S, reset_prefix_caches
-from mpillm.cores.openai_client.client import Call, Client
+from mpillm.cores.openai_client.call import Call
+from mpillm.cores.openai_client.client import Client
 from mpillm.cores.openai_client.client_core import ClientCore
 from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.cores.openai_client.delivered_tokens import AnswerTokens, DeliveredTokens
 from mpillm.cores.openai_client.dialect import COMPLETIONS, PATHS, Sampling
-from mpillm.cores.openai_client.disagg_protocol import protocol_of
+from mpillm.cores.openai_client.disagg_protocol import ALONE, SIMULTANEOUS, protocol_of
 from mpillm.cores.openai_client.endpoint import EndpointError, RemoteServer, ServerUnreachable
 from mpillm.cores.openai_client.endpoint_options import EndpointOptions, HarnessValues
 from mpillm.cores.openai_client.profiling import ServerProfilers
 from mpillm.cores.openai_client.readiness import (
     UNKNOWN_STARTS,
     ServerStarts,
+    bootstrap_port_of,
     choose_dialect,
     find_model,
     framework_of,
@@ -161,6 +163,9 @@ class EndpointCore(ClientCore):
         if self._reads:  # one client reads the counts of all context servers
             contexts = self._contexts if self.config.instance == 0 else ()
             self._reader = ServerReader(self._endpoints, contexts)
+        protocol = self.config.client.protocol
+        self._simultaneous = bool(self._contexts) and protocol == SIMULTANEOUS
+        is_staged = bool(self._contexts) and not self._simultaneous
         self._thread = self._shared.shared() if self._shared else ClientThread("mpillm-http", self.wake)
         self._warming: set[asyncio.Task[None]] = set()
         self._client = Client(
@@ -171,9 +176,10 @@ class EndpointCore(ClientCore):
             DEADLINE_SHARE * self._harness.stall_timeout,
             self._options.retry_s,
             self._contexts,
-            protocol_of(self.config.client.protocol, self.config.instance) if self._contexts else None,
+            protocol_of(protocol, self.config.instance) if is_staged else None,
             self._path,
             self._models,
+            self._simultaneous,
         )
 
     def _endpoint(self, url: str) -> RemoteServer:
@@ -260,6 +266,8 @@ class EndpointCore(ClientCore):
                 endpoint, name, config.engine.model_path, limit_s, strict=config.client.names_model
             )
             await self._choose_dialect(endpoint, limit_s)
+        if self._simultaneous and endpoint in self._contexts:
+            endpoint.bootstrap_port = await bootstrap_port_of(endpoint, limit_s)
 
     def _index_of(self, error: EndpointError) -> int | None:
         """Return the index of the run's context server that an error names; None: it names another server."""
@@ -273,7 +281,10 @@ class EndpointCore(ClientCore):
     def _choose_dialect(self, endpoint: RemoteServer, limit_s: float) -> Coroutine[Any, Any, None]:
         texts, stream = self.config.client.sends_text, self._harness.streaming
         known = self._tokenizer is not None
-        return choose_dialect(endpoint, known, limit_s, _LONGER, texts=texts, path=self._path, stream=stream)
+        more = ALONE if self._simultaneous else {}
+        return choose_dialect(
+            endpoint, known, limit_s, _LONGER, texts=texts, path=self._path, stream=stream, more=more
+        )
 
     def _run(self, work: Any, limit_s: float) -> Any:
         assert self._thread is not None

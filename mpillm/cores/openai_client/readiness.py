@@ -7,8 +7,9 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from disagg.errors import nearest
@@ -233,6 +234,18 @@ async def framework_of(endpoint: RemoteServer, timeout_s: float) -> str | None:
     return f"{name} {number}" if isinstance(number, str) else name
 
 
+async def bootstrap_port_of(endpoint: RemoteServer, timeout_s: float) -> int:
+    """Return the port where generation servers find SGLang's context server. Raises EndpointError."""
+    info = await _fetch_object(endpoint, "/server_info", timeout_s)
+    mode, port = info.get("disaggregation_mode"), info.get("disaggregation_bootstrap_port")
+    if mode != "prefill" or type(port) is not int or not 0 < port < 1 << 16:
+        raise EndpointError(
+            f"{endpoint.url}/server_info: disaggregation_mode {str(mode)[:30]}, disaggregation_bootstrap_port"
+            f" {str(port)[:30]}; expected prefill and a port: remove both options from --server_args"
+        )
+    return port
+
+
 async def _fetch_object(endpoint: RemoteServer, path: str, timeout_s: float) -> dict[str, Any]:
     try:
         status, _, reply = await endpoint.fetch("GET", path, min(timeout_s, _FETCH_S))
@@ -252,19 +265,21 @@ async def choose_dialect(
     texts: bool = False,
     path: str = COMPLETIONS,
     stream: bool = False,
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Request a token in each dialect; set `endpoint.dialect` to the first that works. Raises EndpointError.
 
     `has_tokenizer`: there is a tokenizer here, to convert between text and tokens. `longer`: the option that
     extends the deadline. `texts`: prompts are texts, and the server must count tokens. `path`: that of the
-    requests, in OpenAI's API. `stream`: the server must also count the tokens of streams.
+    requests, in OpenAI's API. `stream`: the server must also count the tokens of streams. `more`: fields of
+    these requests.
     """
     dialects = MESSAGE_DIALECTS.get(path, TEXT_DIALECTS if texts else DIALECTS)
     start, where = time.monotonic(), f"{endpoint.url}{endpoint.path_of(path)}"
     end = start + timeout_s
     refusals: list[str] = []
     for dialect in dialects:
-        request = _probe(endpoint, dialect, stream=False)
+        request = _probe(endpoint, dialect, more, stream=False)
         while True:
             try:
                 left = max(0.0, end - time.monotonic())
@@ -288,7 +303,7 @@ async def choose_dialect(
             if dialect.token_ids and not answer.tokens:
                 continue  # the server has ignored an unknown field
             if texts and not dialect.token_ids:
-                if answer.completion_tokens and (not stream or await _counts(endpoint, dialect, end)):
+                if answer.completion_tokens and (not stream or await _counts(endpoint, dialect, end, more)):
                     endpoint.dialect = dialect
                     return
                 refusals.append(f"{dialect.name}: no usage, which has the number of tokens")
@@ -312,16 +327,16 @@ async def choose_dialect(
     raise EndpointError("\n  ".join([f"{where} refused a request of one token in every form:", *refusals]))
 
 
-def _probe(endpoint: RemoteServer, dialect: Dialect, *, stream: bool) -> bytes:
+def _probe(endpoint: RemoteServer, dialect: Dialect, more: Mapping[str, Any], *, stream: bool) -> bytes:
     prompt: str | list[int] = _PROBE_IDS if dialect.token_prompts else _PROBE
     if dialect.sends_messages:
         prompt = _PROBE_INPUT if dialect.path == RESPONSES else _PROBE_CHAT
-    return body(dialect, endpoint.model, prompt, Sampling(max_tokens=1), stream)
+    return body(dialect, endpoint.model, prompt, Sampling(max_tokens=1, extra=more), stream)
 
 
-async def _counts(endpoint: RemoteServer, dialect: Dialect, end: float) -> bool:
+async def _counts(endpoint: RemoteServer, dialect: Dialect, end: float, more: Mapping[str, Any]) -> bool:
     """Return whether a stream of this server has usage (token counts)."""
-    request = _probe(endpoint, dialect, stream=True)
+    request = _probe(endpoint, dialect, more, stream=True)
     left = max(0.0, end - time.monotonic())
     try:
         status, _, reply = await endpoint.fetch("POST", dialect.path, left, request)

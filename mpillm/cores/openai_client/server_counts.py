@@ -63,10 +63,15 @@ _NAMES = {
     "drafted_tokens": ("vllm:spec_decode_num_draft_tokens_total",),
     "verifications": ("vllm:spec_decode_num_drafts_total", "sglang:spec_verify_calls_total"),
     "preemptions": ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total"),
-    "transfers": ("vllm:nixl_xfer_time_seconds_count", "mpillm:kv_transfers_total"),
+    "transfers": (
+        "vllm:nixl_xfer_time_seconds_count",
+        "sglang:kv_transfer_latency_ms_count",  # only context servers have it
+        "mpillm:kv_transfers_total",
+    ),
     "failed_transfers": (
         "vllm:nixl_num_failed_transfers_total",  # also failed handshakes and notifications
         "sglang:num_transfer_failed_reqs_total",
+        "sglang:num_bootstrap_failed_reqs_total",
         "mpillm:kv_failed_transfers_total",
     ),
     "expired_leases": ("vllm:nixl_num_kv_expired_reqs_total",),
@@ -81,7 +86,7 @@ _COUNTS = tuple(name for name in ServerCounts._fields[3:] if name != "accepted_a
 _BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 _POSITION = re.compile(r'\bposition="(\d{1,2})"')
 # SGLang's counts. The server's page omits each of them while it is 0.
-_SGLANG = "sglang:"
+_SGLANG, _SGLANG_CONTEXT = "sglang:", 'engine_type="prefill"'
 _SGLANG_COUNTS = {
     **{name: of for name, of in _MEANINGS.items() if name.startswith(_SGLANG) and name.endswith("_total")},
     "sglang:num_requests_total": "requests",
@@ -115,14 +120,16 @@ def reading_of(text: str) -> ServerCounts:
             before = counts.get(meaning, 0.0)
             counts[meaning] = max(before, value) if meaning == "kv_cache_usage" else before + value
     if _SGLANG in text:
-        counts = _sglang_counts(counts)
+        counts = _sglang_counts(counts, is_context=_SGLANG_CONTEXT in text)
     positions = tuple(by_position.get(at, 0.0) for at in range(max(by_position, default=-1) + 1))
     return finite(ServerCounts(**counts, accepted_at=positions))
 
 
-def _sglang_counts(counts: dict[str, float]) -> dict[str, float]:
+def _sglang_counts(counts: dict[str, float], is_context: bool) -> dict[str, float]:
     """Return the counts with the missing zeros. Accepted draft tokens are derived from other counts."""
     all_counts = dict.fromkeys(_SGLANG_COUNTS.values(), 0.0) | counts
+    if is_context:  # only these servers count transfers
+        all_counts.setdefault("transfers", 0.0)
     verified, requests = all_counts["verifications"], all_counts.pop("requests")
     # Each prompt yields one token. Each verification yields the accepted draft tokens and one more.
     accepted = all_counts["generated_tokens"] - requests - verified if verified else 0.0

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 
 from mpillm.cores.histogram import Histogram
-from mpillm.cores.openai_client.client import Call
+from mpillm.cores.openai_client.call import Call
 
 _FEW = 1024  # latencies that are counted together
 

@@ -10,6 +10,11 @@ from mpillm.programs.servers.acceptance import check_length, number_of, value_of
 from mpillm.programs.servers.kind import ServerKind, ServerSpec, named, switch
 from mpillm.programs.servers.server_options import OptionSource
 
+_BOOTSTRAP = "bootstrap"
+_MODES = {"context": "prefill", "generation": "decode"}
+_ATTENTION_DP = ("--attn-dp-size", "--enable-dp-attention")
+_DECODE_CACHE = "--disaggregation-decode-enable-radix-cache"
+
 
 def _arguments(spec: ServerSpec) -> Sequence[str]:
     return (
@@ -27,6 +32,46 @@ def _multi_node(spec: ServerSpec) -> Command:
     node = spec.node
     args = ("--nnodes", str(node.n), "--node-rank", str(node.number))
     return Command((*args, "--dist-init-addr", f"{node.first_host}:{node.first_port}"))
+
+
+def _disagg(spec: ServerSpec) -> Command:
+    # Only context servers listen for others, at the port of their registry.
+    port = ("--disaggregation-bootstrap-port", str(spec.more_ports[_BOOTSTRAP]))
+    return Command(("--disaggregation-mode", _MODES[spec.role], *(port if spec.role == "context" else ())))
+
+
+def _no_transfer(context: ServerSpec, generation: ServerSpec, kv_heads: int | None) -> str:
+    """Return why KV caches cannot be transferred; "" if they can.
+
+    The checks of SGLang 0.5.23 in `disaggregation/common/conn.py`. A generation server checks at its first
+    request.
+    """
+    (tp, pp), (gen_tp, gen_pp) = (
+        [one.values.get(name, 1) for name in ("tensor_parallelism", "pipeline_parallelism")]
+        for one in (context, generation)
+    )
+    dtypes = [one.values.get("kv_cache_dtype", "auto") for one in (context, generation)]
+    has_attention_dp = any(arg.startswith(_ATTENTION_DP) for arg in (*context.args, *generation.args))
+    if gen_pp not in (1, pp):
+        why = f"--gen_pp_size must be 1, or --ctx_pp_size {pp}"
+    elif max(tp, gen_tp) % min(tp, gen_tp) and not has_attention_dp:  # it divides the tensor parallel ranks
+        why = f"one of --ctx_tp_size {tp} and --gen_tp_size {gen_tp} must be a multiple of the other"
+    elif dtypes[0] != dtypes[1]:
+        why = f"--kv_cache_dtype is {dtypes[0]} for context, {dtypes[1]} for generation servers"
+    else:
+        return ""
+    return f"SGLang (0.5.23): {why}"
+
+
+def _notes(spec: ServerSpec) -> Sequence[str]:
+    """Return a line if a prefix cache that is switched on stays off."""
+    is_on = spec.role == "generation" and spec.values.get("enable_kv_cache_reuse")
+    if not is_on or _DECODE_CACHE in spec.args:
+        return ()
+    return (
+        "--enable_kv_cache_reuse: SGLang's generation servers have no prefix cache; --server_args="
+        f"{_DECODE_CACHE} switches it on",
+    )
 
 
 _ACCEPTANCE = "SGLANG_SIMULATE_ACC"
@@ -144,6 +189,17 @@ SGLANG = ServerKind(
             "lower --kv_cache_free_gpu_mem_fraction, or add --cuda-graph-backend-decode=disabled (for prompts"
             " --cuda-graph-backend-prefill=disabled) to --server_args",
         ),
+        KnownFailure(
+            r"[Pp]lease install mooncake|No module named 'mooncake",
+            "it has no Mooncake, which transfers its KV caches",
+            "pip install mooncake-transfer-engine where SGLang is, or add"
+            " --disaggregation-transfer-backend nixl to --server_args",
+        ),
+        KnownFailure(
+            r"[Pp]lease install NIXL|No module named 'nixl",
+            "it has no NIXL, which transfers its KV caches",
+            "pip install nixl where SGLang is",
+        ),
     ),
     names_model=True,
     multi_node=_multi_node,
@@ -152,6 +208,9 @@ SGLANG = ServerKind(
     acceptance_setting=_ACCEPTANCE,
     option_source=_OPTIONS,
     install="pip install sglang, or activate the environment that has it",
-    no_disagg="its context and generation servers need a request simultaneously, with a bootstrap_room, which"
-    " mpillm does not send; start them with SGLang's router, and name that with --trtllm_server_urls",
+    disagg_protocol="bootstrap_room",
+    disagg=_disagg,
+    disagg_ports=(_BOOTSTRAP,),
+    no_transfer=_no_transfer,
+    notes=_notes,
 )

@@ -10,7 +10,8 @@ from typing import cast
 
 import pytest
 
-from mpillm.cores.openai_client.client import Call, CallListener, Client, seconds_of
+from mpillm.cores.openai_client.call import Call, CallListener
+from mpillm.cores.openai_client.client import Client, seconds_of
 from mpillm.cores.openai_client.dialect import Sampling
 from mpillm.cores.openai_client.endpoint import RemoteServer
 from mpillm.errors import RunError

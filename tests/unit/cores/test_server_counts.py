@@ -94,7 +94,13 @@ def test_a_count_that_sglang_does_not_give_is_0() -> None:
     assert (fresh.cached_tokens, fresh.generated_tokens, fresh.accepted_guesses) == (0.0, 0.0, 0.0)
     said = reading_of(SGLANG)
     assert said[:6] == (2, 14, 0.08, 26, 16, 0) and (said.preemptions, said.failed_transfers) == (0, 0)
-    assert said.transfers is None, "it has no such count"
+    assert said.transfers is None, "only context servers have such a count"
+    context = SGLANG.replace("unified", "prefill")
+    assert reading_of(context).transfers == 0
+    sent = 'sglang:kv_transfer_latency_ms_count{engine_type="prefill",tp_rank="0"} 3.0\n'
+    failed = "sglang:num_bootstrap_failed_reqs_total{} 2\nsglang:num_transfer_failed_reqs_total{} 1\n"
+    counted = reading_of(context + sent + failed)
+    assert (counted.transfers, counted.failed_transfers) == (3, 3)
     hits = 'sglang:cached_tokens_total{cache_source="device"} 7\n'
     assert grown([fresh], [reading_of(SGLANG + hits)])["cached_tokens"] == 7
 

@@ -52,6 +52,8 @@ def test_sglang() -> None:
     [
         ("ValueError: Not enough memory. Please try to increase --mem-fraction-static.", "gets no memory"),
         ("Exception: Capture cuda graph failed: CUDA error: out of memory", "could not be captured"),
+        ("ImportError: Please install mooncake by following the instructions at", "has no Mooncake"),
+        ("ImportError: Please install NIXL by following the instructions at", "has no NIXL"),
         ("max_total_num_tokens=20000, chunked_prefill_size=4096", ""),
     ],
 )

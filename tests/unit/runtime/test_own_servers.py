@@ -217,12 +217,47 @@ def test_layouts_between_which_vllm_transfers_no_kv_cache(
 
 
 @pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"ctx_tp_size": "2", "gen_tp_size": "8"}, ""),
+        ({"ctx_pp_size": "2", "gen_pp_size": "2"}, ""),
+        ({"ctx_pp_size": "2"}, ""),
+        ({"gen_pp_size": "2"}, "SGLang (0.5.23): --gen_pp_size must be 1, or --ctx_pp_size 1"),
+        ({"ctx_tp_size": "3", "gen_tp_size": "2"}, "--ctx_tp_size 3 and --gen_tp_size 2 must be a multiple"),
+        ({"ctx_tp_size": "3", "gen_tp_size": "2", "server_args": "--attn-dp-size 2"}, ""),
+    ],
+)
+def test_sglang_s_context_and_generation_servers(options: dict[str, str], why: str) -> None:
+    config = config_of(server="sglang", mode="disaggregated", model_path="m", **options)
+    plan = disaggregated(config, ["a"] * 4)
+    lines = [line.replace(" \\\n    ", " ") for line in server_lines(plan, server_specs(config, plan, {}))]
+    assert [why in line for line in lines if "warning" in line] == [True] * bool(why)
+    (context,) = [line for line in lines if line.startswith("context servers: ")]
+    assert "--disaggregation-mode prefill --disaggregation-bootstrap-port BOOTSTRAP_PORT" in context
+    (generation,) = [line for line in lines if line.startswith("generation servers: ")]
+    assert "--disaggregation-mode decode" in generation and "bootstrap" not in generation
+    assert all(
+        "--enable-metrics" in line and "--disable-radix-cache" in line for line in (context, generation)
+    )
+
+
+def test_caches_of_sglang_s_context_and_generation_servers(tmp_path: Path) -> None:
+    (path := tmp_path / "d.yaml").write_text(
+        "context_servers: {num_instances: 1, kv_cache_config: {dtype: fp8}}\n"
+        "generation_servers: {num_instances: 1}\n"
+    )
+    config = config_of(
+        server="sglang", disagg_config=str(path), model_path="m", enable_kv_cache_reuse="true"
+    ).with_yaml()
+    plan = disaggregated(config, ["a"] * 3)
+    lines = server_lines(plan, server_specs(config, plan, {}))
+    assert any("--kv_cache_dtype is fp8 for context, auto for generation servers" in line for line in lines)
+    assert any("--server_args=--disaggregation-decode-enable-radix-cache switches" in line for line in lines)
+
+
+@pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (
-            "sglang",
-            "--server sglang with --mode disaggregated: its context and generation servers need a request",
-        ),
         ("tritonserver", "mpillm starts no context and generation servers of it"),
         ("command:srv {port}", "--server command with --mode disaggregated: mpillm starts no context and"),
     ],
@@ -305,5 +340,5 @@ def test_the_core_of_a_leader_means_halves() -> None:
     assert (config.core_type, config.mode) == ("trtllm_endpoint", "disaggregated")
     with pytest.raises(ConfigError, match=r"core_type trtllm_disagg .* means mode disaggregated, but"):
         config_of(server="trtllm-serve", core_type="trtllm_disagg", mode="aggregated")
-    with pytest.raises(ConfigError, match=r"server sglang .* means core_type trtllm_endpoint, but that is"):
-        config_of(server="sglang", core_type="trtllm_disagg")
+    with pytest.raises(ConfigError, match=r"server command:.* means core_type trtllm_endpoint, but"):
+        config_of(server="command:srv {port}", core_type="trtllm_disagg")
