@@ -17,6 +17,7 @@ from disagg.yaml_text import value_of
 from mpillm.experiments.conversation_runs import conversation_values
 from mpillm.options.columns import indented
 from mpillm.options.fields import BY_NAME
+from mpillm.report.numbers import rate_text
 from mpillm.report.run_directory import HAS_FIGURES, MEASURED
 from mpillm.report.run_files import SERVERS, RunFiles
 
@@ -184,6 +185,6 @@ def curve(
     for i in front:
         per_user, per_gpu = (points[i][f"tokens_per_second_per_{one}"] for one in ("user", "gpu"))
         bar = "#" * max(1, round(_BAR * per_gpu / highest))
-        head = f"{per_user:>10.4g} per user  {bar:<{_BAR}} {per_gpu:>8,.4g}  "
+        head = f"{rate_text(per_user):>10} per user  {bar:<{_BAR}} {rate_text(per_gpu):>8}  "
         lines.append(indented(head, labels[i]))
     return lines

@@ -114,7 +114,7 @@ def _offline(settings: Any, n_samples: int) -> Forecast:
     if min_duration_s:
         line += (
             f"; VALID if they take {min_duration_s:g} s or more (min_duration),"
-            f" which is at most {samples / min_duration_s:.4g} samples/s."
+            f" which is at most {samples / min_duration_s:,.1f} samples/s."
             " A higher --offline_expected_qps makes the query larger"
         )
     return Forecast(line, samples)

@@ -10,6 +10,11 @@ def milliseconds(value: float) -> str:
     return f"{value:.3g} ms" if value >= 1 else f"{1000 * value:.3g} µs"
 
 
+def rate_text(value: float) -> str:
+    """Return a rate in at least four digits, never with an exponent: 0.05, 12.34, 7,131, 19,250."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
 def short(number: float) -> str:
     """Return a number in few characters: 0.05, 1.2, 345, 2,802, 12k, 2.941M."""
     if abs(number) >= 999_950:

@@ -10,7 +10,7 @@ from mpillm.comms.messages import DrainReport
 from mpillm.cores.draft_counts import draft_counts
 from mpillm.cores.histogram import Histogram
 from mpillm.options.run_config import RunConfig
-from mpillm.report.numbers import milliseconds
+from mpillm.report.numbers import milliseconds, rate_text
 from mpillm.report.page.run_analysis import Facts, busy_share, busy_with, bypasses_ranks
 from mpillm.report.percentiles import too_few
 from mpillm.report.speculation import acceptance_doubt, speculation_rows
@@ -230,7 +230,7 @@ def _interactivity(of: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("e2e_avg_interactivity", "over all requests (MLPerf Endpoints)"),
         ("e2e_normalized_interactivity_p90", "at p90 (InferenceX)"),
     )
-    known = [f"{value:,.4g} {source}" for key, source in sources if (value := of.get(key)) is not None]
+    known = [f"{rate_text(value)} {source}" for key, source in sources if (value := of.get(key)) is not None]
     return [("tokens/s per user", ", ".join(known))] if known else []
 
 
@@ -240,10 +240,10 @@ def goodput_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     if not of:
         return []
     limits = ", ".join(f"{name.upper()} {milliseconds(ms)}" for name, ms in of["limits_ms"].items())
-    rows = [("good requests", f"{of['good_requests_per_second']:,.4g} per second, within {limits}")]
+    rows = [("good requests", f"{rate_text(of['good_requests_per_second'])} per second, within {limits}")]
     if n := of.get("conversations"):
         good, rate = of["good_conversations"], of["good_conversations_per_second"]
-        text = f"{good:,} of {n:,} ({100 * good / n:.0f} %), {rate:,.4g} per second"
+        text = f"{good:,} of {n:,} ({100 * good / n:.0f} %), {rate_text(rate)} per second"
         rows.append(("good conversations", text))
     return rows
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+from mpillm.report.numbers import rate_text
 from mpillm.report.repeats import prefix_cache_doubt
 from mpillm.report.speculation import acceptance_doubt
 from mpillm.report.tested_servers import (
@@ -256,7 +257,8 @@ def rates(result: Mapping[str, Any]) -> str:
     offered, answered = result.get("offered_per_second"), result.get("answered_per_second")
     if offered is None or answered is None:
         return ""
-    return f"{offered:,.4g} queries/s offered, {answered:,.4g} answered, the time of one answer aside"
+    aside = "the time of one answer aside"
+    return f"{rate_text(offered)} queries/s offered, {rate_text(answered)} answered, {aside}"
 
 
 def queue(result: Mapping[str, Any]) -> str:

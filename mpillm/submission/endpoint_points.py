@@ -19,6 +19,7 @@ from disagg.text_file import read_text
 from disagg.yaml_text import value_of
 from mpillm.experiments.loadtest.load_test import Record
 from mpillm.files import as_written, read_object, write_json, write_text
+from mpillm.report.numbers import rate_text
 from mpillm.submission.client_form import CONFIG, SUMMARY
 from mpillm.submission.endpoint_rules import OFFLINE_MARGIN, Regions, min_duration_s
 from mpillm.submission.power import MEASURED
@@ -257,8 +258,8 @@ class Curve:
         if not self.offline_run or rates[self.min_samples] >= OFFLINE_MARGIN * rates[self.c_max]:
             return None
         return (
-            f"Offline: {rates[self.min_samples]:.4g} tokens/s, less than {100 * OFFLINE_MARGIN:g} % of"
-            f" concurrency {self.c_max} ({rates[self.c_max]:.4g}): the checker flags it; remove"
+            f"Offline: {rate_text(rates[self.min_samples])} tokens/s, less than {100 * OFFLINE_MARGIN:g} % of"
+            f" concurrency {self.c_max} ({rate_text(rates[self.c_max])}): the checker flags it; remove"
             f" r{self.min_samples}, and measure it again or use --offline elected"
         )
 

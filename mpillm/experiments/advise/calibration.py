@@ -17,6 +17,7 @@ from mpillm.experiments.advise.simulated_slots import SlotTimes
 from mpillm.experiments.advise.step_times import CoreSharing, LinearTime, StepTimes, fit, shared, slowdown
 from mpillm.experiments.run_series import must_have_verdict
 from mpillm.options.options import parse_run
+from mpillm.report.numbers import rate_text
 from mpillm.report.request_log import read_requests
 from mpillm.report.run_files import RunFiles
 from mpillm.runtime.whole_runs import run_in
@@ -123,7 +124,7 @@ class Calibrator:
 
     def _run(self, label: str, candidate: Candidate, scenario: str, queries: int) -> RunFiles:
         run, others = measure_undisturbed(lambda: self._measure(label, candidate, scenario, queries))
-        self.report(f"  {label}: {run.result['tokens_per_second']:,.4g} tokens/s{others.note()}")
+        self.report(f"  {label}: {rate_text(run.result['tokens_per_second'])} tokens/s{others.note()}")
         rows = read_requests(run.path)
         self.answers |= dict(zip(rows["index"].tolist(), rows["tokens"].tolist(), strict=True))
         return run

@@ -32,6 +32,7 @@ from mpillm.options.fields.loadgen import LoadgenFields
 from mpillm.options.options import parse_run, without
 from mpillm.options.parsers import positive
 from mpillm.options.run_config import RunConfig
+from mpillm.report.numbers import rate_text
 from mpillm.report.run_directory import display_path, series_folder
 from mpillm.report.run_files import RunFiles
 from mpillm.runtime.whole_runs import run_in
@@ -262,9 +263,10 @@ def _proposals(
     lines = []
     for i, one in enumerate(chosen, 1):
         figures = one.figures
-        text = f"{figures['tokens_per_second']:,.4g} tokens/s, TTFT p99 {figures['ttft_p99_ms']:,.4g} ms"
+        text = f"{rate_text(figures['tokens_per_second'])} tokens/s"
+        text += f", TTFT p99 {rate_text(figures['ttft_p99_ms'])} ms"
         if figures["tpot_p99_ms"] is not None:
-            text += f", TPOT p99 {figures['tpot_p99_ms']:,.4g} ms"
+            text += f", TPOT p99 {rate_text(figures['tpot_p99_ms'])} ms"
         if limits_ms:
             share = one.good_per_second / figures["samples_per_second"]
             text += f", {share:.1%} of requests within the limits"
@@ -297,7 +299,10 @@ def _verify(
         label = _label(prediction.candidate)
         if (now := just_before(prediction)) is not None:
             first, then = (one.figures["tokens_per_second"] for one in (prediction, now))
-            print(indented("  ", f"{label}: {first:,.4g} tokens/s predicted, now {then:,.4g}"), flush=True)
+            print(
+                indented("  ", f"{label}: {rate_text(first)} tokens/s predicted, now {rate_text(then)}"),
+                flush=True,
+            )
         ended = run_in(where, mpirun, [*args, *prediction.candidate.args()])
         return now, RunFiles.read(must_have_verdict(ended, label).folder)
 
@@ -333,9 +338,9 @@ def _errors(chosen: Sequence[Prediction], verified: Sequence[dict[str, Any]]) ->
         rows.append(
             [
                 f"{i}.",
-                *("-" if value is None else f"{value:,.4g}" for value in speeds),
+                *("-" if value is None else rate_text(value) for value in speeds),
                 *("-" if value is None else f"{value:+.1%}" for value in errors),
-                *("-" if value is None else f"{value:,.4g}" for value in per_user),
+                *("-" if value is None else rate_text(value) for value in per_user),
             ]
         )
     return table(rows)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from launch.safe_text import whole_number
 from mpillm.files import DATA_ERRORS
-from mpillm.report.numbers import milliseconds
+from mpillm.report.numbers import milliseconds, rate_text
 from mpillm.report.request_log import read_requests, tpot_s
 from mpillm.report.run_directory import REQUESTS
 from mpillm.report.run_files import RunFiles
@@ -245,10 +245,10 @@ def _of_client(result: Mapping[str, Any]) -> str:
     figures = [
         f"{client['completed']:,} of {client['asked']:,} requests in {client['duration_s']:,.2f} s",
         f"{client['failed']:,} failed",
-        f"{client['requests_per_second']:,.4g} requests/s",
+        f"{rate_text(client['requests_per_second'])} requests/s",
     ]
     if (rate := client.get("tokens_per_second")) is not None:
-        figures.append(f"{rate:,.4g} tokens/s")
+        figures.append(f"{rate_text(rate)} tokens/s")
     for name, key in (
         ("first token", "ttft_ms"),
         ("per output token", "tpot_ms"),

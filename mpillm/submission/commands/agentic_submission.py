@@ -24,6 +24,7 @@ from mpillm.options.values import collect
 from mpillm.programs.load_clients.inference_endpoint import CONFIG_LEFT, SUMMARY_LEFT
 from mpillm.programs.load_clients.kinds import kind_of
 from mpillm.report.console import Console
+from mpillm.report.numbers import rate_text
 from mpillm.submission.agentic_rules import (
     AGENTIC,
     SWE_BENCH_NAME,
@@ -266,10 +267,10 @@ def _output_len(folder: Path) -> float | None:
 
 def _line(title: str, summary: Mapping[str, Any], scores: Mapping[str, float]) -> str:
     tokens, latency = (summary.get(key, {}).get("total") for key in ("output_sequence_lengths", "latency"))
-    rate = f"  {1e9 * tokens / latency:.4g} tokens/s end to end" if tokens and latency else ""
+    rate = f"  {rate_text(1e9 * tokens / latency)} tokens/s end to end" if tokens and latency else ""
     return (
         f"{title:>17}  {summary['n_samples_issued']:,} turns in {summary['duration_ns'] / 1e9:.1f} s"
-        f"  {system_tps(summary):.4g} tokens/s{rate}  {_percent(scores)}"
+        f"  {rate_text(system_tps(summary))} tokens/s{rate}  {_percent(scores)}"
     )
 
 

@@ -32,6 +32,7 @@ from mpillm.options.parsers import one_of, seconds
 from mpillm.options.values import collect
 from mpillm.programs.load_clients.kind import LoadSpec, PromptSample, Seeds
 from mpillm.programs.load_clients.kinds import kind_of
+from mpillm.report.numbers import rate_text
 from mpillm.submission.client_form import ACCURACY, CONFIG, SUMMARY
 from mpillm.submission.client_points import measured_point
 from mpillm.submission.curve_command import (
@@ -298,7 +299,7 @@ def per_user(summary: Mapping[str, Any]) -> str:
     """Return the tokens/s of a user as the end of a line, or the reason for its absence."""
     p90 = summary["tpot"].get("percentiles", {}).get("90.0")  # the key in MLCommons' client
     if rate := summary.get("tps_per_user") or (1e9 / p90 if p90 else None):
-        return f"  {rate:.4g} per user"
+        return f"  {rate_text(rate)} per user"
     if not summary["n_samples_completed"]:
         return ""
     return "  time per output token 0, which the checker rejects: most answers arrived in one piece"
@@ -376,7 +377,7 @@ def _point(
     watts = f"  {power['mean_w']:.4g} W (NVML)" if power else ""
     print(
         f"{curve.title(c):>17}  {summary['n_samples_issued']:,} requests"
-        f" in {summary['duration_ns'] / 1e9:.1f} s  {system_tps(summary):.4g} tokens/s"
+        f" in {summary['duration_ns'] / 1e9:.1f} s  {rate_text(system_tps(summary))} tokens/s"
         f"{'' if curve.is_offline(c) else per_user(summary)}"
         f"{watts}",
         flush=True,
@@ -420,9 +421,9 @@ def steady_state_line(state: SteadyState, lasted_s: float) -> str:
     seen = f"passes {state.start + 1} to {state.start + len(state.passes)}, {state.duration_s:.1f} s"
     if state.is_official:
         figures = state.figures()
-        user = f", {figures['tps_per_user']:.4g} per user" if "tps_per_user" in figures else ""
+        user = f", {rate_text(figures['tps_per_user'])} per user" if "tps_per_user" in figures else ""
         verdict = "" if state.verdict == "STEADY STATE" else f" ({state.verdict})"
-        return f"steady state{verdict}: {seen}: {figures['system_tps']:.4g} tokens/s{user}"
+        return f"steady state{verdict}: {seen}: {rate_text(figures['system_tps'])} tokens/s{user}"
     verdict = f", {state.verdict}" if state.verdict.startswith("drifting") else ""
     line = f"no steady state ({state.status}{verdict})"
     line += f": the longest plateau is {seen}" if state.passes else ""

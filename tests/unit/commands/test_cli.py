@@ -18,7 +18,7 @@ from launch.children import Children
 from launch.signals import stop_signals
 from mpillm import cli
 from mpillm.core_names import PLUGIN_PACKAGES
-from tests.helpers.lone_mpi import run_program
+from tests.helpers.lone_mpi import leaving_nothing, run_program
 
 ROOT = Path(__file__).parents[3]
 
@@ -159,11 +159,10 @@ def test_a_terminal_without_the_characters() -> None:
 @pytest.mark.parametrize("arguments", [["plan", "--world_size", "4"], ["--help"], ["doctor"]])
 def test_a_full_disk_under_what_is_printed(arguments: list[str], unbuffered: str) -> None:
     """The failure is reported even if Python would notice it only at its exit."""
-    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-    with Path("/dev/full").open("w") as full:
+    with Path("/dev/full").open("w") as full, leaving_nothing() as variables:
         done = subprocess.run(
             [sys.executable, "-m", "mpillm", *arguments],
-            env=env,
+            env={**os.environ, **variables, "PYTHONUNBUFFERED": unbuffered},
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

@@ -60,6 +60,7 @@ EXEMPT = {
             "beam_width",
             "drain_deadline",
             "end_ids",
+            "endpoint_type",
             "max_output_len",
             "on_instance_loss",
             "stall_timeout",

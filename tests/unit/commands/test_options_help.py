@@ -13,20 +13,21 @@ import pytest
 
 from mpillm.options.fields import FIELDS
 from mpillm.options.options import parse_run
+from tests.helpers.lone_mpi import leaving_nothing
 
 ROOT = Path(__file__).parents[3]
 
 
 def mpillm(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-m", "mpillm", *words],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=cwd,
-    )
+    with leaving_nothing() as variables:
+        return subprocess.run(
+            [sys.executable, "-m", "mpillm", *words],
+            env={**os.environ, **variables, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            cwd=cwd,
+        )
 
 
 def test_help_lists_every_option() -> None:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.helpers.lone_mpi import run_program
+
 PROGRAM = """
-import sys
 from mpillm.cli import main
 words = ["run", "--core_type", "dummy", "--max_output_len", "2", "--log_dir"]
-print([int(main([*words, sys.argv[1] + name])) for name in ("/one", "/two")])
+print([int(main([*words, "LOG_DIR" + name])) for name in ("/one", "/two")])
 """
 
 
 def test_it_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     """It ended the process."""
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    ended = run_program(PROGRAM.replace("LOG_DIR", str(tmp_path)))
     assert ended.returncode == 0 and ended.stdout.splitlines()[-1] == "[0, 2]", ended
     assert ended.stderr.startswith("mpillm: this Python process has ended MPI"), ended.stderr
     assert "subprocess.run" in ended.stderr and not (tmp_path / "two").exists()

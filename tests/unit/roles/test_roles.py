@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import deque
 from functools import partial
 from types import SimpleNamespace
@@ -41,6 +39,7 @@ from mpillm.roles.generation import GenerationRole
 from mpillm.roles.harness import Harness, SamplingOptions, Totals
 from mpillm.roles.instance import InstanceRole
 from mpillm.telemetry.recorder import Recorder
+from tests.helpers.lone_mpi import run_program
 from tests.helpers.support import ROOT
 
 
@@ -360,14 +359,13 @@ def test_loadgen_is_told_of_a_first_token_once(messages: list[list[tuple[int, in
 def test_answers_import_nothing() -> None:
     """An import in the test would delay all requests that are due meanwhile."""
     program = (
-        "import sys\nimport tests.unit.roles.test_roles as roles\nbefore = set(sys.modules)\n"
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+        "import tests.unit.roles.test_roles as roles\nbefore = set(sys.modules)\n"
         "roles.test_loadgen_is_told_of_a_first_token_once([[(1, 1), (4, 2)]])\n"
         "print(sorted(set(sys.modules) - before))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
-    )
-    assert done.stdout.strip() == "[]"
+    done = run_program(program)
+    assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_queries_that_loadgen_has_no_memory_for_name_the_options() -> None:

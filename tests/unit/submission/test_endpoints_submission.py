@@ -215,7 +215,7 @@ def test_a_separate_offline_run(
         monkeypatch.setattr(workloads, "get", with_60)
         assert main(command) == 0
         out = capsys.readouterr().out
-        assert re.search(r" {10}Offline  \d+ requests in [0-9.]+ s  [0-9.]+ tokens/s\n", out), out
+        assert re.search(r" {10}Offline  \d+ requests in [0-9.]+ s  [0-9.,]+ tokens/s\n", out), out
         curve = tmp_path / "made/Us/1/results/Box/llama3_1-8b"
         points = {
             folder.name: yaml.safe_load((folder / "point.yaml").read_text()) for folder in curve.iterdir()
