@@ -17,6 +17,7 @@ import json
 import os
 import resource
 import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -338,3 +339,12 @@ def npy(values: Any) -> bytes:
 
 
 NPY_WORDS = [b"'<i8'", b"(99999999999, 3)", b"True", b"'|O'", b"'<f4'", b"(-1, 3)"]
+
+
+_folders: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def new_folder() -> Path:
+    """Return a folder that is deleted when this process ends, for examples drawn where there is no `tmp_path`."""
+    _folders.append(tempfile.TemporaryDirectory(prefix="mpillm-"))
+    return Path(_folders[-1].name)

@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import shutil
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from mpillm.commands import report, rerun, runs
 from mpillm.experiments.commands import compare
 from mpillm.loadgen.logs import read_answers
 from mpillm.submission.judged_run import JudgedRun
-from tests.helpers.fuzzing import changed, damaged, fuzz, json_bytes
+from tests.helpers.fuzzing import changed, damaged, fuzz, json_bytes, new_folder
 from tests.helpers.pages import Wellformed
 from tests.helpers.run_directories import EMPTY, comparable_run, log_entry, noted, spans
 
@@ -117,7 +116,7 @@ SEEDS: dict[str, Any] = {
 @cache
 def whole() -> Path:
     """Return a run directory; it stays as it is."""
-    path = comparable_run(Path(tempfile.mkdtemp()) / "run", 0.1, n=40)
+    path = comparable_run(new_folder() / "run", 0.1, n=40)
     for name, value in SEEDS.items():
         (path / name).write_bytes(json_bytes(value))
     (path / "timeline.jsonl").write_bytes(json_bytes(ROW) + b"\n")

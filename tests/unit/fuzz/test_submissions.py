@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import shutil
-import tempfile
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from mpillm.submission import compliance_tests, score_run
 from mpillm.submission.commands import compliance, submission
 from mpillm.submission.scores import Scores
 from mpillm.workloads import WORKLOADS
-from tests.helpers.fuzzing import changed, damaged, fuzz, json_bytes
+from tests.helpers.fuzzing import changed, damaged, fuzz, json_bytes, new_folder
 from tests.helpers.run_directories import FULL_SIZE, log_entry, make_client_run, make_run
 
 ANSWERS = [log_entry(i, [5, *range(10, 30), 2]) for i in range(4)]
@@ -30,7 +29,7 @@ KINDS = ["performance", "accuracy", "TEST06", "client"]
 @cache
 def whole() -> Path:
     """Return a folder with a run of each kind; they stay as they are."""
-    path = Path(tempfile.mkdtemp())
+    path = new_folder()
     for kind in KINDS[:3]:
         make_run(path / kind, kind, answers=ANSWERS if kind != "performance" else (), detail=FULL_SIZE)
     (path / "accuracy" / "accuracy.txt").write_text(
