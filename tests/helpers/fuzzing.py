@@ -345,6 +345,6 @@ _folders: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def new_folder() -> Path:
-    """Return a folder that is deleted when this process ends, for examples drawn where there is no `tmp_path`."""
+    """Return a folder for examples that have no `tmp_path`. It is deleted when the process ends."""
     _folders.append(tempfile.TemporaryDirectory(prefix="mpillm-"))
     return Path(_folders[-1].name)
