@@ -112,7 +112,7 @@ test-kills: $(STAMP)
 	$(PY) -m pytest -m slow $(PYTEST_ARGS) tests/e2e/test_kills.py tests/e2e/test_kills_in_phases.py tests/e2e/test_kills_at_the_end.py
 
 test-hosts: $(STAMP)
-	$(PY) -m pytest -m hosts -rs $(PYTEST_ARGS) tests/e2e/test_hosts.py tests/e2e/test_host_kills.py tests/e2e/test_host_starts.py tests/e2e/test_four_hosts.py
+	$(PY) -m pytest -m hosts -rs $(PYTEST_ARGS) tests/e2e/test_hosts.py tests/e2e/test_host_kills.py tests/e2e/test_host_starts.py tests/e2e/test_four_hosts.py tests/e2e/test_trtllm_serve_over_hosts.py
 
 # Opens a shell in which Slurm's commands reach two nodes. RUN_ARGS='CMD …' runs a command instead. It removes everything at its exit.
 slurm: $(STAMP)
