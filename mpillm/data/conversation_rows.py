@@ -31,6 +31,7 @@ from mpillm.data.records import (
     sample_of,
     seconds_of,
     tools_of,
+    unicode_of,
 )
 from mpillm.data.row_fields import LENGTHS, FieldUse, OwnFields, own_fields
 from mpillm.data.weka_traces import is_weka, weka_turns
@@ -200,7 +201,7 @@ class _Reader:
             if not isinstance(text, str):
                 raise ValueError(f"prompt_{i} is {excerpt(text)}; must be a string")
             length = row.get(f"output_tokens_count_{i}")
-            turn = Turn(where, [{"role": "user", "content": text}])
+            turn = Turn(where, [{"role": "user", "content": unicode_of(text, f"prompt_{i}")}])
             if length not in (None, ""):
                 turn.output_len = length_of(length, f"output_tokens_count_{i}")
             append(conversation, turn)
@@ -296,7 +297,7 @@ def _text_of(turn: Mapping[str, Any], where: str) -> str:
         texts += contents if isinstance(contents, list) else [contents]
     if not texts or not all(isinstance(part, str) and part for part in texts):
         raise ValueError(f"{where} has text {excerpt(text)}; must be a text, or texts")
-    return "\n".join(texts)  # as parts of a message's content
+    return unicode_of("\n".join(texts), where)  # as parts of a message's content
 
 
 class _FlatConversation:
@@ -320,7 +321,7 @@ class _FlatConversation:
             )
         self._check_order(role)
         if (system := row.get("system")) and isinstance(system, str) and not self.conversation.system:
-            self.conversation.system = [{"role": "system", "content": system}]
+            self.conversation.system = [{"role": "system", "content": unicode_of(system, "system")}]
         if self.conversation.tools is None:
             self.conversation.tools = tools_of(row)
         messages = _messages_of(row)
@@ -416,7 +417,7 @@ def _share_message(message: Any) -> Message:
     role = _SHARE_ROLES.get(str(message.get("from")))
     if role is None:
         raise ValueError(f"from is {excerpt(message.get('from'))}; must be one of {', '.join(_SHARE_ROLES)}")
-    return {"role": role, "content": message["value"]}
+    return {"role": role, "content": unicode_of(message["value"], "conversations")}
 
 
 def _output_len(row: Mapping[str, Any]) -> int | None:

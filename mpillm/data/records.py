@@ -156,11 +156,16 @@ def _text(prompt: Any, key: str) -> str:
         raise ValueError(f"{key} is a JSON {_json_type(prompt)}, not a string")
     if not prompt.strip():
         raise ValueError(f"{key} is empty")
+    return unicode_of(prompt, key)
+
+
+def unicode_of(text: str, key: str) -> str:
+    """Return a text that can be encoded. Raises ValueError that names `key`."""
     try:
-        prompt.encode()
+        text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{key} has half a surrogate pair at character {error.start + 1}") from error
-    return prompt
+    return text
 
 
 def chat_of(messages: Any, key: str) -> list[dict[str, Any]]:
@@ -181,7 +186,7 @@ def chat_of(messages: Any, key: str) -> list[dict[str, Any]]:
             content = ""
         if not isinstance(content, str):
             raise ValueError(f"{key} has content {excerpt(content)}; must be a string")
-        chat.append({**message, "content": content})
+        chat.append({**message, "content": unicode_of(content, key)})
     return chat
 
 

@@ -295,6 +295,17 @@ def test_delta_messages_continue_a_session() -> None:
             [{"session_id": "s", "message_mode": "delta", "prompt": "A"}],
             "f.jsonl:1: message_mode is delta, but",
         ),
+        ([{"turns": ["A\ud800"]}], "f.jsonl:1: turns[0] has half a surrogate pair at character 2"),
+        (
+            [{"messages": messages("u:\ud800")}],
+            "f.jsonl:1: messages has half a surrogate pair at character 1",
+        ),
+        ([{"prompt_0": "\ud800"}], "f.jsonl:1: prompt_0 has half a surrogate pair at character 1"),
+        (
+            [{"conversations": [{"from": "human", "value": "\ud800"}]}],
+            "f.jsonl:1: conversations has half a surrogate pair at character 1",
+        ),
+        ([flat(1, "user", content="\ud800")], "f.jsonl:1: content has half a surrogate pair at character 1"),
         ([{"timestamp": float("nan"), "input_length": 1}], "f.jsonl:1: timestamp is NaN; must be a number"),
     ],
 )
