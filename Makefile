@@ -42,7 +42,7 @@ endif
 help:
 	@echo "make run        install, fetch $(MODEL), and run a disaggregated test on $(RANKS) ranks (RUN_ARGS='--save_outputs …')"
 	@echo "make test       lint, type checks and short tests, with Open MPI and MPICH: about six minutes on 2 cores"
-	@echo "make check      all tests that continuous integration runs: an hour on 2 cores"
+	@echo "make check      all tests that continuous integration runs: 75 minutes on 2 cores"
 	@echo "make test-slow  the tests that take longer"
 	@echo "make test-cross  compare greedy tokens for every pair of layouts, scheduler policy, chunking and reuse: 1.5 hours on 2 cores"
 	@echo "make test-kills  kill and stop ranks at random, with --on_instance_loss fail and continue: MPILLM_KILLS rounds (20), about 10 s each; also each kind of rank in each phase"

@@ -121,9 +121,8 @@ class ServerRole(Role):
         return phase != "load" or self._is_ready or not self._has_api
 
     def health(self) -> None:
-        if (
-            self._starts and not self._has_api
-        ):  # phase load has ended, so the first node's part has found the server ready
+        # Phase load has ended, so the first node's part has found the server ready.
+        if self._starts and not self._has_api:
             self._note_ready()
 
     def test(self) -> None:

@@ -87,7 +87,7 @@ def _script(server: Command) -> str:
 {shlex.join(server.argv)}
 code=$?
 echo "{_ENDED} $code"
-[ "$code" -eq 0 ] || kill -TERM "$(ps -o ppid= -p "$PPID" | tr -d ' ')"
+[ "$code" -eq 0 ] || kill -TERM "$(sed -n 's/^PPid:[[:space:]]*//p' "/proc/$PPID/status")"
 exit "$code"
 """
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,10 @@ import pytest
 
 from tests.helpers.answers import wait_for_answers
 from tests.helpers.make_checkpoint import make_tokenizer
-from tests.helpers.owned import SYNTHETIC, TEST, client, processes
+from tests.helpers.owned import SYNTHETIC, TEST, client, processes, put_in_path
 from tests.helpers.scripted_server import answer_of
 from tests.helpers.small_vllm import ENDS_AT_ONCE
-from tests.helpers.support import DONE, INSTANCE_LOST, ROOT, Command, Ended, Starter, make_samples
+from tests.helpers.support import DONE, INSTANCE_LOST, Command, Ended, Starter, make_samples
 
 N, OUTPUT = 64, 6
 DISAGG: tuple[object, ...] = ("--mode", "disaggregated", "--server", "vllm", "--max_batch_size", 4)
@@ -25,12 +23,7 @@ DISAGG: tuple[object, ...] = ("--mode", "disaggregated", "--server", "vllm", "--
 @pytest.fixture(autouse=True)
 def in_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a program `vllm` in PATH that speaks its protocol."""
-    program = tmp_path / "bin" / "vllm"
-    program.parent.mkdir()
-    words = shlex.join(["exec", sys.executable, "-m", "tests.helpers.small_vllm"])
-    program.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(ROOT))} {words} "$@"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    put_in_path(tmp_path, monkeypatch, "vllm")
 
 
 def start(

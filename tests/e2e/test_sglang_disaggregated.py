@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.answers import wait_for_answers
-from tests.helpers.owned import OUTPUT, TEST, processes
+from tests.helpers.owned import OUTPUT, TEST, processes, put_in_path
 from tests.helpers.scripted_server import answer_of
-from tests.helpers.support import DONE, INSTANCE_LOST, ROOT, Command, Starter, make_samples
+from tests.helpers.support import DONE, INSTANCE_LOST, Command, Starter, make_samples
 
 N = 40
 DISAGG: tuple[object, ...] = ("--mode", "disaggregated", "--server", "sglang", "--max_batch_size", 4)
@@ -23,12 +21,7 @@ DISAGG: tuple[object, ...] = ("--mode", "disaggregated", "--server", "sglang", "
 @pytest.fixture(autouse=True)
 def in_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a program `sglang` in PATH that speaks its protocol."""
-    program = tmp_path / "bin" / "sglang"
-    program.parent.mkdir()
-    words = shlex.join(["exec", sys.executable, "-m", "tests.helpers.small_sglang"])
-    program.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(ROOT))} {words} "$@"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    put_in_path(tmp_path, monkeypatch, "sglang")
 
 
 def start(one: Starter, *options: object) -> tuple[Command, list[list[int]]]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shlex
 import sys
 from pathlib import Path
 
-from tests.helpers.support import (
-    Command,
-)
+import pytest
+
+from tests.helpers.support import ROOT, Command
 
 
 def words_of(pid: int) -> bytes:
@@ -78,3 +79,13 @@ def client(*options: object, places: tuple[str, ...] = PLACES) -> list[object]:
 N_SYNTHETIC, SYNTHETIC_OUTPUT = 40, 16
 SYNTHETIC: list[object] = ["--dataset", "synthetic", "--num_samples", N_SYNTHETIC, "--input_mean", 20]
 SYNTHETIC += ["--output_mean", SYNTHETIC_OUTPUT, "--max_output_len", SYNTHETIC_OUTPUT]
+
+
+def put_in_path(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Have a program `name` in PATH: its fake, the module `small_<name>` of the helpers."""
+    program = folder / "bin" / name
+    program.parent.mkdir()
+    words = shlex.join(["exec", sys.executable, "-m", f"tests.helpers.small_{name}"])
+    program.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(ROOT))} {words} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)

@@ -11,6 +11,7 @@ import argparse
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from contextlib import closing
 from typing import Any
@@ -31,7 +32,7 @@ def text_page(text: str) -> Reply:
     return Reply([head(Content_Length=len(text)) + text.encode()])
 
 
-class Server:
+class Server(ABC):
     """What both have in common: the checks of a request, and counts."""
 
     mode = ""
@@ -62,8 +63,9 @@ class Server:
             return error(f"no {missing[0]}", "400 Bad Request")
         return self.answer_pair(request, asked)
 
+    @abstractmethod
     def answer_pair(self, request: Request, asked: dict[str, Any]) -> Reply:
-        raise NotImplementedError
+        """Answer one half of a request."""
 
     def count(self, prompt: int, generated: int) -> None:
         with self.lock:

@@ -250,9 +250,8 @@ class Client:
             self._fail(call, AnswerError(str(error), Refusal(400, str(error))), is_last=True)
             return
         for part, (server, request) in zip(parts, requests, strict=True):
-            if (
-                call.parts == parts and self.calls.get(call.id) is call
-            ):  # else the part before this one has failed
+            # Otherwise the part before this one has failed.
+            if call.parts == parts and self.calls.get(call.id) is call:
                 server.start(part, request, call.session)
 
     def _choose(self, call: Call) -> RemoteServer:

@@ -51,7 +51,7 @@ def test_one_mpirun_starts_the_ranks_of_all_hosts(monkeypatch: pytest.MonkeyPatc
 
 def test_the_script_keeps_blanks_and_ends_rank_0() -> None:
     text = OVER_NODES.script(Command(("trtllm-serve", "serve", "/a b/m")))
-    assert text.splitlines()[1] == "trtllm-serve serve '/a b/m'" and 'kill -TERM "$(ps' in text
+    assert text.splitlines()[1] == "trtllm-serve serve '/a b/m'" and 'kill -TERM "$(sed' in text
 
 
 @pytest.mark.parametrize(

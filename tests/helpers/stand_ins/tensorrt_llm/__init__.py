@@ -35,7 +35,6 @@ sys.modules["tensorrt_llm.bindings.executor"] = EXECUTOR
 llmapi = _module("llmapi", LLM=LLM, SamplingParams=SamplingParams, **CONFIGS)
 _module("llmapi.mpi_session", MpiCommSession=MpiCommSession)
 _module("_utils", set_mpi_comm=set_mpi_comm)
-if "TrtLlmArgs" in RECORD["python"] and not __version__.startswith(
-    "0."
-):  # before 1.0 the package's own LLM was the TensorRT backend's
+# Before 1.0, the package's own LLM was the TensorRT backend's.
+if "TrtLlmArgs" in RECORD["python"] and not __version__.startswith("0."):
     _module("_tensorrt_engine", LLM=TrtLLM)
