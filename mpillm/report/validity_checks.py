@@ -257,8 +257,10 @@ def rates(result: Mapping[str, Any]) -> str:
     offered, answered = result.get("offered_per_second"), result.get("answered_per_second")
     if offered is None or answered is None:
         return ""
-    aside = "the time of one answer aside"
-    return f"{rate_text(offered)} queries/s offered, {rate_text(answered)} answered, {aside}"
+    return (
+        f"{rate_text(offered)} queries/s offered, "
+        f"{rate_text(answered)} answered, the time of one answer aside"
+    )
 
 
 def queue(result: Mapping[str, Any]) -> str:

@@ -352,7 +352,7 @@ OTHERS = {
     *("no_enable_prefix_caching", "disable_radix_cache"),  # vLLM's and SGLang's
     *("kv_transfer_config", "disable_log_stats", "profiler_config"),  # vLLM's
     *("mem_fraction_static", "speculative_algorithm", "attn_dp_size", "dp_size"),  # SGLang's
-    *("cuda_graph_backend_decode", "cuda_graph_backend_prefill"),
+    *("cuda_graph_backend_decode", "cuda_graph_backend_prefill", "disaggregation_transfer_backend"),
     *("vboost", "power_limit", "kill_on_bad_exit", "local_dir"),  # nvidia-smi's, srun's and hf's
     "proxy_id",  # of MPICH's proxies
     "init",  # of git submodule update
