@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from mpillm.cores.openai_client.answer import AnswerError
 from mpillm.cores.openai_client.dialect import Sampling
-from mpillm.cores.openai_client.disagg_protocol import DisaggProtocol
+from mpillm.cores.openai_client.disagg_protocol import BootstrapProtocol, SequentialProtocol
 from mpillm.cores.openai_client.endpoint import EndpointError, RemoteServer
 from mpillm.cores.openai_client.http_connection import HttpConnection
 from mpillm.cores.openai_client.responses_answer import answer_at
@@ -35,7 +35,7 @@ class CallListener(Protocol):
 class CallOwner(Protocol):
     """The client of a call."""
 
-    protocol: DisaggProtocol | None
+    protocol: SequentialProtocol | BootstrapProtocol | None
     path: str  # of the requests, in OpenAI's API
     stream: bool
     listener: CallListener
@@ -95,7 +95,7 @@ class Call:
     @property
     def at_context(self) -> bool:
         """Whether a context server must compute its context first."""
-        return self._client.protocol is not None and self.handoff_params is None
+        return isinstance(self._client.protocol, SequentialProtocol) and self.handoff_params is None
 
     def _begin(self) -> None:
         self.connection: HttpConnection | None = None

@@ -5,9 +5,9 @@ failed or ended without a status line. It is also the case after HTTP 429 or 503
 that it did not begin. Parts of a broken answer are never mixed with another answer.
 
 In disaggregated serving, a request goes first to a context server, and with its response to a generation
-server (`DisaggProtocol`). Both steps are one call: they are retried, watched and cancelled in the same way.
-With SGLang (`bootstrap_fields`), it goes to both servers simultaneously: a call then has two parts. If one of
-them fails, so does the other. The answer is the generation server's, once both are complete.
+server (`SequentialProtocol`). Both steps are one call: they are retried, watched and cancelled in the same
+way. With SGLang (`BootstrapProtocol`), it goes to both servers simultaneously: a call then has two parts. If
+one of them fails, so does the other. The answer is the generation server's, once both are complete.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mpillm.cores.openai_client.answer import (
 )
 from mpillm.cores.openai_client.call import Call, CallListener, ContextCall
 from mpillm.cores.openai_client.dialect import COMPLETIONS, Sampling, body
-from mpillm.cores.openai_client.disagg_protocol import DisaggProtocol, bootstrap_fields
+from mpillm.cores.openai_client.disagg_protocol import BootstrapProtocol, SequentialProtocol
 from mpillm.cores.openai_client.endpoint import EndpointError, RemoteServer, ServerUnreachable
 from mpillm.cores.openai_client.http_connection import NothingSentBack
 
@@ -55,10 +55,9 @@ class Client:
         silence_s: float,
         retry_s: float,
         contexts: Sequence[RemoteServer] = (),
-        protocol: DisaggProtocol | None = None,
+        protocol: SequentialProtocol | BootstrapProtocol | None = None,
         path: str = COMPLETIONS,
         models: Sequence[str] = (),
-        simultaneous: bool = False,
     ) -> None:
         """
         Args:
@@ -71,14 +70,12 @@ class Client:
             path: Path of the requests, in OpenAI's API.
             models: Models that requests name in turn, and the requests of a conversation together; empty: the
                 only model of the server.
-            simultaneous: Context and generation servers get each request simultaneously.
         """
         self.endpoints = endpoints
         self.contexts = deque(contexts)
         self.protocol = protocol
         self.path = path
         self._models = models
-        self._simultaneous = simultaneous
         self._turns = itertools.count()
         self.listener = listener
         self.stream = stream
@@ -195,7 +192,7 @@ class Client:
 
     def _handoff_params(self, call: Call) -> dict[str, Any] | None:
         """Return the context server's parameters for the generation server; None: the answer is complete."""
-        assert self.protocol is not None
+        assert isinstance(self.protocol, SequentialProtocol)
         params = self.protocol.handoff_params(json.loads(call.answer.body))
         if params is None and call.answer.finish_reason == "length" and call.sampling.max_tokens > 1:
             raise AnswerError(f"its answer has no {self.protocol.name}, so there is no KV cache to transfer")
@@ -238,10 +235,10 @@ class Client:
     def _start(self, call: Call) -> None:
         """Send `call` to a server, or to one of each role."""
         call.endpoint = self._choose(call)
-        if self._simultaneous:
+        if isinstance(self.protocol, BootstrapProtocol):
             context = call.context = ContextCall(call, self)
             context.endpoint = self._choose(context)
-            call.handoff_params = bootstrap_fields(context.endpoint.host, context.endpoint.bootstrap_port)
+            call.handoff_params = self.protocol.params(context.endpoint.host, context.endpoint.bootstrap_port)
             call.sent_at = 0.0
         parts = call.parts
         try:
@@ -281,16 +278,14 @@ class Client:
         dialect, model = call.endpoint.dialect, call.model or call.endpoint.model
         prompt = call.prompt if dialect.token_prompts else self._text_of(call.prompt)
         request = body(dialect, model, prompt, call.sampling, call.streams and not call.at_context)
-        if self._simultaneous:
-            assert call.main.handoff_params is not None
-            return json.dumps(json.loads(request) | call.main.handoff_params, separators=(",", ":")).encode()
         if self.protocol is None:
             return request
-        message = json.loads(request)
-        if call.handoff_params is None:
-            message = self.protocol.for_context(message)
+        message, params = json.loads(request), call.main.handoff_params
+        if params is not None:  # SGLang's context server gets the same as the generation server
+            message = self.protocol.for_generation(message, params)
         else:
-            message = self.protocol.for_generation(message, call.handoff_params)
+            assert isinstance(self.protocol, SequentialProtocol)
+            message = self.protocol.for_context(message)
         return json.dumps(message, separators=(",", ":")).encode()
 
     def _again(self, part: Call, error: Exception, wait_s: float | None) -> None:

@@ -4,7 +4,7 @@ With vLLM's `kv_transfer_params` (`nixl/pull_scheduler.py`, and the proxy of its
 server reads the KV cache, and computes the first token again. With TensorRT-LLM's `disaggregated_params`
 (`openai_disagg_service.py`), the generation server continues after the first token.
 
-SGLang's servers need each request simultaneously, with equal `bootstrap_fields`: see
+SGLang's servers need each request simultaneously, with equal bootstrap fields: see
 `disaggregation/prefill.py` and `decode.py`, and its router `mini_lb.py`. There, the generation server waits
 for the KV cache and the first token. It cannot compute a prompt: a request without a KV cache fails.
 """
@@ -15,24 +15,31 @@ import itertools
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 CONTEXT_ONLY, GENERATION_ONLY = "context_only", "generation_only"
 _INCOMPLETE = ("length", "not_finished")  # TensorRT-LLM's finish reasons of an answer that continues
 _IDS = 1 << 42  # request ids of each client; TensorRT-LLM's own ids are smaller
-SIMULTANEOUS = "bootstrap_room"
-"""Name of SGLang's protocol."""
 _ID_BITS = 63  # of SGLang's routers
-ALONE = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
-"""Fields of a request to only one of SGLang's servers, as in its own warm-up: they transfer nothing."""
 
 
 class DisaggProtocol(ABC):
-    """The additional fields of the requests to both servers, and of the context server's answer."""
+    """The additional fields of the requests to both servers."""
 
     name: str  # the key in requests and answers
     # A generation server that gets no KV cache computes the prompt again, and does not report it.
     may_recompute: bool
+    alone: Mapping[str, Any] = MappingProxyType({})
+    """Fields of a request to only one of the servers, which transfers nothing."""
+
+    @abstractmethod
+    def for_generation(self, request: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the body for a generation server; `params`: what it needs to get the KV cache."""
+
+
+class SequentialProtocol(DisaggProtocol):
+    """Has the context server's answer name the KV cache, before the request goes to a generation server."""
 
     @abstractmethod
     def for_context(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,9 +52,8 @@ class DisaggProtocol(ABC):
         Raises ValueError for an invalid answer.
         """
 
-    def for_generation(self, request: Mapping[str, Any], handed: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the body for a generation server."""
-        return {**request, self.name: handed}
+    def for_generation(self, request: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+        return {**request, self.name: params}
 
     def _object(self, value: Any) -> dict[str, Any] | None:
         if value is None or isinstance(value, dict):
@@ -55,7 +61,7 @@ class DisaggProtocol(ABC):
         raise ValueError(f"its {self.name} are not an object")
 
 
-class KvTransferParams(DisaggProtocol):
+class KvTransferParams(SequentialProtocol):
     """vLLM's protocol."""
 
     name = "kv_transfer_params"
@@ -72,7 +78,7 @@ class KvTransferParams(DisaggProtocol):
         return self._object(answer.get(self.name))
 
 
-class DisaggregatedParams(DisaggProtocol):
+class DisaggregatedParams(SequentialProtocol):
     """TensorRT-LLM's and mpillm's protocol."""
 
     name = "disaggregated_params"
@@ -95,16 +101,28 @@ class DisaggregatedParams(DisaggProtocol):
         return params | {"request_type": GENERATION_ONLY}
 
 
-def bootstrap_fields(host: str, port: int) -> dict[str, Any]:
-    """Return SGLang's fields of the requests to a context server at `host` and to a generation server.
+class BootstrapProtocol(DisaggProtocol):
+    """SGLang's protocol: both servers get the same request simultaneously."""
 
-    `bootstrap_room` is a random id, by which servers with data parallelism also choose the rank. `port`: see
-    `readiness.bootstrap_port_of`.
-    """
-    address = f"[{host}]" if ":" in host else host
-    return {"bootstrap_host": address, "bootstrap_port": port, SIMULTANEOUS: random.getrandbits(_ID_BITS)}
+    name = "bootstrap_room"
+    may_recompute = False
+    alone = MappingProxyType({"bootstrap_host": "2.2.2.2", name: 0})  # as in its own warm-up
+
+    def params(self, host: str, port: int) -> dict[str, Any]:
+        """Return the fields of the requests to a context server at `host` and to a generation server.
+
+        `bootstrap_room` is a random id, by which servers with data parallelism also choose the rank. `port`:
+        see `readiness.bootstrap_port_of`.
+        """
+        address = f"[{host}]" if ":" in host else host
+        return {"bootstrap_host": address, "bootstrap_port": port, self.name: random.getrandbits(_ID_BITS)}
+
+    def for_generation(self, request: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+        return {**request, **params}
 
 
-def protocol_of(name: str, client: int) -> DisaggProtocol:
+def protocol_of(name: str, client: int) -> SequentialProtocol | BootstrapProtocol:
     """Return the protocol of that name, for one of the run's clients."""
+    if name == BootstrapProtocol.name:
+        return BootstrapProtocol()
     return KvTransferParams() if name == KvTransferParams.name else DisaggregatedParams((client + 1) * _IDS)

@@ -101,7 +101,7 @@ class RemoteServer:
         )
         self._session_header = session_header.encode("latin-1")
         self._posts = {path: self._start_line("POST", path) for path in PATHS.values()}
-        self.bootstrap_port = 0  # of SGLang's context server: see `bootstrap_fields`
+        self.bootstrap_port = 0  # of SGLang's context server: see `BootstrapProtocol`
         self.model = ""
         self.dialect: Dialect = DIALECTS[0]
         self.last_statistics: Any = None  # see `server_counts`

@@ -32,7 +32,7 @@ from mpillm.cores.openai_client.client_core import ClientCore
 from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.cores.openai_client.delivered_tokens import AnswerTokens, DeliveredTokens
 from mpillm.cores.openai_client.dialect import COMPLETIONS, PATHS, Sampling
-from mpillm.cores.openai_client.disagg_protocol import ALONE, SIMULTANEOUS, protocol_of
+from mpillm.cores.openai_client.disagg_protocol import BootstrapProtocol, protocol_of
 from mpillm.cores.openai_client.endpoint import EndpointError, RemoteServer, ServerUnreachable
 from mpillm.cores.openai_client.endpoint_options import EndpointOptions, HarnessValues
 from mpillm.cores.openai_client.profiling import ServerProfilers
@@ -163,9 +163,8 @@ class EndpointCore(ClientCore):
         if self._reads:  # one client reads the counts of all context servers
             contexts = self._contexts if self.config.instance == 0 else ()
             self._reader = ServerReader(self._endpoints, contexts)
-        protocol = self.config.client.protocol
-        self._simultaneous = bool(self._contexts) and protocol == SIMULTANEOUS
-        is_staged = bool(self._contexts) and not self._simultaneous
+        name = self.config.client.protocol
+        self._protocol = protocol_of(name, self.config.instance) if self._contexts else None
         self._thread = self._shared.shared() if self._shared else ClientThread("mpillm-http", self.wake)
         self._warming: set[asyncio.Task[None]] = set()
         self._client = Client(
@@ -176,10 +175,9 @@ class EndpointCore(ClientCore):
             DEADLINE_SHARE * self._harness.stall_timeout,
             self._options.retry_s,
             self._contexts,
-            protocol_of(protocol, self.config.instance) if is_staged else None,
+            self._protocol,
             self._path,
             self._models,
-            self._simultaneous,
         )
 
     def _endpoint(self, url: str) -> RemoteServer:
@@ -266,7 +264,7 @@ class EndpointCore(ClientCore):
                 endpoint, name, config.engine.model_path, limit_s, strict=config.client.names_model
             )
             await self._choose_dialect(endpoint, limit_s)
-        if self._simultaneous and endpoint in self._contexts:
+        if isinstance(self._protocol, BootstrapProtocol) and endpoint in self._contexts:
             endpoint.bootstrap_port = await bootstrap_port_of(endpoint, limit_s)
 
     def _index_of(self, error: EndpointError) -> int | None:
@@ -281,7 +279,7 @@ class EndpointCore(ClientCore):
     def _choose_dialect(self, endpoint: RemoteServer, limit_s: float) -> Coroutine[Any, Any, None]:
         texts, stream = self.config.client.sends_text, self._harness.streaming
         known = self._tokenizer is not None
-        more = ALONE if self._simultaneous else {}
+        more = self._protocol.alone if self._protocol else {}
         return choose_dialect(
             endpoint, known, limit_s, _LONGER, texts=texts, path=self._path, stream=stream, more=more
         )
@@ -368,7 +366,7 @@ class EndpointCore(ClientCore):
                 self._contexts,
                 self._reader,
                 owned=self.config.client.server is not None,
-                may_recompute=self._client.protocol is not None and self._client.protocol.may_recompute,
+                may_recompute=self._protocol is not None and self._protocol.may_recompute,
             ),
         }
 

@@ -34,13 +34,17 @@ def test_kv_transfer_params() -> None:
 
 
 def test_disaggregated_params() -> None:
-    protocols = [protocol_of("disaggregated_params", client) for client in (0, 1)]
+    protocols = [
+        protocol
+        for client in (0, 1)
+        if isinstance(protocol := protocol_of("disaggregated_params", client), DisaggregatedParams)
+    ]
+    assert len(protocols) == 2
     asked = [protocol.for_context(REQUEST) for protocol in (*protocols, *protocols)]
     ids = [one["disaggregated_params"]["disagg_request_id"] for one in asked]
     assert len(set(ids)) == 4 and min(ids) >= 1 << 42
     assert asked[0]["max_tokens"] == 8 and asked[0]["disaggregated_params"]["request_type"] == "context_only"
     (protocol, _) = protocols
-    assert isinstance(protocol, DisaggregatedParams)
     said = {"request_type": "context_only", "first_gen_tokens": [5]}
     handed = protocol.handoff_params(answer("not_finished", of_choice=said))
     assert handed == said | {"request_type": "generation_only"}

@@ -14,7 +14,7 @@ import pytest
 
 from mpillm.cores.base import LLMCore
 from mpillm.cores.capabilities import FindsServers
-from mpillm.cores.openai_client.disagg_protocol import bootstrap_fields
+from mpillm.cores.openai_client.disagg_protocol import BootstrapProtocol
 from mpillm.errors import RunError
 from mpillm.report.validity_checks import doubts, failed_checks, server_checks
 from tests.helpers.endpoint_cores import CANCELLED, FINAL, PROMPTS, SERVER, Rows, core_of, failure, requests
@@ -228,7 +228,8 @@ def test_a_server_that_is_no_context_server() -> None:
 
 
 def test_bootstrap_fields() -> None:
-    one, other = bootstrap_fields("::1", 7), bootstrap_fields("h", 7)
+    protocol = BootstrapProtocol()
+    one, other = protocol.params("::1", 7), protocol.params("h", 7)
     assert (one["bootstrap_host"], other["bootstrap_host"], one["bootstrap_port"]) == ("[::1]", "h", 7)
     assert one["bootstrap_room"] != other["bootstrap_room"] and 0 <= one["bootstrap_room"] < 1 << 63
 

@@ -30,7 +30,7 @@ from launch.safe_text import one_line
 from mpillm.cores.base import CoreConfig
 from mpillm.cores.openai_client.answer import AnswerError, CompletionResponse
 from mpillm.cores.openai_client.dialect import DIALECTS, RESPONSES
-from mpillm.cores.openai_client.disagg_protocol import protocol_of
+from mpillm.cores.openai_client.disagg_protocol import SequentialProtocol, protocol_of
 from mpillm.cores.openai_client.endpoint import EndpointError
 from mpillm.cores.openai_client.http_connection import HttpError
 from mpillm.cores.openai_client.readiness import choose_dialect, find_model, framework_of, until_ready
@@ -142,6 +142,7 @@ def test_what_a_context_server_hands_over(_: Path, data: bytes, name: str) -> No
     (answer := CompletionResponse(False, 4)).feed(data, 0.0)
     answer.finish(0.0)
     protocol = protocol_of(name, 0)
+    assert isinstance(protocol, SequentialProtocol)
     handed = protocol.handoff_params(json.loads(answer.body))
     if handed is not None:
         assert protocol.for_generation({}, handed) == {name: handed}
