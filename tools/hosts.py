@@ -99,7 +99,9 @@ class Hosts:
     def keep_apart(self, *hosts: str) -> None:
         """Drop all traffic between these hosts, like a firewall."""
         for host in hosts:
-            self.run(HEAD, "bridge", "link", "set", "dev", f"to-{host}", "isolated", "on")
+            self.run(
+                HEAD, find_program("bridge") or "bridge", "link", "set", "dev", f"to-{host}", "isolated", "on"
+            )
 
     @contextmanager
     def slow_link(self, host: str, rate: str) -> Iterator[None]:
@@ -136,6 +138,16 @@ def _pid_in_head(pid: int) -> int:
     return int(numbers[-2])
 
 
+def administrators_path() -> str:
+    """Return the PATH, with the folders of administrators' programs: not every shell of root has them."""
+    return f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
+
+
+def find_program(name: str) -> str | None:
+    """Return the path of a program; None if there is none."""
+    return shutil.which(name, path=administrators_path())
+
+
 def address(name: str) -> str:
     """Return the address of a host."""
     return f"{_NETWORK}{254 if name == HEAD else int(name.removeprefix('h'))}"
@@ -146,7 +158,7 @@ def hosts(n: int) -> Iterator[Hosts]:
     """Start `n` hosts and `head`. Raises NotHere if that is not possible."""
     if sys.platform != "linux" or os.geteuid() != 0:
         raise NotHere("hosts of namespaces need Linux and root")
-    if missing := [name for name in _PROGRAMS if shutil.which(name) is None]:
+    if missing := [name for name in _PROGRAMS if find_program(name) is None]:
         raise NotHere(f"hosts of namespaces need {', '.join(missing)} (Debian: iproute2, util-linux)")
     names = [HEAD, *(f"h{i}" for i in range(1, n + 1))]
     addresses = {"localhost": "127.0.0.1"} | {name: address(name) for name in names}

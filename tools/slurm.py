@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tools.hosts import HEAD, Hosts, NotHere, hosts
+from tools.hosts import HEAD, Hosts, NotHere, administrators_path, find_program, hosts
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge", "libpmix-dev")
 """Debian's packages. srun loads PMIx by a file name that only libpmix-dev has."""
@@ -110,11 +110,7 @@ def install() -> None:
 
 
 def _missing() -> list[str]:
-    return [name for name in _PROGRAMS if shutil.which(name, path=_path()) is None]
-
-
-def _path() -> str:
-    return f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
+    return [name for name in _PROGRAMS if find_program(name) is None]
 
 
 @contextmanager
@@ -178,7 +174,7 @@ class _Daemons:
             process.wait()
 
     def start(self, host: str, name: str, command: list[str]) -> None:
-        env = os.environ | self.cluster.env | {"PATH": _path()}
+        env = os.environ | self.cluster.env | {"PATH": administrators_path()}
         with self._log(name).open("wb") as log:
             self._running[name] = subprocess.Popen(
                 self.cluster.hosts.on(host, command),
