@@ -98,10 +98,9 @@ class Hosts:
 
     def keep_apart(self, *hosts: str) -> None:
         """Drop all traffic between these hosts, like a firewall."""
+        bridge = find_program("bridge") or "bridge"
         for host in hosts:
-            self.run(
-                HEAD, find_program("bridge") or "bridge", "link", "set", "dev", f"to-{host}", "isolated", "on"
-            )
+            self.run(HEAD, bridge, "link", "set", "dev", f"to-{host}", "isolated", "on")
 
     @contextmanager
     def slow_link(self, host: str, rate: str) -> Iterator[None]:
