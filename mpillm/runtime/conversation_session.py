@@ -53,6 +53,12 @@ class ConversationSession(LoadSession):
         """Raises ConfigError if the data set has no time stamps that scenario Server needs."""
         turns, config = samples.dataset.turns, samples.planned.config
         assert turns is not None
+        if config.cache_salt == "conversation" and any(one.n_inherited for one in turns.conversations):
+            raise ConfigError(
+                f"{config.named('cache_salt')}: a forked branch continues the prompt of another conversation;"
+                " use test",
+                about=["cache_salt"],
+            )
         if config.max_delay is not None:
             turns = turns.with_gaps(config.max_delay * config.trace_speed)
         self._turns, self._shape = turns, load_shape(config, turns)
@@ -63,6 +69,8 @@ class ConversationSession(LoadSession):
     def how(self) -> str:
         """Describe the number of conversations and when they start."""
         shape, n = self._shape, f"{self._shape.n_conversations:,} conversations"
+        if self._turns.has_branches:
+            n += " with their branches"
         if shape.concurrency is not None:
             how = f"{min(shape.concurrency, shape.n_conversations):,} at a time"
         else:
@@ -85,7 +93,7 @@ class ConversationSession(LoadSession):
         return self._load
 
     def expected(self) -> tuple[int | None, float | None]:
-        counts = np.diff(self._turns.first)
+        counts = np.diff(self._turns.first[[*self._turns.roots, -1]])  # with all branches
         passes, remainder = divmod(self._shape.n_conversations, len(counts))
         return int(passes * counts.sum() + counts[:remainder].sum()), None
 
@@ -106,6 +114,8 @@ class ConversationSession(LoadSession):
             "requests_cancelled": self._totals.cancelled,
             "history": "generated" if self._turns.are_generated else "recorded",
         }
+        if self._turns.has_branches:
+            result["conversations"]["branches"] = load.n_branches
         if (sizes := self._config.synthetic_conversations) is not None:
             parameters = {**sizes, "num_conversations": len(self._turns), "seed": self._config.seed}
             result["conversations"]["synthetic"] = parameters
@@ -143,7 +153,7 @@ def load_shape(config: RunConfig, turns: Turns) -> LoadShape:
         return LoadShape(n, concurrency=config.concurrency or n, **common)
     if config.server_target_qps is not None:
         return LoadShape(n, rate=config.server_target_qps, burstiness=config.burstiness, **common)
-    without = np.flatnonzero(np.isnan(turns.at_s[turns.first[:-1]]))
+    without = turns.roots[np.isnan(turns.at_s[turns.first[turns.roots]])]
     if len(without):
         raise ConfigError(
             f"--scenarios Server: conversation {turns.conversations[int(without[0])].name} has no time stamp;"
