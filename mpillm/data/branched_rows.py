@@ -10,8 +10,13 @@ milliseconds), `model`, and the sessions that begin after its response:
   does. Nothing waits for the spawns of the last turn.
 
 A session that no other one names is a conversation of the test. Each place that names a session has a copy of
-it. mpillm differs from AIPerf in two points. A turn that waits keeps its delay, which counts from the end of
-the last branch. And a request that fails ends its session.
+it. mpillm differs from AIPerf in these points:
+
+- A turn that waits keeps its delay, which counts from the end of the last branch. The first delay of a
+  branch counts from the response before it. AIPerf drops both.
+- A request that fails ends its session. AIPerf sends the next one.
+- A conversation is open until its branches have ended, as in AIPerf's replay of agents. With `dag_jsonl`,
+  AIPerf counts it until its own last response.
 """
 
 from __future__ import annotations

@@ -59,7 +59,10 @@ class LoadShape:
 class _Tree:
     """A conversation that is no branch, with all its branches."""
 
+    session: int  # of the conversation that is no branch
     n_open: int = 0  # conversations that have begun and not ended
+    has_failed: bool = False
+    has_outgrown: bool = False
 
 
 @dataclass
@@ -103,8 +106,9 @@ class ConversationLoad(Role):
     ) -> None:
         """`history`: makes the prompts, if these have the responses of the test. `wake`: wakes the loop."""
         self.issued: deque[Query] = deque()
-        self.n_started = self.n_ended = self.n_failed = 0  # conversations, with branches
+        self.n_started = self.n_ended = self.n_failed = 0  # conversations that are no branch
         self.n_branches = 0  # started
+        self.root_sessions: dict[int, int] = {}  # by a branch's session: of the conversation that is none
         # Requests of started conversations that an error, a limit or the end of the time has left out, with
         # those of their branches.
         self.n_skipped = 0
@@ -125,7 +129,7 @@ class ConversationLoad(Role):
         if history is not None:
             self.request_flags |= RequestFlag.MESSAGE
         self.outgrown = ""  # the first conversation whose prompt exceeded a limit, and the limit
-        self.n_outgrown = 0
+        self.n_outgrown = 0  # conversations that are no branch
         self._messages: dict[int, Message] = {}  # by id, of outstanding requests
         # One thread makes prompts, so that the rank can do other work at that time.
         self._maker = ThreadPoolExecutor(1, "mpillm-history") if history is not None else None
@@ -179,17 +183,20 @@ class ConversationLoad(Role):
     def _start_conversation(self, at: float) -> None:
         number = int(self._roots[self._n_scheduled % len(self._roots)])
         self._n_scheduled += 1
-        self._schedule(at, self._open(number, at, [self._n_scheduled], _Tree()))
+        tree = _Tree(next(self._sessions))
+        self._schedule(at, self._open(number, at, [self._n_scheduled], tree, tree.session))
 
-    def _open(self, number: int, at: float, path: Sequence[int], tree: _Tree) -> _Open:
+    def _open(self, number: int, at: float, path: Sequence[int], tree: _Tree, session: int) -> _Open:
         first, end = self._turns.first[number : number + 2].tolist()
         tree.n_open += 1
         cancel_after = self._cancel_after(end - first, path)
-        return _Open(first, end - first, at, number, path, next(self._sessions), tree, cancel_after)
+        return _Open(first, end - first, at, number, path, session, tree, cancel_after)
 
     def _begin_branch(self, i: int, branch: Branch, parent: _Open, now: float) -> None:
         number = self._numbers[id(branch.conversation)]
-        conversation = self._open(number, now, [*parent.path, i], parent.tree)
+        session = next(self._sessions)
+        self.root_sessions[session] = parent.tree.session
+        conversation = self._open(number, now, [*parent.path, i], parent.tree, session)
         conversation.parent, conversation.join = parent, branch.join
         at = self._next_at(conversation, now)
         if branch.conversation.n_inherited and self._history is not None:
@@ -233,7 +240,7 @@ class ConversationLoad(Role):
             id_ = next(self._ids)
             self._outstanding[id_] = conversation
             if conversation.turn == 0:
-                self.n_started += 1
+                self.n_started += conversation.parent is None
                 self.n_branches += conversation.parent is not None
             sample, cancel_after = conversation.first + conversation.turn, conversation.cancel_after
             rows.append(
@@ -263,7 +270,8 @@ class ConversationLoad(Role):
                 conversation.prompt = future.result()
             except ConfigError as error:
                 self.outgrown = self.outgrown or str(error)
-                self.n_outgrown += 1
+                self.n_outgrown += not conversation.tree.has_outgrown
+                conversation.tree.has_outgrown = True
                 self._skip(conversation, conversation.turn)
                 self._end(conversation, self._now())
             else:
@@ -296,7 +304,8 @@ class ConversationLoad(Role):
             message = self._messages.pop(id_, None)
             is_last = conversation.turn == conversation.n_turns
             if is_error:
-                self.n_failed += 1
+                self.n_failed += not conversation.tree.has_failed
+                conversation.tree.has_failed = True
                 self._skip(conversation, conversation.turn - 1)
                 self._end(conversation, now)
                 continue
@@ -351,10 +360,12 @@ class ConversationLoad(Role):
 
     def _end(self, conversation: _Open, now: float) -> None:
         """Note that a conversation has ended. After the last one of a tree, start another tree."""
-        self.n_ended += 1
         self._join(conversation, now)
         conversation.tree.n_open -= 1
-        if self._shape.concurrency is None or conversation.tree.n_open:
+        if conversation.tree.n_open:
+            return
+        self.n_ended += 1
+        if self._shape.concurrency is None:
             return
         if self._n_scheduled < self._shape.n_conversations:
             self._start_conversation(now)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from mpillm.comms.loop import EventLoop
@@ -93,9 +94,13 @@ class ConversationSession(LoadSession):
         return self._load
 
     def expected(self) -> tuple[int | None, float | None]:
-        counts = np.diff(self._turns.first[[*self._turns.roots, -1]])  # with all branches
+        counts = self._tree_sizes()
         passes, remainder = divmod(self._shape.n_conversations, len(counts))
         return int(passes * counts.sum() + counts[:remainder].sum()), None
+
+    def _tree_sizes(self) -> NDArray[np.int64]:
+        """Return the requests of each conversation that is no branch, with those of its branches."""
+        return np.diff(self._turns.first[[*self._turns.roots, -1]])
 
     def drained(self, reports: dict[int, DrainReport]) -> str:
         self.close_files()
@@ -125,9 +130,12 @@ class ConversationSession(LoadSession):
             lengths = rows["prompt"]
             result["prompt_tokens"] = {"mean": round(float(lengths.mean()), 2), "max": int(lengths.max())}
         if rows is not None and (limits := self._config.goodput):
-            n_turns = np.repeat(np.diff(self._turns.first), np.diff(self._turns.first))[rows["index"]]
+            counts = self._tree_sizes()
+            n_turns = np.repeat(counts, counts)[rows["index"]]
             lasted_s = self._totals.lasted_s
             result["goodput"] = goodput(rows, limits, lasted_s)
+            if load.root_sessions:  # a conversation is good together with its branches
+                rows["session"] = [load.root_sessions.get(one, one) for one in rows["session"].tolist()]
             result["goodput"] |= conversation_goodput(rows, n_turns, limits, lasted_s)
         self.check_test(reports)
         self.keep_reports(reports)

@@ -283,7 +283,7 @@ def test_a_turn_waits_for_its_branches_and_its_delay_counts_from_there(clock: Cl
         (5.0, "r2"),  # d ended at 5 s, r1 at 4.75 s
     ]
     assert (1.0, "d0") in requests and (9.0, "b8") in requests
-    assert (load.n_started, load.n_ended, load.n_branches, load.n_skipped) == (4, 4, 3, 0)
+    assert (load.n_started, load.n_ended, load.n_branches, load.n_skipped) == (1, 1, 3, 0)
 
 
 def test_limits_count_trees(clock: Clock) -> None:
@@ -292,7 +292,7 @@ def test_limits_count_trees(clock: Clock) -> None:
     load = ConversationLoad(data, LoadShape(3, concurrency=1))
     requests = sent(load, clock, data)
     assert requests[:6] == [(0, "r0"), (1, "b0"), (2, "b1"), (3, "b2"), (4, "q0"), (5, "r0")]
-    assert (load.n_started, load.n_ended) == (5, 5) and load.window_s == (0.0, 9.0)
+    assert (load.n_started, load.n_ended, load.n_branches) == (3, 3, 2) and load.window_s == (0.0, 9.0)
 
 
 def test_a_branch_that_fails_has_ended_for_its_parent(clock: Clock) -> None:
@@ -300,12 +300,12 @@ def test_a_branch_that_fails_has_ended_for_its_parent(clock: Clock) -> None:
     data = trees(conversation("r", 2, (conversation("s", 3), 0, 1)))
     load = ConversationLoad(data, LoadShape(1, concurrency=1))
     assert sent(load, clock, data, "s1") == [(0.0, "r0"), (1.0, "s0"), (2.0, "s1"), (3.0, "r1")]
-    assert (load.n_failed, load.n_ended, load.n_skipped) == (1, 2, 1)
+    assert (load.n_failed, load.n_ended, load.n_skipped) == (1, 1, 1)
     late = conversation("t", 4, (conversation("u", 5), 0, None))
     data = trees(conversation("r", 3, (conversation("s", 3), 0, 2), (late, 1, None)))
     load = ConversationLoad(data, LoadShape(1, concurrency=1))
     assert [where for _, where in sent(load, clock, data, "r1")] == ["r0", "s0", "r1", "s1", "s2"]
-    assert (load.n_failed, load.n_ended, load.n_skipped) == (1, 2, 1 + 4 + 5)
+    assert (load.n_failed, load.n_ended, load.n_skipped) == (1, 1, 1 + 4 + 5)
 
 
 def test_requests_after_the_end_are_skipped_with_their_branches(clock: Clock) -> None:
@@ -314,7 +314,7 @@ def test_requests_after_the_end_are_skipped_with_their_branches(clock: Clock) ->
     data = trees(conversation("r", 2, *children, (conversation("t", 7), 1, None)), delays={"s1": 9.0})
     load = ConversationLoad(data, LoadShape(1, concurrency=1, max_s=6.5))
     assert [where for _, where in sent(load, clock, data)] == ["r0", "s0", "d0", "d1", "d2", "d3", "d4"]
-    assert load.n_skipped == 1 + 1 + 7 and load.n_ended == 1
+    assert load.n_skipped == 1 + 1 + 7 and load.n_ended == 0
 
 
 def test_the_choice_of_requests_to_cancel_does_not_depend_on_times(clock: Clock) -> None:
@@ -406,7 +406,7 @@ def test_every_turn_of_random_trees_is_sent_once(
                 assert (
                     began[first[id(one)] + branch.join] >= ended[child + len(branch.conversation.turns) - 1]
                 )
-    assert (load.n_ended, load.n_branches) == (len(flat), len(flat) - len(roots)) and not load.n_skipped
+    assert (load.n_ended, load.n_branches) == (len(roots), len(flat) - len(roots)) and not load.n_skipped
     spans = [
         [s for one in root.tree() for s in range(first[id(one)], first[id(one)] + len(one.turns))]
         for root in roots
