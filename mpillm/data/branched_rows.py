@@ -33,7 +33,7 @@ from mpillm.files import excerpt
 
 _SESSION_KEYS = ("session_id", "turns")
 _TURN_KEYS = ("messages", "model", "max_tokens", "tools", "extra", "delay", "forks", "spawns")
-# Of sessions without requests, and of children before the first turn. By name: the values without effect.
+# Fields of sessions without requests, and of children before the first turn; the values without effect
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "orchestrator": (None, False), "spawns": (None, []), "pre_session_spawns": (None, []), "rounds": (None,),
     "think_time_ms": (None,), "think_time_sigma": (None,), "think_time_min_ms": (None,),

@@ -55,7 +55,7 @@ class Branch:
 class Conversation:
     """Turns in their order. The first one's `at_s`, if it has one, is the conversation's arrival.
 
-    A conversation, its branches, their branches and so on are a tree.
+    A root conversation is not a branch. With its branches, their branches and so on, it is a tree.
     """
 
     name: str

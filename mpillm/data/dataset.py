@@ -54,12 +54,12 @@ class Turns:
     are_generated: bool = False
 
     def __len__(self) -> int:
-        """Return the number of conversations that are no branch of another one."""
+        """Return the number of root conversations."""
         return len(self.roots)
 
     @property
     def roots(self) -> NDArray[np.int64]:
-        """The numbers of the conversations that are no branch. The branches of each one follow it."""
+        """The numbers of the root conversations, which are not branches. The branches of each one follow it."""
         return np.flatnonzero([one.parent is None for one in self.conversations])
 
     @property

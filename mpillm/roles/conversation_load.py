@@ -2,7 +2,7 @@
 
 A branch begins after a response of its parent, and has a session of its own. A turn that joins branches
 waits for their ends, however they end, and its delay counts from there. Limits on open conversations count
-those that are no branch. Such a conversation is open until all its branches have ended.
+root conversations, which are not branches. Each is open until all its branches have ended.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class LoadShape:
 
 @dataclass
 class _Tree:
-    """A conversation that is no branch, with all its branches."""
+    """A root conversation with all its branches."""
 
-    session: int  # of the conversation that is no branch
+    session: int  # of the root conversation
     n_open: int = 0  # conversations that have begun and not ended
     has_failed: bool = False
     has_outgrown: bool = False
@@ -106,9 +106,9 @@ class ConversationLoad(Role):
     ) -> None:
         """`history`: makes the prompts, if these have the responses of the test. `wake`: wakes the loop."""
         self.issued: deque[Query] = deque()
-        self.n_started = self.n_ended = self.n_failed = 0  # conversations that are no branch
+        self.n_started = self.n_ended = self.n_failed = 0  # root conversations
         self.n_branches = 0  # started
-        self.root_sessions: dict[int, int] = {}  # by a branch's session: of the conversation that is none
+        self.root_sessions: dict[int, int] = {}  # by a branch's session
         # Requests of started conversations that an error, a limit or the end of the time has left out, with
         # those of their branches.
         self.n_skipped = 0
@@ -129,7 +129,7 @@ class ConversationLoad(Role):
         if history is not None:
             self.request_flags |= RequestFlag.MESSAGE
         self.outgrown = ""  # the first conversation whose prompt exceeded a limit, and the limit
-        self.n_outgrown = 0  # conversations that are no branch
+        self.n_outgrown = 0  # root conversations
         self._messages: dict[int, Message] = {}  # by id, of outstanding requests
         # One thread makes prompts, so that the rank can do other work at that time.
         self._maker = ThreadPoolExecutor(1, "mpillm-history") if history is not None else None

@@ -99,7 +99,7 @@ class ConversationSession(LoadSession):
         return int(passes * counts.sum() + counts[:remainder].sum()), None
 
     def _tree_sizes(self) -> NDArray[np.int64]:
-        """Return the requests of each conversation that is no branch, with those of its branches."""
+        """Return the number of requests of each root conversation with its branches."""
         return np.diff(self._turns.first[[*self._turns.roots, -1]])
 
     def drained(self, reports: dict[int, DrainReport]) -> str:
