@@ -59,7 +59,7 @@ class Turns:
 
     @property
     def roots(self) -> NDArray[np.int64]:
-        """The numbers of the root conversations, which are not branches. The branches of each one follow it."""
+        """The numbers of the root conversations, which are not branches. Their branches follow each."""
         return np.flatnonzero([one.parent is None for one in self.conversations])
 
     @property
