@@ -77,7 +77,7 @@ def load_conversations(
     n_read = len(conversations)
     if choice.max_input_len is not None:  # a trace may have a length for which there is no memory
         conversations = [one for one in conversations if _longest_trace(one) <= choice.max_input_len]
-    turns = [turn for one in conversations for turn in one.turns]
+    turns = [turn for root in conversations for one in root.tree() for turn in one.turns]
     check_traces(file, [_trace_of(turn) or "" for turn in turns], limits, lambda sample: turns[sample].where)
     for number, turn in enumerate(turns):
         if (trace := _trace_of(turn)) is None:
@@ -90,7 +90,7 @@ def load_conversations(
             turn.tokens = tokens
         else:
             turn.prompt = array("i", tokens.tobytes())
-    _check_kinds(conversations)
+    _check_kinds([one for root in conversations for one in root.tree()])
     dataset = _dataset(file.name, conversations, tokenizer, limits, are_generated, choice.max_input_len)
     assert dataset.turns is not None
     notes = [
@@ -114,7 +114,8 @@ def load_conversations(
 
 
 def _longest_trace(conversation: Conversation) -> int:
-    return max(0 if trace is None else trace.length for trace in map(_trace_of, conversation.turns))
+    turns = (turn for one in conversation.tree() for turn in one.turns)
+    return max(0 if trace is None else trace.length for trace in map(_trace_of, turns))
 
 
 def _trace_of(turn: Turn) -> Trace | None:
@@ -137,7 +138,7 @@ def _write_trace(turn: Turn, trace: Trace, writer: Tokenizer, number: int) -> No
 
 def _check_kinds(conversations: Sequence[Conversation]) -> None:
     """Raise ConfigError if later prompts of one conversation have tokens, and those of another one texts."""
-    several = [one for one in conversations if len(one.turns) > 1]
+    several = [one for one in conversations if one.n_inherited + len(one.turns) > 1]
     tokens = any(one.is_tokens for one in several)
     texts = next((one for one in several if not one.is_tokens), None)
     if tokens and texts is not None:
@@ -185,23 +186,26 @@ def _dataset(
     """
     vocab_size = tokenizer.vocab_size if limits.vocab_size is None else limits.vocab_size
     if are_generated is None:
-        are_generated = not all(conversation.has_responses for conversation in conversations)
+        are_generated = not all(one.has_responses for root in conversations for one in root.tree())
     stored, usable = _StoredPrompts(), list[Conversation]()
-    for conversation in conversations:
-        if not are_generated:
-            _check_responses(conversation)
-        if conversation.is_tokens:
-            last, n_tokens = _growing_tokens(conversation, are_generated)
-        else:
-            prompts = _prompts(conversation, tokenizer, vocab_size, are_generated)
-            n_tokens = [*map(len, prompts)]
-        if max_input_len is not None and max(n_tokens) > max_input_len:
+    for root in conversations:
+        tree = list[tuple[Conversation, Any, list[int]]]()
+        for one in root.tree():
+            if not are_generated:
+                _check_responses(one)
+            if one.is_tokens:
+                tree.append((one, *_growing_tokens(one, are_generated)))
+            else:
+                prompts = _prompts(one, tokenizer, vocab_size, are_generated)
+                tree.append((one, prompts, [*map(len, prompts)]))
+        if max_input_len is not None and max(max(n_tokens) for *_, n_tokens in tree) > max_input_len:
             continue
-        if conversation.is_tokens:
-            stored.add_growing(last, n_tokens)
-        else:
-            stored.add(prompts)
-        usable.append(conversation)
+        for one, prompts, n_tokens in tree:
+            if one.is_tokens:
+                stored.add_growing(prompts, n_tokens)
+            else:
+                stored.add(prompts)
+            usable.append(one)
     if not usable:
         raise ConfigError(
             f"data set {name}: each conversation has a prompt of more than {max_input_len} tokens"
@@ -275,7 +279,7 @@ def _growing_tokens(conversation: Conversation, are_generated: bool) -> tuple[ND
 
 def _check_responses(conversation: Conversation) -> None:
     """Raise ConfigError with the place of a request whose response is not recorded, but needed."""
-    if missing := next((turn for turn in conversation.turns[:-1] if not turn.has_response), None):
+    if missing := next((turn for turn in conversation.answered_turns if not turn.has_response), None):
         raise ConfigError(
             f"{missing.where}: the file has no response to this request, which the next one needs"
         )
@@ -286,15 +290,17 @@ def _prompts(
 ) -> Sequence[array[int]]:
     """Return the tokens of each request. Raises ConfigError with the request's place.
 
-    If responses are generated, later requests are not known yet; the first one is in their place.
+    If responses are generated, later requests are not known yet; the first one of the history is in their
+    place.
     """
-    turns = conversation.turns[:1] if are_generated else conversation.turns
+    turns = conversation.history[:1] if are_generated else conversation.history
     prompts = list(_encoded(conversation, turns, tokenizer, vocab_size))
     for turn, tokens in zip(turns, prompts, strict=True):
         if not tokens or max(tokens) >= vocab_size:
             problem = f"token {max(tokens)}, the model knows {vocab_size} tokens" if tokens else "no token"
             raise ConfigError(f"{turn.where}: the tokenizer makes {problem} of the prompt")
-    return prompts + prompts[:1] * (len(conversation.turns) - len(turns))
+    n = len(conversation.turns)
+    return (prompts + prompts[:1] * (n - len(turns)))[-n:]
 
 
 def _encoded(

@@ -7,6 +7,7 @@ A conversation is read from one of these rows:
 - ``messages`` that end with the assistant's, as vLLM's multi_turn benchmark has them;
 - ``conversations``, ShareGPT's form;
 - ``turns``, AIPerf's multi_turn form, with delays and time stamps in milliseconds, or a list of texts;
+- ``turns`` with ``messages``, ``forks`` and ``spawns``, AIPerf's `dag_jsonl`: see `branched_rows`;
 - ``prompt_0``, ``prompt_1``, …, GuideLLM's form;
 - ``requests``, Weka's traces of agents: see `weka_traces`;
 - a single request, as `records.sample_of` reads it. ``session_id`` joins such rows to a conversation. Then
@@ -20,6 +21,7 @@ from itertools import count
 from typing import Any
 
 from disagg.errors import ConfigError
+from mpillm.data.branched_rows import BranchedRows, is_branched
 from mpillm.data.conversations import Conversation, Message, Turn, append
 from mpillm.data.records import (
     KNOWN,
@@ -34,7 +36,7 @@ from mpillm.data.records import (
     unicode_of,
 )
 from mpillm.data.row_fields import LENGTHS, FieldUse, OwnFields, own_fields
-from mpillm.data.weka_traces import is_weka, weka_turns
+from mpillm.data.weka_traces import add_weka, is_weka
 from mpillm.files import excerpt
 
 _CLIENT_ROLES = ("user", "tool")
@@ -61,12 +63,11 @@ def read_conversations(
     use: FieldUse = FieldUse.UNUSED,
     no_output: list[str] | None = None,
 ) -> list[Conversation]:
-    """Return the conversations of rows. Each row has its place, for messages, and its content.
+    """Return the conversations of rows, of which one may have others as branches.
 
-    `use`: of the rows' own fields. `left_out` gets the places of ShareGPT's conversations without a user's
-    message, which its published file has; `no_output`, of requests without output tokens.
-    Raises ConfigError with the place of the row and the name of the
-    wrong field.
+    `rows`: each with its place, for messages. `use`: of the rows' own fields. `left_out` gets the places of
+    ShareGPT's conversations without a user's message, which its published file has; `no_output`, of requests
+    without output tokens. Raises ConfigError with the place of the row and the name of the wrong field.
     """
     reader = _Reader(
         vocab_size, columns, [] if left_out is None else left_out, use, [] if no_output is None else no_output
@@ -79,7 +80,8 @@ def read_conversations(
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from error
     reader.end()
-    return reader.conversations
+    reader.branched.link()
+    return [one for one in reader.conversations if one.parent is None]
 
 
 class _Reader:
@@ -88,6 +90,7 @@ class _Reader:
     ) -> None:
         self._left_out, self._use, self._no_output = left_out, use, no_output
         self.conversations: list[Conversation] = []
+        self.branched = BranchedRows()
         self._vocab_size, self._columns = vocab_size, columns
         self._by_name: dict[str, Conversation] = {}  # that further rows may continue
         self._open: _FlatConversation | None = None
@@ -108,6 +111,8 @@ class _Reader:
                 self._left_out.append(where)
         elif is_weka(row):
             self._add_weka(where, row)
+        elif is_branched(row):
+            self.branched.add(where, row, self._new(row, ("session_id",)), self._use)
         elif isinstance(row, dict) and isinstance(row.get("turns"), list):
             self._add_turns(where, row)
         elif isinstance(row, dict) and "prompt_0" in row:
@@ -189,9 +194,7 @@ class _Reader:
             append(conversation, one)
 
     def _add_weka(self, where: str, row: Mapping[str, Any]) -> None:
-        conversation = self._new(row, ("id",))
-        for turn in weka_turns(where, row, self._no_output):
-            append(conversation, turn)
+        add_weka(where, row, self._new(row, ("id",)), self._no_output)
 
     def _add_columns(self, where: str, row: Mapping[str, Any]) -> None:
         conversation = self._new(row, ())

@@ -43,19 +43,56 @@ class Turn:
 
 
 @dataclass(slots=True)
+class Branch:
+    """A conversation that begins after the response to a request of another one, its parent."""
+
+    conversation: Conversation
+    after: int  # the parent's turn, from 0, whose response comes before
+    join: int | None = None  # the parent's turn that waits for the end of the branch; None: none does
+
+
+@dataclass(slots=True)
 class Conversation:
-    """Turns in their order. The first one's `at_s`, if it has one, is the conversation's arrival."""
+    """Turns in their order. The first one's `at_s`, if it has one, is the conversation's arrival.
+
+    A root conversation is not a branch. With its branches, their branches and so on, it is a tree.
+    """
 
     name: str
     turns: list[Turn] = field(default_factory=list)
     system: list[Message] = field(default_factory=list)  # messages before the first turn's
     tools: list[Any] | None = None
     last_at_s: float | None = None  # the largest time stamp of its turns
+    branches: list[Branch] = field(default_factory=list)
+    parent: Conversation | None = field(default=None, compare=False, repr=False)  # whose branch it is
+    n_inherited: int = 0  # turns of its history, which are the parent's; 0: it begins with its own
+
+    def tree(self) -> Iterator[Conversation]:
+        """Yield the conversation, and the trees of its branches in their order."""
+        pending = [self]
+        while pending:
+            yield (one := pending.pop())
+            pending += [branch.conversation for branch in reversed(one.branches)]
+
+    @property
+    def history(self) -> list[Turn]:
+        """The turns of the last request's prompt: those of its parents, and its own."""
+        if self.parent is None or not self.n_inherited:
+            return self.turns
+        return self.parent.history[: self.n_inherited] + self.turns
+
+    @property
+    def answered_turns(self) -> list[Turn]:
+        """The turns whose responses are in its prompts, but not in those of its parent."""
+        if self.parent is None or not self.n_inherited:
+            return self.turns[:-1]
+        last = self.parent.turns[self.n_inherited - self.parent.n_inherited - 1]
+        return [last, *self.turns[:-1]]
 
     @property
     def has_responses(self) -> bool:
         """Whether the file has the response of every turn that another one follows."""
-        return all(turn.has_response for turn in self.turns[:-1])
+        return all(turn.has_response for turn in self.answered_turns)
 
     @property
     def is_tokens(self) -> bool:
@@ -64,17 +101,17 @@ class Conversation:
 
     @property
     def recorded_responses(self) -> list[Message | None]:
-        """The responses that the file has."""
-        return [turn.response for turn in self.turns]
+        """The responses that the file has, of its history."""
+        return [turn.response for turn in self.history]
 
     def messages(self, responses: Sequence[Message | None]) -> list[Message]:
-        """Return the messages of the request after `responses`, which follow the first turns."""
-        messages = list(self.system)
-        for turn, response in zip(self.turns, responses, strict=False):
+        """Return the messages of the request after `responses`, which follow its history's first turns."""
+        messages, turns = list(self.system), self.history
+        for turn, response in zip(turns, responses, strict=False):
             messages += turn.added
             if response is not None:
                 messages.append(response)
-        return messages + self.turns[len(responses)].added
+        return messages + turns[len(responses)].added
 
 
 def token_parts(

@@ -54,7 +54,17 @@ class Turns:
     are_generated: bool = False
 
     def __len__(self) -> int:
-        return len(self.conversations)
+        """Return the number of root conversations."""
+        return len(self.roots)
+
+    @property
+    def roots(self) -> NDArray[np.int64]:
+        """The numbers of the root conversations, which are not branches. Their branches follow each."""
+        return np.flatnonzero([one.parent is None for one in self.conversations])
+
+    @property
+    def has_branches(self) -> bool:
+        return len(self.conversations) > len(self)
 
     def with_gaps(self, longest_s: float) -> Turns:
         """Return the turns with limited delays, and limited gaps between a conversation's time stamps."""

@@ -27,8 +27,8 @@ class History(Protocol):
     def prompt(self, number: int, responses: Sequence[Any]) -> NDArray[np.int32]:
         """Return the tokens of a conversation's request after `responses`. May take long.
 
-        `number`: of the conversation. Raises ConfigError with the place of the turn if the prompt exceeds a
-        limit, or has no tokens.
+        `number`: of the conversation; `responses`: to the first turns of its history. Raises ConfigError with
+        the place of the turn if the prompt exceeds a limit, or has no tokens.
         """
 
 
@@ -63,7 +63,7 @@ class GeneratedHistory(History):
     def prompt(self, number: int, responses: Sequence[Message]) -> NDArray[np.int32]:
         """Do as `History.prompt`. A response with tool calls is the recorded one: their results follow."""
         conversation = self._conversations[number]
-        turn = conversation.turns[len(responses)]
+        turn = conversation.history[len(responses)]
         try:
             if turn.prompt is not None:
                 vocab_size = self._limits.vocab_size or self._tokenizer.vocab_size

@@ -44,9 +44,12 @@ class Outputs:
                 "output_tokens": tokens.tolist(),
             }
             if (turns := self._dataset.turns) is not None:
-                conversation = int(np.searchsorted(turns.first, index, "right")) - 1
-                line["conversation"] = turns.conversations[conversation].name
-                line["turn"] = index - int(turns.first[conversation])
+                number = int(np.searchsorted(turns.first, index, "right")) - 1
+                conversation = turns.conversations[number]
+                line["conversation"] = conversation.name
+                line["turn"] = index - int(turns.first[number])
+                if conversation.parent is not None:
+                    line["parent"] = conversation.parent.name
             if not isinstance(self._tokenizer, NoTokenizer):
                 line["text"] = self._tokenizer.decode(tokens)
             with naming(self._path):

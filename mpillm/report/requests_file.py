@@ -48,6 +48,9 @@ def columns_of(
         number = np.searchsorted(turns.first, rows["index"], "right") - 1
         columns["conversation"] = [turns.conversations[i].name for i in number.tolist()]
         columns["turn"] = (rows["index"] - turns.first[number]).tolist()
+        if turns.has_branches:
+            parents = [one.parent and one.parent.name for one in turns.conversations]
+            columns["parent"] = [parents[i] for i in number.tolist()]
     seconds = {
         "issued_s": rows["issued"],
         "ttft_s": rows["ttft"],

@@ -1,4 +1,9 @@
-"""The load of conversations in LoadGen's place: each request follows the response to the previous one."""
+"""The load of conversations in LoadGen's place: each request follows the response to the previous one.
+
+A branch begins after a response of its parent, and has a session of its own. A turn that joins branches
+waits for their ends, however they end, and its delay counts from there. Limits on open conversations count
+root conversations, which are not branches. Each is open until all its branches have ended.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,8 @@ import json
 import math
 import secrets
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +24,7 @@ from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from mpillm.comms.messages import RequestFlag
-from mpillm.data.conversations import Message
+from mpillm.data.conversations import Branch, Message
 from mpillm.data.dataset import Turns
 from mpillm.data.generated_history import History
 from mpillm.loadgen.sut import Query
@@ -51,6 +56,16 @@ class LoadShape:
 
 
 @dataclass
+class _Tree:
+    """A root conversation with all its branches."""
+
+    session: int  # of the root conversation
+    n_open: int = 0  # conversations that have begun and not ended
+    has_failed: bool = False
+    has_outgrown: bool = False
+
+
+@dataclass
 class _Open:
     """One started conversation."""
 
@@ -58,11 +73,18 @@ class _Open:
     n_turns: int
     started: float  # seconds of the test
     number: int  # in the data set
+    path: Sequence[int]  # number in the test, and of each branch to this one, from 1
     session: int  # never 0; another one each time
+    tree: _Tree
     cancel_after: list[float]  # by turn: seconds from sending to cancellation; NaN: it is not cancelled
     turn: int = 0  # of the next request, or of the outstanding one
     responses: list[Any] = field(default_factory=list)  # if they are generated in the test: `History`'s
     prompt: NDArray[np.int32] | None = None  # of the next request; None: the data set's
+    parent: _Open | None = None  # whose branch it is
+    join: int | None = None  # the parent's turn that waits for its end
+    n_joined: Counter[int] = field(default_factory=Counter)  # open branches, by the turn that waits for them
+    is_waiting: bool = False  # for branches
+    joined_at: dict[int, float] = field(default_factory=dict)  # by that turn: seconds, end of the last branch
 
 
 class ConversationLoad(Role):
@@ -84,13 +106,22 @@ class ConversationLoad(Role):
     ) -> None:
         """`history`: makes the prompts, if these have the responses of the test. `wake`: wakes the loop."""
         self.issued: deque[Query] = deque()
-        self.n_started = self.n_ended = self.n_failed = 0  # conversations
-        # Requests of started conversations that an error, a limit or the end of the time has left out.
+        self.n_started = self.n_ended = self.n_failed = 0  # root conversations
+        self.n_branches = 0  # started
+        self.root_sessions: dict[int, int] = {}  # by a branch's session
+        # Requests of started conversations that an error, a limit or the end of the time has left out, with
+        # those of their branches.
         self.n_skipped = 0
         self._n_scheduled = 0  # conversations; `max_s` may prevent some of them from starting
         self.window_s = (shape.ramp_up_s, shape.max_s)
         """Seconds of the test between ramp-up and drain: while all conversations are open, or arrive."""
         self._turns, self._shape = turns, shape
+        self._roots = turns.roots
+        self._numbers = {id(one): number for number, one in enumerate(turns.conversations)}
+        self._branches = defaultdict[tuple[int, int], list[tuple[int, Branch]]](list)  # by number and turn
+        for number, one in enumerate(turns.conversations):
+            for i, branch in enumerate(one.branches, 1):
+                self._branches[number, branch.after].append((i, branch))
         # A heap: seconds of the test, a number that breaks ties, conversation.
         self._due: list[tuple[float, int, _Open]] = []
         self._history, self._wake = history, wake
@@ -98,7 +129,7 @@ class ConversationLoad(Role):
         if history is not None:
             self.request_flags |= RequestFlag.MESSAGE
         self.outgrown = ""  # the first conversation whose prompt exceeded a limit, and the limit
-        self.n_outgrown = 0
+        self.n_outgrown = 0  # root conversations
         self._messages: dict[int, Message] = {}  # by id, of outstanding requests
         # One thread makes prompts, so that the rank can do other work at that time.
         self._maker = ThreadPoolExecutor(1, "mpillm-history") if history is not None else None
@@ -106,7 +137,8 @@ class ConversationLoad(Role):
         self._prompts_to_come: dict[Future[NDArray[np.int32]], tuple[_Open, float]] = {}
         self._order = itertools.count()
         self._ids = itertools.count(1)
-        self._first_session = 1 + secrets.randbits(31)  # so that a server knows no session of an earlier test
+        # Random, so that a server knows no session of an earlier test.
+        self._sessions = itertools.count(1 + secrets.randbits(31))
         self._outstanding: dict[int, _Open] = {}
         self._started_at = math.inf  # time.perf_counter() of the test's start
         self._schedule_arrivals()  # not in `start`: the first requests would be late
@@ -138,10 +170,10 @@ class ConversationLoad(Role):
 
     def _arrivals(self) -> NDArray[np.float64]:
         """Return when each conversation arrives, in seconds from the test's start."""
-        n, n_known = self._shape.n_conversations, len(self._turns)
+        n, n_known = self._shape.n_conversations, len(self._roots)
         if self._shape.rate is not None:
             return arrival_times(n, self._shape.rate, self._shape)
-        stamps = self._turns.at_s[self._turns.first[:-1]]
+        stamps = self._turns.at_s[self._turns.first[self._roots]]
         stamps = (stamps - stamps.min()) / self._shape.speed
         span = stamps.max() * n_known / max(1, n_known - 1)  # until the trace begins again
         number = np.arange(n)
@@ -149,27 +181,53 @@ class ConversationLoad(Role):
         return arrivals
 
     def _start_conversation(self, at: float) -> None:
-        number = self._n_scheduled % len(self._turns)
-        first, end = self._turns.first[number : number + 2].tolist()
-        session = self._first_session + self._n_scheduled
+        number = int(self._roots[self._n_scheduled % len(self._roots)])
         self._n_scheduled += 1
-        self._schedule(at, _Open(first, end - first, at, number, session, self._cancel_after(end - first)))
+        tree = _Tree(next(self._sessions))
+        self._schedule(at, self._open(number, at, [self._n_scheduled], tree, tree.session))
 
-    def _cancel_after(self, n_turns: int) -> list[float]:
+    def _open(self, number: int, at: float, path: Sequence[int], tree: _Tree, session: int) -> _Open:
+        first, end = self._turns.first[number : number + 2].tolist()
+        tree.n_open += 1
+        cancel_after = self._cancel_after(end - first, path)
+        return _Open(first, end - first, at, number, path, session, tree, cancel_after)
+
+    def _begin_branch(self, i: int, branch: Branch, parent: _Open, now: float) -> None:
+        number = self._numbers[id(branch.conversation)]
+        session = next(self._sessions)
+        self.root_sessions[session] = parent.tree.session
+        conversation = self._open(number, now, [*parent.path, i], parent.tree, session)
+        conversation.parent, conversation.join = parent, branch.join
+        at = self._next_at(conversation, now)
+        if branch.conversation.n_inherited and self._history is not None:
+            conversation.responses = list(parent.responses)
+            self._make_prompt(conversation, at)
+        else:
+            self._schedule(at, conversation)
+
+    def _cancel_after(self, n_turns: int, path: Sequence[int]) -> list[float]:
         """Return which requests of the conversation that starts are cancelled, and when."""
         if not (share := self._shape.cancel_share):
             return [math.nan] * n_turns
         # A stream for each conversation, so that the choice does not depend on the order of responses.
-        random = np.random.default_rng([self._shape.seed, _CANCELLATION, self._n_scheduled])
+        random = np.random.default_rng([self._shape.seed, _CANCELLATION, *path])
         chosen = random.random(n_turns) < share
         return [self._shape.cancel_after_s if one else math.nan for one in chosen.tolist()]
 
     def _schedule(self, at: float, conversation: _Open) -> None:
         if at > self._shape.max_s:
-            if conversation.turn:  # it has started
-                self.n_skipped += conversation.n_turns - conversation.turn
+            if conversation.turn or conversation.parent is not None:  # its tree has started
+                self._skip(conversation, conversation.turn)
+            self._join(conversation, at)  # a turn that waits for it has a later time
             return
         heapq.heappush(self._due, (at, next(self._order), conversation))
+
+    def _skip(self, conversation: _Open, turn: int) -> None:
+        """Count the requests that are not sent, and the branches of the responses from `turn` on."""
+        self.n_skipped += conversation.n_turns - conversation.turn
+        for branch in self._turns.conversations[conversation.number].branches:
+            if branch.after >= turn:
+                self.n_skipped += sum(len(one.turns) for one in branch.conversation.tree())
 
     # --- the role ---
 
@@ -181,7 +239,9 @@ class ConversationLoad(Role):
             _, _, conversation = heapq.heappop(self._due)
             id_ = next(self._ids)
             self._outstanding[id_] = conversation
-            self.n_started += conversation.turn == 0
+            if conversation.turn == 0:
+                self.n_started += conversation.parent is None
+                self.n_branches += conversation.parent is not None
             sample, cancel_after = conversation.first + conversation.turn, conversation.cancel_after
             rows.append(
                 (id_, sample, conversation.prompt, conversation.session, cancel_after[conversation.turn])
@@ -210,9 +270,10 @@ class ConversationLoad(Role):
                 conversation.prompt = future.result()
             except ConfigError as error:
                 self.outgrown = self.outgrown or str(error)
-                self.n_outgrown += 1
-                self.n_skipped += conversation.n_turns - conversation.turn
-                self._end(self._now())
+                self.n_outgrown += not conversation.tree.has_outgrown
+                conversation.tree.has_outgrown = True
+                self._skip(conversation, conversation.turn)
+                self._end(conversation, self._now())
             else:
                 self._schedule(at, conversation)
 
@@ -232,7 +293,7 @@ class ConversationLoad(Role):
     def complete(
         self, ids: list[int], tokens: NDArray[np.int32], starts: list[int], lengths: list[int], is_error: bool
     ) -> None:
-        """Schedule the requests that follow these responses. After an error, a conversation ends.
+        """Schedule the requests and the branches that follow these responses. After an error, none follow.
 
         The response to a cancelled request has no tokens.
         """
@@ -241,20 +302,45 @@ class ConversationLoad(Role):
             conversation = self._outstanding.pop(id_)
             conversation.turn += 1
             message = self._messages.pop(id_, None)
+            is_last = conversation.turn == conversation.n_turns
             if is_error:
-                self.n_failed += 1
-                self.n_skipped += conversation.n_turns - conversation.turn
-            elif conversation.turn < conversation.n_turns:
-                at = self._next_at(conversation, now)
-                if self._history is None:
-                    self._schedule(at, conversation)
-                else:
-                    conversation.responses.append(
-                        message or self._history.message(tokens[start : start + length])
-                    )
-                    self._make_prompt(conversation, at)
+                self.n_failed += not conversation.tree.has_failed
+                conversation.tree.has_failed = True
+                self._skip(conversation, conversation.turn - 1)
+                self._end(conversation, now)
                 continue
-            self._end(now)
+            branches = self._branches.get((conversation.number, conversation.turn - 1), [])
+            if self._history is not None and (branches or not is_last):
+                response = message or self._history.message(tokens[start : start + length])
+                conversation.responses.append(response)
+            conversation.n_joined.update(branch.join for _, branch in branches if branch.join is not None)
+            for i, branch in branches:
+                self._begin_branch(i, branch, conversation, now)
+            if is_last:
+                self._end(conversation, now)
+            else:
+                self._continue(conversation, now)
+
+    def _continue(self, conversation: _Open, now: float) -> None:
+        """Schedule the next request, unless it waits for branches: then the end of the last one does this."""
+        conversation.is_waiting = conversation.n_joined[conversation.turn] > 0
+        if conversation.is_waiting:
+            return
+        at = self._next_at(conversation, max(now, conversation.joined_at.get(conversation.turn, 0.0)))
+        if self._history is None:
+            self._schedule(at, conversation)
+        else:
+            self._make_prompt(conversation, at)
+
+    def _join(self, branch: _Open, now: float) -> None:
+        """Note for the parent that a branch has ended."""
+        if branch.parent is None or branch.join is None:
+            return
+        parent = branch.parent
+        parent.n_joined[branch.join] -= 1
+        parent.joined_at[branch.join] = max(parent.joined_at.get(branch.join, 0.0), now)
+        if parent.is_waiting and not parent.n_joined[parent.turn]:
+            self._continue(parent, now)
 
     def message(self, id_: int, text: bytes) -> None:
         """Take the response's message, before `complete`."""
@@ -272,8 +358,12 @@ class ConversationLoad(Role):
         since_first = float(self._turns.at_s[sample] - self._turns.at_s[conversation.first]) / speed
         return at if math.isnan(since_first) else max(at, conversation.started + since_first)
 
-    def _end(self, now: float) -> None:
-        """Note that a conversation has ended, and start another one in its place."""
+    def _end(self, conversation: _Open, now: float) -> None:
+        """Note that a conversation has ended. After the last one of a tree, start another tree."""
+        self._join(conversation, now)
+        conversation.tree.n_open -= 1
+        if conversation.tree.n_open:
+            return
         self.n_ended += 1
         if self._shape.concurrency is None:
             return

@@ -165,7 +165,7 @@ def history_of(
     if dataset.turns is None or not dataset.turns.are_generated:
         return None
     conversations, limits = dataset.turns.conversations, limits_of(config, [one for one in models if one])
-    if any(one.is_tokens for one in conversations if len(one.turns) > 1):
+    if any(one.is_tokens for one in conversations if one.n_inherited + len(one.turns) > 1):
         return TokenHistory(conversations, limits)
     if (requests := REQUESTS.get(config.endpoint_type)) is not None:
         return GeneratedHistory(conversations, requests, _of_chats(limits))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
 from mpillm.comms.loop import EventLoop
@@ -53,6 +54,12 @@ class ConversationSession(LoadSession):
         """Raises ConfigError if the data set has no time stamps that scenario Server needs."""
         turns, config = samples.dataset.turns, samples.planned.config
         assert turns is not None
+        if config.cache_salt == "conversation" and any(one.n_inherited for one in turns.conversations):
+            raise ConfigError(
+                f"{config.named('cache_salt')}: a forked branch continues the prompt of another conversation;"
+                " use test",
+                about=["cache_salt"],
+            )
         if config.max_delay is not None:
             turns = turns.with_gaps(config.max_delay * config.trace_speed)
         self._turns, self._shape = turns, load_shape(config, turns)
@@ -63,6 +70,8 @@ class ConversationSession(LoadSession):
     def how(self) -> str:
         """Describe the number of conversations and when they start."""
         shape, n = self._shape, f"{self._shape.n_conversations:,} conversations"
+        if self._turns.has_branches:
+            n += " with their branches"
         if shape.concurrency is not None:
             how = f"{min(shape.concurrency, shape.n_conversations):,} at a time"
         else:
@@ -85,9 +94,13 @@ class ConversationSession(LoadSession):
         return self._load
 
     def expected(self) -> tuple[int | None, float | None]:
-        counts = np.diff(self._turns.first)
+        counts = self._tree_sizes()
         passes, remainder = divmod(self._shape.n_conversations, len(counts))
         return int(passes * counts.sum() + counts[:remainder].sum()), None
+
+    def _tree_sizes(self) -> NDArray[np.int64]:
+        """Return the number of requests of each root conversation with its branches."""
+        return np.diff(self._turns.first[[*self._turns.roots, -1]])
 
     def drained(self, reports: dict[int, DrainReport]) -> str:
         self.close_files()
@@ -106,6 +119,8 @@ class ConversationSession(LoadSession):
             "requests_cancelled": self._totals.cancelled,
             "history": "generated" if self._turns.are_generated else "recorded",
         }
+        if self._turns.has_branches:
+            result["conversations"]["branches"] = load.n_branches
         if (sizes := self._config.synthetic_conversations) is not None:
             parameters = {**sizes, "num_conversations": len(self._turns), "seed": self._config.seed}
             result["conversations"]["synthetic"] = parameters
@@ -115,9 +130,12 @@ class ConversationSession(LoadSession):
             lengths = rows["prompt"]
             result["prompt_tokens"] = {"mean": round(float(lengths.mean()), 2), "max": int(lengths.max())}
         if rows is not None and (limits := self._config.goodput):
-            n_turns = np.repeat(np.diff(self._turns.first), np.diff(self._turns.first))[rows["index"]]
+            counts = self._tree_sizes()
+            n_turns = np.repeat(counts, counts)[rows["index"]]
             lasted_s = self._totals.lasted_s
             result["goodput"] = goodput(rows, limits, lasted_s)
+            if load.root_sessions:  # a conversation is good together with its branches
+                rows["session"] = [load.root_sessions.get(one, one) for one in rows["session"].tolist()]
             result["goodput"] |= conversation_goodput(rows, n_turns, limits, lasted_s)
         self.check_test(reports)
         self.keep_reports(reports)
@@ -143,7 +161,7 @@ def load_shape(config: RunConfig, turns: Turns) -> LoadShape:
         return LoadShape(n, concurrency=config.concurrency or n, **common)
     if config.server_target_qps is not None:
         return LoadShape(n, rate=config.server_target_qps, burstiness=config.burstiness, **common)
-    without = np.flatnonzero(np.isnan(turns.at_s[turns.first[:-1]]))
+    without = turns.roots[np.isnan(turns.at_s[turns.first[turns.roots]])]
     if len(without):
         raise ConfigError(
             f"--scenarios Server: conversation {turns.conversations[int(without[0])].name} has no time stamp;"

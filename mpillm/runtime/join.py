@@ -77,7 +77,9 @@ class RunSamples:
         dataset = self.dataset
         size = f"{dataset.n_tokens.sum()} tokens"
         if dataset.turns is not None and dataset.turns.are_generated:  # then it has only first prompts
-            size = f"{dataset.n_tokens[dataset.turns.first[:-1]].sum()} tokens in first turns"
+            begins_anew = [not one.n_inherited for one in dataset.turns.conversations]
+            first = dataset.turns.first[:-1][begins_anew]
+            size = f"{dataset.n_tokens[first].sum()} tokens in first turns"
         if dataset.sends_text:
             has_messages = self.planned.config.endpoint_type != "completions"
             form = "as messages" if has_messages else "as text, without --model_path"

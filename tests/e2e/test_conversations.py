@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.report.request_log import read_requests
 from tests.helpers.answers import wait_for_answers
 from tests.helpers.instance_loss import GRACE, signal_rank
-from tests.helpers.responses_server import responses
+from tests.helpers.responses_server import TEXT, responses
 from tests.helpers.scripted_server import ScriptedServer
 from tests.helpers.support import DONE, ROOT, USAGE, Ended, Starter
 
@@ -403,3 +404,56 @@ def test_a_conversation_with_tools_at_a_responses_endpoint(one: Starter, tmp_pat
     ]
     assert [body["input"] for body in bodies] == [[question], [question, *later]]
     assert ended.result["prompt_tokens"]["max"] > 0  # as the server counts
+
+
+@pytest.mark.long
+def test_a_conversation_with_branches(one: Starter, tmp_path: Path) -> None:
+    """The fork has the conversation so far; the second turn waits for both turns of the spawned session."""
+
+    def turn(text: str, **fields: Any) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": text}], "max_tokens": 5, **fields}
+
+    rows = [
+        {
+            "session_id": "r",
+            "turns": [
+                turn("A", spawns=["s"], forks=[{"child": "f", "background": True}]),
+                turn("B", delay=5),
+            ],
+        },
+        {"session_id": "s", "turns": [turn("S"), turn("T")]},
+        {"session_id": "f", "turns": [turn("F")]},
+    ]
+    file, table = tmp_path / "tree.jsonl", tmp_path / "requests.csv"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [*CONVERSATIONS[:-1], "--dataset_path", file, "--endpoint_type=responses", "--concurrency", 1]
+    words += ["--goodput", "e2el:60000"]
+    with ScriptedServer(responses) as server:
+        ended = one.run(
+            2, *words, "--url", server.address, "--requests_file", table, core="trtllm_endpoint", timeout=120
+        ).must(DONE)
+        sent = [request for request in server.requests if b'"input"' in request.body]
+    sessions = {}
+    prompts = []
+    for request in sent[-5:]:  # after the warm-up
+        prompt = "".join(
+            item["content"] if item["role"] == "user" else f"({item['content']})"
+            for item in request.json["input"]
+        )
+        prompts.append(prompt)
+        sessions[prompt] = request.headers["x-session-id"]
+    says = f"({TEXT})"
+    assert prompts[0] == "A"
+    assert sorted(prompts) == sorted(["A", "S", f"A{says}F", f"S{says}T", f"A{says}B"])
+    assert prompts.index(f"S{says}T") < prompts.index(f"A{says}B")
+    assert sessions["A"] == sessions[f"A{says}B"] and len({*sessions.values()}) == 3
+    figures = ended.result["conversations"]
+    assert [figures[name] for name in ("started", "ended", "failed", "branches")] == [1, 1, 0, 2]
+    assert ended.result["requests_expected"] == ended.result["samples"] == 5
+    assert ended.result["goodput"]["conversations"] == ended.result["goodput"]["good_conversations"] == 1
+    with table.open(newline="") as stream:
+        parents = {row["conversation"]: row["parent"] for row in csv.DictReader(stream)}
+    assert parents == {"r": "", "s": "r", "f": "r"}
+    assert "1 conversations with their branches, 1 at a time" in ended.flowing
+    salted = one.run(2, *words, "--url=h:1", "--cache_salt=conversation", core="trtllm_endpoint").must(USAGE)
+    assert "--cache_salt conversation: a forked branch continues the prompt of another" in salted.message

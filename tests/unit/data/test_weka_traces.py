@@ -69,14 +69,40 @@ def test_a_request_follows_when_the_client_was_ready(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("relative", [True, False])
-def test_calls_of_sub_agents_are_between_the_others(tmp_path: Path, relative: bool) -> None:
+def test_sub_agents_are_branches(tmp_path: Path, relative: bool) -> None:
+    """The agent's next call, which began after both had ended, waits for them."""
     start = 0 if relative else 10
     first = {**AGENT, "t": 10, "requests": [call(start + 1, 11, 7), call(start + 5, 12, 7)]}
     second = {**AGENT, "t": 10, "agent_id": "b", "requests": [call(start + 2, 21, 8)]}
     dataset = load(tmp_path, trace("x", call(0, 31, 1), first, second, call(20, 32, 1)))
-    assert dataset.n_tokens.tolist() == [31, 11, 21, 12, 32]
-    assert dataset.turns is not None and dataset.turns.delay_s.tolist() == [0, 11, 1, 3, 5]
-    assert len(dataset.turns) == 1
+    turns = dataset.turns
+    assert turns is not None and len(turns) == 1
+    assert [one.name for one in turns.conversations] == ["x", "x/1", "x/2"]
+    assert [(one.after, one.join) for one in turns.conversations[0].branches] == [(0, 1), (0, 1)]
+    assert dataset.n_tokens.tolist() == [31, 32, 11, 12, 21]
+    assert turns.delay_s.tolist() == [0, 5, 11, 4, 12], "5 s after the end of the first sub-agent"
+
+
+def sub_agent(t: float, ended: float) -> dict[str, Any]:
+    return {**AGENT, "t": t, "requests": [call(t, 9, api_time=ended - t)]}
+
+
+def test_sub_agents_run_beside_the_calls_that_began_before_their_end(tmp_path: Path) -> None:
+    agents = [sub_agent(1, 5), sub_agent(11, 22), sub_agent(12, 20), sub_agent(13, 99)]
+    own = [call(t, 30 + t, api_time=5) for t in (0, 10, 20, 30)]
+    dataset = load(tmp_path, trace("x", *agents, *own))
+    assert dataset.turns is not None
+    branches = dataset.turns.conversations[0].branches
+    # The first one began before any response, and those at 11 to 13 s while the second call ran.
+    assert [(one.after, one.join) for one in branches] == [(0, 1), (0, 3), (0, 2), (0, None)]
+    assert dataset.turns.delay_s.tolist() == [0, 5, 0, 5, 0, 6, 7, 8]
+    assert load(tmp_path, trace("y", sub_agent(1, 5), sub_agent(6, 7))).n_tokens.tolist() == [9, 9]
+
+
+def test_a_long_prompt_of_a_sub_agent_leaves_its_trace_out(tmp_path: Path) -> None:
+    long = {**AGENT, "t": 1, "requests": [call(1, 500, 1)]}
+    dataset = load(tmp_path, trace("x", call(0, 4, 1), long), trace("y", call(0, 5, 1)), longest=100)
+    assert dataset.n_tokens.tolist() == [5] and "more than 100 tokens, which are left out: 1" in dataset.note
 
 
 def test_texts_for_a_chat_server(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import strategies as st
 
 from disagg.errors import ConfigError
+from mpillm.data.conversation_dataset import load_conversations
 from mpillm.data.data_loader import LLMDataLoader
 from mpillm.data.dataset import PromptLimits, load_dataset
 from mpillm.data.preprocessed import converted
@@ -109,6 +110,45 @@ SHARE_GPT = json_bytes(
 def test_lines(folder: Path, data: bytes) -> None:
     (file := folder / "prompts.jsonl").write_bytes(data)
     load_dataset(file, ByteTokenizer(), LIMITS)
+
+
+CONVERSATIONS = [
+    *LINES,
+    {
+        "session_id": "r",
+        "turns": [
+            {
+                "messages": [{"role": "user", "content": "a"}],
+                "delay": 5,
+                "spawns": ["s", {"children": ["t"]}],
+            },
+            {"messages": [{"role": "user", "content": "b"}], "forks": [{"child": "f", "background": True}]},
+        ],
+    },
+    *({"session_id": name, "turns": [{"messages": [{"role": "user", "content": name}]}]} for name in "stf"),
+    {
+        "id": "w",
+        "requests": [
+            {"t": 0, "in": 5, "out": 2, "hash_ids": [1], "api_time": 1},
+            {"t": 1, "type": "subagent", "requests": [{"t": 2, "in": 5, "out": 2}]},
+            {"t": 3, "in": 6, "out": 2},
+        ],
+    },
+]
+
+
+@pytest.mark.long
+@fuzz(
+    st.lists(changed(CONVERSATIONS).map(json_bytes), max_size=3).map(
+        lambda rows: b"\n".join([*rows, *map(json_bytes, CONVERSATIONS[-5:])])
+    )
+    | changed([CONVERSATIONS[-5:]]).map(json_bytes),
+    refused_by=ConfigError,
+)
+def test_conversations(folder: Path, data: bytes) -> None:
+    (file := folder / "talks.jsonl").write_bytes(data)
+    dataset = load_conversations(file, ByteTokenizer(), LIMITS)
+    assert dataset.turns is not None and int(dataset.turns.first[-1]) == len(dataset)
 
 
 def zipped(data: bytes) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,12 @@ def test_a_row_for_each_request(tmp_path: Path) -> None:
     unknown = [name for name, value in second.items() if value == ""]
     assert unknown == ["ttft_s", "tpot_s", "cached_tokens"]
     assert (second["prompt_tokens"], second["error"]) == ("4", "True")
+
+
+def test_branches_have_the_name_of_their_parent() -> None:
+    root = Conversation("a")
+    turns = replace(TURNS, conversations=[root, Conversation("b", parent=root)])
+    assert columns_of(ROWS, turns)["parent"] == ["a", None]
 
 
 def test_without_conversations_and_without_counts() -> None:

@@ -9,9 +9,11 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from disagg.errors import ConfigError
-from mpillm.data.conversations import Conversation
+from mpillm.data.conversations import Branch, Conversation, Turn
 from mpillm.data.dataset import Turns
 from mpillm.roles import conversation_load
 from mpillm.roles.conversation_load import ConversationLoad, LoadShape, arrival_times
@@ -46,9 +48,9 @@ def turns(counts: list[int], delays: dict[int, float] | None = None, at: Any = N
 
 
 class Driven:
-    """A load, whose responses come after a fixed time."""
+    """A load, whose responses come after a fixed time, or one by sample."""
 
-    def __init__(self, load: ConversationLoad, clock: Clock, response_s: float) -> None:
+    def __init__(self, load: ConversationLoad, clock: Clock, response_s: float | list[int]) -> None:
         self.load, self.clock, self.response_s = load, clock, response_s
         self.issued: list[tuple[float, int]] = []  # seconds of the test, and sample
         self.most_open = 0
@@ -63,7 +65,8 @@ class Driven:
                 query = load.issued.popleft()
                 for id_, index in zip(query.ids.tolist(), query.indices.tolist(), strict=True):
                     self.issued.append((round(clock.now - 100.0, 6), index))
-                    responses.append((clock.now + self.response_s, id_, index))
+                    took = self.response_s[index] if isinstance(self.response_s, list) else self.response_s
+                    responses.append((clock.now + took, id_, index))
             self.most_open = max(self.most_open, len(responses))
             responses.sort()
             next_response = responses[0][0] if responses else math.inf
@@ -238,3 +241,175 @@ def test_prompts_of_generated_responses(clock: Clock) -> None:
     load.complete([4], NONE, [0], [0], False)
     assert load.finished and (load.n_ended, load.n_failed, load.n_outgrown, load.n_skipped) == (2, 0, 1, 1)
     assert load.outgrown == "f.jsonl:9: the prompt does not fit"
+
+
+def conversation(name: str, n_turns: int, *branches: tuple[Conversation, int, int | None]) -> Conversation:
+    """Return a conversation with branches: each with the turn before it, and the turn that waits for it."""
+    one = Conversation(name, [Turn(f"{name}{i}", []) for i in range(n_turns)])
+    for child, after, join in branches:
+        child.parent = one
+        one.branches.append(Branch(child, after, join))
+    return one
+
+
+def forked(name: str, n_turns: int, n_inherited: int) -> Conversation:
+    (one := conversation(name, n_turns)).n_inherited = n_inherited
+    return one
+
+
+def trees(*roots: Conversation, delays: dict[str, float] | None = None) -> Turns:
+    flat = [one for root in roots for one in root.tree()]
+    wheres = [turn.where for one in flat for turn in one.turns]
+    delay_s = np.array([(delays or {}).get(where, 0.0) for where in wheres])
+    first = np.cumsum([0, *(len(one.turns) for one in flat)])
+    return Turns(flat, first, delay_s, np.full(len(wheres), np.nan))
+
+
+def sent(load: ConversationLoad, clock: Clock, data: Turns, failing: str = "") -> list[tuple[float, str]]:
+    """Return when each request is sent; responses take a second."""
+    wheres = [turn.where for one in data.conversations for turn in one.turns]
+    driven = Driven(load, clock, 1.0).run(frozenset(i for i, where in enumerate(wheres) if where == failing))
+    return [(at, wheres[sample]) for at, sample in driven.issued]
+
+
+def test_a_turn_waits_for_its_branches_and_its_delay_counts_from_there(clock: Clock) -> None:
+    """The next turn waits for `s`, the one after that for `d`, and none for `b`."""
+    children = [(conversation("s", 2), 0, 1), (conversation("d", 4), 0, 2), (conversation("b", 9), 0, None)]
+    data = trees(conversation("r", 3, *children), delays={"r1": 0.5, "s0": 0.25})
+    load = ConversationLoad(data, LoadShape(1, concurrency=1))
+    requests = sent(load, clock, data)
+    assert [one for one in requests if one[1][0] in "rs"] == [
+        *((0.0, "r0"), (1.25, "s0"), (2.25, "s1"), (3.75, "r1")),
+        (5.0, "r2"),  # d ended at 5 s, r1 at 4.75 s
+    ]
+    assert (1.0, "d0") in requests and (9.0, "b8") in requests
+    assert (load.n_started, load.n_ended, load.n_branches, load.n_skipped) == (1, 1, 3, 0)
+
+
+def test_limits_count_trees(clock: Clock) -> None:
+    """The second conversation starts when the branches of the first one have ended."""
+    data = trees(conversation("r", 1, (conversation("b", 3), 0, None)), conversation("q", 1))
+    load = ConversationLoad(data, LoadShape(3, concurrency=1))
+    requests = sent(load, clock, data)
+    assert requests[:6] == [(0, "r0"), (1, "b0"), (2, "b1"), (3, "b2"), (4, "q0"), (5, "r0")]
+    assert (load.n_started, load.n_ended, load.n_branches) == (3, 3, 2) and load.window_s == (0.0, 9.0)
+
+
+def test_a_branch_that_fails_has_ended_for_its_parent(clock: Clock) -> None:
+    """Of a parent that fails, no later branch begins; those that have begun continue."""
+    data = trees(conversation("r", 2, (conversation("s", 3), 0, 1)))
+    load = ConversationLoad(data, LoadShape(1, concurrency=1))
+    assert sent(load, clock, data, "s1") == [(0.0, "r0"), (1.0, "s0"), (2.0, "s1"), (3.0, "r1")]
+    assert (load.n_failed, load.n_ended, load.n_skipped) == (1, 1, 1)
+    late = conversation("t", 4, (conversation("u", 5), 0, None))
+    data = trees(conversation("r", 3, (conversation("s", 3), 0, 2), (late, 1, None)))
+    load = ConversationLoad(data, LoadShape(1, concurrency=1))
+    assert [where for _, where in sent(load, clock, data, "r1")] == ["r0", "s0", "r1", "s1", "s2"]
+    assert (load.n_failed, load.n_ended, load.n_skipped) == (1, 1, 1 + 4 + 5)
+
+
+def test_requests_after_the_end_are_skipped_with_their_branches(clock: Clock) -> None:
+    """A turn that waits for a branch cut off is skipped also, though another branch ended before."""
+    children = [(conversation("s", 2), 0, 1), (conversation("d", 5), 0, 1)]
+    data = trees(conversation("r", 2, *children, (conversation("t", 7), 1, None)), delays={"s1": 9.0})
+    load = ConversationLoad(data, LoadShape(1, concurrency=1, max_s=6.5))
+    assert [where for _, where in sent(load, clock, data)] == ["r0", "s0", "d0", "d1", "d2", "d3", "d4"]
+    assert load.n_skipped == 1 + 1 + 7 and load.n_ended == 0
+
+
+def test_the_choice_of_requests_to_cancel_does_not_depend_on_times(clock: Clock) -> None:
+    def chosen(delay: float) -> list[int]:
+        data = trees(
+            conversation("r", 3, (conversation("a", 9), 0, None), (conversation("b", 9), 0, None)),
+            delays={"a0": delay},
+        )
+        load = ConversationLoad(data, LoadShape(1, concurrency=1, cancel_share=0.5, cancel_after_s=0.1))
+        found: list[int] = []
+        load.start()
+        while not load.finished:
+            load.poll()
+            while load.issued:
+                query = load.issued.popleft()
+                assert query.cancel_after is not None
+                found += query.indices[query.cancel_after == 0.1].tolist()
+                load.complete(query.ids.tolist(), NONE, [0] * len(query.ids), [0] * len(query.ids), False)
+            clock.now += min(1.0, load.quiet_s())
+        return sorted(found)
+
+    of_a = [sample - 3 for sample in chosen(0.0) if 3 <= sample < 12]
+    of_b = [sample - 12 for sample in chosen(0.0) if sample >= 12]
+    assert chosen(0.0) == chosen(5.0) and of_a != of_b
+
+
+def test_a_fork_begins_with_the_responses_so_far(clock: Clock) -> None:
+    """Each branch has a session of its own."""
+    root = conversation("r", 1, (forked("f", 2, 1), 0, None), (conversation("s", 1), 0, None))
+    load = ConversationLoad(
+        trees(conversation("q", 1), root), LoadShape(2, concurrency=1), cast("Any", Echo())
+    )
+    load.start()
+    prompts: dict[int, Any] = {}
+    sessions: dict[int, int] = {}
+    while not load.finished:
+        load.poll()
+        while load.issued:
+            query = load.issued.popleft()
+            assert query.prompts is not None and query.sessions is not None
+            for row in zip(
+                query.ids.tolist(), query.indices.tolist(), query.prompts, query.sessions, strict=True
+            ):
+                id_, sample, prompt, session = row
+                prompts[sample] = prompt if prompt is None else prompt.tolist()
+                sessions[sample] = int(session)
+                load.complete([id_], np.array([10 + sample], np.int32), [0], [1], False)
+    assert prompts == {0: None, 1: None, 2: [2, 11], 3: [2, 11, 12], 4: None}
+    assert sessions[2] == sessions[3] and len({*sessions.values()}) == 4
+
+
+@st.composite
+def random_tree(draw: st.DrawFn, depth: int = 3) -> Conversation:
+    n_turns = draw(st.integers(1, 4))
+    one = conversation("c", n_turns)
+    for _ in range(draw(st.integers(0, 3)) if depth else 0):
+        child, after = draw(random_tree(depth - 1)), draw(st.integers(0, n_turns - 1))
+        child.parent = one
+        one.branches.append(Branch(child, after, draw(st.sampled_from([None, *range(after + 1, n_turns)]))))
+    return one
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(random_tree(), min_size=1, max_size=3), st.integers(1, 3), st.data())
+def test_every_turn_of_random_trees_is_sent_once(
+    roots: list[Conversation], concurrency: int, data: st.DataObject
+) -> None:
+    """None before its previous turn, its parent's turn, or the end of a branch for which it waits."""
+    turns = trees(*roots)
+    flat = [*turns.conversations]
+    n = int(turns.first[-1])
+    took = data.draw(st.lists(st.integers(1, 9), min_size=n, max_size=n))
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(conversation_load.__dict__, "time", clock)
+        load = ConversationLoad(turns, LoadShape(len(roots), concurrency=concurrency))
+        driven = Driven(load, clock, took).run()
+    began = {sample: at for at, sample in driven.issued}
+    assert sorted(sample for _, sample in driven.issued) == [*range(n)]
+    ended = {sample: at + took[sample] for sample, at in began.items()}
+    first = {id(one): int(turns.first[i]) for i, one in enumerate(flat)}
+    for one in flat:
+        for i in range(1, len(one.turns)):
+            assert began[first[id(one)] + i] >= ended[first[id(one)] + i - 1]
+        for branch in one.branches:
+            child = first[id(branch.conversation)]
+            assert began[child] == ended[first[id(one)] + branch.after]
+            if branch.join is not None:
+                assert (
+                    began[first[id(one)] + branch.join] >= ended[child + len(branch.conversation.turns) - 1]
+                )
+    assert (load.n_ended, load.n_branches) == (len(roots), len(flat) - len(roots)) and not load.n_skipped
+    spans = [
+        [s for one in root.tree() for s in range(first[id(one)], first[id(one)] + len(one.turns))]
+        for root in roots
+    ]
+    lives = [(min(began[s] for s in span), max(ended[s] for s in span)) for span in spans]
+    assert max(sum(a <= at < b for a, b in lives) for at, _ in lives) <= concurrency
