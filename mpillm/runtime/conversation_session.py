@@ -69,9 +69,10 @@ class ConversationSession(LoadSession):
 
     def how(self) -> str:
         """Describe the number of conversations and when they start."""
-        shape, n = self._shape, f"{self._shape.n_conversations:,} conversations"
+        shape = self._shape
+        n = f"{shape.n_conversations:,} conversation{'s' if shape.n_conversations > 1 else ''}"
         if self._turns.has_branches:
-            n += " with their branches"
+            n += " with all branches"
         if shape.concurrency is not None:
             how = f"{min(shape.concurrency, shape.n_conversations):,} at a time"
         else:

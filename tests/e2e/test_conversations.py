@@ -454,6 +454,6 @@ def test_a_conversation_with_branches(one: Starter, tmp_path: Path) -> None:
     with table.open(newline="") as stream:
         parents = {row["conversation"]: row["parent"] for row in csv.DictReader(stream)}
     assert parents == {"r": "", "s": "r", "f": "r"}
-    assert "1 conversations with their branches, 1 at a time" in ended.flowing
+    assert "1 conversation with all branches, 1 at a time" in ended.flowing
     salted = one.run(2, *words, "--url=h:1", "--cache_salt=conversation", core="trtllm_endpoint").must(USAGE)
     assert "--cache_salt conversation: a forked branch continues the prompt of another" in salted.message
