@@ -20,6 +20,9 @@ from mpillm.options.parsers import positive
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from mpillm.cores.torch_core import TorchCore
+    from mpillm.engine.schedule.step import Step
+
 
 class Options(RankOptions):
     """Options of ``benchmarks agreement``."""
@@ -143,7 +146,7 @@ def _instance(config: Options, comm: MPI.Intracomm, gpu: int | None, dtype: str)
     return outcome
 
 
-def answer(core: Any, prompts: list[list[int]], n_output: int, **fields: Any) -> dict[int, list[int]]:
+def answer(core: TorchCore, prompts: list[list[int]], n_output: int, **fields: Any) -> dict[int, list[int]]:
     """Return the answers by prompt; `fields`: values for fields of REQUEST, for sampling."""
     rows = np.zeros(len(prompts), REQUEST)
     rows["id"], rows["n_tokens"] = np.arange(len(prompts)), list(map(len, prompts))
@@ -165,24 +168,33 @@ def answer(core: Any, prompts: list[list[int]], n_output: int, **fields: Any) ->
     return answers
 
 
-def _logits(core: Any, prompts: list[list[int]]) -> NDArray[np.float32]:
-    """Logits of every token of as many of the last prompts as fit; call this on all ranks of the instance."""
-    import torch
-
+def step_of(core: TorchCore, prompts: list[list[int]]) -> Step:
+    """Return a step that computes these prompts, with the logits of every token."""
     from mpillm.engine.schedule.step import Span, Step
 
     step, block = Step(), 1
-    for slot, prompt in enumerate(reversed(prompts)):
-        if len(prompt) < 2 or len(step.tokens) + len(prompt) > min(_MOST_ROWS, core.config.max_num_tokens):
-            break
-        n_blocks = -(-len(prompt) // core.config.tokens_per_block)
+    for slot, prompt in enumerate(prompts):
+        n_blocks = -(-len(prompt) // core.config.engine.scheduler.tokens_per_block)
         blocks = list(range(block, block + n_blocks))
         step.spans.append(Span(slot, 0, len(prompt), 0, blocks, window_blocks=blocks))
         step.tokens += prompt
         block += n_blocks
     step.logits_rows = list(range(len(step.tokens)))
+    return step
+
+
+def _logits(core: TorchCore, prompts: list[list[int]]) -> NDArray[np.float32]:
+    """Logits of every token of as many of the last prompts as fit; call this on all ranks of the instance."""
+    import torch
+
+    most, fitting = min(_MOST_ROWS, core.config.engine.scheduler.max_num_tokens), list[list[int]]()
+    for prompt in reversed(prompts):
+        if len(prompt) < 2 or sum(map(len, fitting)) + len(prompt) > most:
+            break
+        fitting.append(prompt)
     worker = core.worker
+    assert worker is not None
     with torch.inference_mode():
         sizes = core.info.layout.vocabulary_sizes(core.info.config)
-        whole = worker.part.groups.gather(worker.logits(step).float(), sizes)
+        whole = worker.part.groups.gather(worker.logits(step_of(core, fitting)).float(), sizes)
     return np.empty(0, np.float32) if whole is None else whole.cpu().numpy()

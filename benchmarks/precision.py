@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.agreement import agreeing, answer
+from benchmarks.agreement import agreeing, answer, step_of
 from disagg.errors import ConfigError
 from mpillm.cores.base import CoreConfig
 from mpillm.data.dataset import PromptLimits, load_dataset
@@ -25,6 +25,9 @@ from mpillm.options.field import Field
 from mpillm.options.fields.model import ModelFields
 from mpillm.options.parsers import positive
 from mpillm.options.values import Values
+
+if TYPE_CHECKING:
+    from mpillm.cores.torch_core import TorchCore
 
 Tokens = list[list[int]]
 
@@ -138,7 +141,7 @@ def main(config: Options) -> int:
     return 0
 
 
-def _load(config: Options, variant: str) -> Any:
+def _load(config: Options, variant: str) -> TorchCore:
     from mpillm.cores.torch_core import TorchCore
 
     given = variant.split("/")
@@ -189,13 +192,14 @@ def _prompts(config: Options) -> Tokens:
     return prompts
 
 
-def _measure(core: Any, texts: Tokens, n_output: int) -> _Outcome:
+def _measure(core: TorchCore, texts: Tokens, n_output: int) -> _Outcome:
     import torch
 
+    assert core.worker is not None
     nats, likeliest = [], []
     with torch.inference_mode():
         for some in _groups(texts):
-            logits = _logits(core, some)
+            logits = core.worker.logits(step_of(core, some))
             ends = np.cumsum([len(text) for text in some])
             rows = np.delete(np.arange(ends[-1]), ends - 1)  # nothing follows a text's last token
             follow = torch.tensor([token for text in some for token in text[1:]], device=logits.device)
@@ -215,18 +219,3 @@ def _groups(texts: Tokens) -> Iterator[Tokens]:
             group = []
         group.append(text)
     yield group
-
-
-def _logits(core: Any, texts: Tokens) -> Any:
-    """Return the logits of every token, from one step of an idle engine."""
-    from mpillm.engine.schedule.step import Span, Step
-
-    step, block = Step(), 1
-    for slot, text in enumerate(texts):
-        n_blocks = -(-len(text) // core.config.tokens_per_block)
-        blocks = list(range(block, block + n_blocks))
-        step.spans.append(Span(slot, 0, len(text), 0, blocks, window_blocks=blocks))
-        step.tokens += text
-        block += n_blocks
-    step.logits_rows = list(range(len(step.tokens)))
-    return core.worker.logits(step)
