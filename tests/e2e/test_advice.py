@@ -94,6 +94,11 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".*--dataset_path agentic\.jsonl.*": Elsewhere(
         "measured with MLCommons' file, which is not in the repository"
     ),
+    r".*--core_type torch .*--dataset_path talks\.jsonl.*": Typed(
+        "--max_output_len 2 --num_conversations 2",
+        says="2 of 2 ended",
+        before=("""echo '{"prompt": [5, 6]}' > talks.jsonl""",),  # the model has no chat template
+    ),
     r"make size": Elsewhere("tests/unit/tools/test_size.py has what it counts"),
     r"make prebuild": Elsewhere("not ours: the page says that it is not needed"),
     r"(.* )?make (generate|run)_.*": Elsewhere(
