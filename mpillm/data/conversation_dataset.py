@@ -309,7 +309,8 @@ def _encoded(
     responses = conversation.recorded_responses
     chats = [conversation.messages(responses[:i]) for i, turn in enumerate(turns) if turn.prompt is None]
     try:
-        encoded = iter(tokenizer.encode_chats(chats, conversation.tools))
+        # Without chats, the model needs no chat template, and not even a tokenizer.
+        encoded = iter(tokenizer.encode_chats(chats, conversation.tools) if chats else ())
         for turn in turns:
             if turn.prompt is None:
                 tokens = array("i", next(encoded))

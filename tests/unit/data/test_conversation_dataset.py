@@ -14,7 +14,7 @@ from mpillm.data.chat_request import ChatRequests
 from mpillm.data.conversation_dataset import ConversationChoice, load_conversations
 from mpillm.data.dataset import Dataset, PromptLimits
 from mpillm.data.generated_history import GeneratedHistory, TokenHistory
-from mpillm.data.tokenizer import ByteTokenizer
+from mpillm.data.tokenizer import ByteTokenizer, NoTokenizer
 
 LIMITS = PromptLimits(max_output_len=9)
 CHAT = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "ABCD", strict=True)]
@@ -294,3 +294,9 @@ def test_conversations_with_long_prompts_are_left_out(tmp_path: Path) -> None:
     assert dataset.note == "conversations with a prompt of more than 4 tokens, which are left out: 1"
     with pytest.raises(ConfigError, match="each conversation has a prompt of more than 4 tokens"):
         load(tmp_path, rows[0], choice=ConversationChoice(max_input_len=4))
+
+
+def test_rows_of_token_ids_need_no_chat_template(tmp_path: Path) -> None:
+    (file := tmp_path / "f.jsonl").write_text('{"prompt": [5, 6]}\n{"input_tokens": [7]}\n')
+    dataset = load_conversations(file, NoTokenizer("DIR has no tokenizer"), PromptLimits(max_output_len=4))
+    assert [dataset.sample(i).tolist() for i in range(len(dataset))] == [[5, 6], [7]]
