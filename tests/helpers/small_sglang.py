@@ -41,7 +41,7 @@ class Server(ABC):
         self.wait_s = wait_s
         self.counts: Counter[str] = Counter()
         self.lock = threading.Lock()
-        self.bootstrap_port = 0
+        self.bootstrap_port = 8998  # its default, where no generation server listens
         pages = {
             "/v1/models": lambda _: plain({"data": [{"id": name, "owned_by": "sglang"}]}),
             "/server_info": lambda _: plain(self.info()),
