@@ -110,9 +110,13 @@ def expired_leases(servers: Sequence[TestedServer]) -> str:
 
 
 def missing_contexts(servers: Sequence[TestedServer]) -> tuple[str, bool]:
-    """Return which generation servers got too few KV caches, in words, and whether all servers count them."""
+    """Return which generation servers got too few KV caches, in words, and whether all transfers are known.
+
+    SGLang's transfers are counted at its context servers, but not with all of its transports. So its counts
+    are only evidence that all KV caches arrived.
+    """
     users = [one for one in servers if one.role == "generation" and one.sums.get("handed_over")]
-    lacking, known = [], bool(users)
+    lacking, known, n_uncounted = [], bool(users), 0
     for one in users:
         n = round(one.sums["handed_over"])
         transfers, received = one.own("transfers"), one.own("received_tokens")
@@ -128,10 +132,31 @@ def missing_contexts(servers: Sequence[TestedServer]) -> tuple[str, bool]:
                 f" {received:,.0f} in KV caches: has it --kv-transfer-config?"
             )
         elif transfers is None and received is None:
-            known = False
+            n_uncounted += n
+            known = known and not one.may_recompute
             if one.owned and one.may_recompute:
                 lacking.append(f"{one.name} {_NO_COUNT}")
-    return "; ".join(lacking), known
+    sent = sum(one.own("transfers") or 0 for one in servers if one.role == "context")
+    return "; ".join(lacking), known and sent >= n_uncounted
+
+
+def failed_transfers(servers: Sequence[TestedServer]) -> str:
+    """Return how many transfers of KV caches failed, in words; "" if none did.
+
+    If a server cannot compute a prompt again, a request fails with its transfer. SGLang also counts the
+    requests that a client withdraws before the transfer, which are left out.
+    """
+    messages, total, may_recompute = [], 0.0, False
+    for one in servers:
+        withdrawn = 0 if one.may_recompute else one.sums.get("lost_requests", 0)
+        if (n := (one.own("failed_transfers") or 0) - withdrawn) > 0:
+            total += n
+            messages.append((one.name, f"{n:,.0f}"))
+            may_recompute = may_recompute or one.may_recompute
+    if not messages:
+        return ""
+    again = ": generation servers may have computed prompts again" if may_recompute else ""
+    return f"{total:,.0f} transfers of KV caches failed{again} ({named(messages)})"
 
 
 def other_totals(servers: Sequence[TestedServer]) -> tuple[str, bool]:

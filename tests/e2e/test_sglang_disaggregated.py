@@ -42,8 +42,8 @@ def test_both_servers_get_each_request(one: Starter) -> None:
     assert sum(handed) == clients[0]["server_context_transfers"] == N and min(handed) > 0
     assert clients[0]["server_context_prompt_tokens"] == sum(map(len, prompts))
     checks = result["server_checks"]
-    assert checks["server_totals"] == "" and checks["contexts_arrived"] is None
-    assert "whether generation servers got all KV caches" in ended.out
+    assert checks["server_totals"] == checks["contexts_arrived"] == ""
+    assert "whether generation servers got all KV caches" not in ended.out
     assert clients[0]["frameworks"] == ["SGLang 0.0"]
     plan = ended.json("plan.json")["ranks"]
     owners = [rank["roles"] for rank in plan if "server" in rank["roles"]]

@@ -1,8 +1,9 @@
 """``python -m tests.helpers.small_sglang serve …``: a context or generation server as SGLang's are.
 
-A fake: SGLang needs GPUs or its own build, and Mooncake or NIXL. As there, both servers must hold the same
-request simultaneously. The generation server fetches a prompt's sum, without which it cannot answer, from the
-context server's bootstrap port, by the room of the request. Either of them gives up after `wait_s`.
+A fake: SGLang takes minutes to load, and needs its own environment and Mooncake (tests/peers/test_sglang.py).
+As there, both servers must hold the same request simultaneously. The generation server fetches a prompt's sum,
+without which it cannot answer, from the context server's bootstrap port, by the room of the request. Either of
+them gives up after `wait_s`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Server(ABC):
         self.wait_s = wait_s
         self.counts: Counter[str] = Counter()
         self.lock = threading.Lock()
-        self.bootstrap_port = 0
+        self.bootstrap_port = 8998  # its default, where no generation server listens
         pages = {
             "/v1/models": lambda _: plain({"data": [{"id": name, "owned_by": "sglang"}]}),
             "/server_info": lambda _: plain(self.info()),

@@ -138,6 +138,11 @@ COMMON_FAILURES = (
         _LOOK_AT,
     ),
     KnownFailure(
+        r"Torch not compiled with CUDA",
+        "it needs a GPU, but its PyTorch is built without CUDA",
+        "install PyTorch for the GPU, or set the server's options for CPUs in --server_args",
+    ),
+    KnownFailure(
         r"no kernel image is available|not compiled with|requires compute capability",
         "it has no kernel for this GPU",
         "install a build of the server for it",

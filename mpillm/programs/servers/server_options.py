@@ -118,9 +118,9 @@ class Release:
         return any(known.startswith(other) for other in self._spellings(name) for known in self.names)
 
     def _spellings(self, name: str) -> Sequence[str]:
-        if not self.source.is_flexible:
-            return (name,)
         bare = name.removeprefix("--").removeprefix("no-")
+        if not self.source.is_flexible:
+            return (name, f"--{bare}")  # SGLang's parser has --no- of some switches
         swapped = {"enable": f"--disable-{bare[7:]}", "disable": f"--enable-{bare[8:]}"}
         return (
             name,

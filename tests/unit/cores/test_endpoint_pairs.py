@@ -111,7 +111,7 @@ def test_both_servers_get_each_request(scenario: str) -> None:
     assert client["server_failed_transfers"] == 0 and client["retries"] == 0
     result["server_checks"] = server_checks(result)
     assert failed_checks(result) == [] and doubts(result, others_serve=True) == []
-    assert result["server_checks"]["contexts_arrived"] is None, "no generation server counts transfers"
+    assert result["server_checks"]["contexts_arrived"] == "", "its context servers count transfers"
     assert result["server_checks"]["server_totals"] == ""
 
 
@@ -196,14 +196,21 @@ def test_a_context_that_breaks_in_the_middle() -> None:
 
 
 def test_a_cancelled_request_ends_at_both_servers() -> None:
+    """Both count a failure, as SGLang does when a client disconnects before the transfer."""
     with pair(SERVER, context=lambda _: HANG, generation=lambda _: HANG) as (core, context, generation):
         core.enqueue(requests([[5, 6]]))
         wait_until(lambda: len(rooms(context)) == len(rooms(generation)) == 1, "both requests")
         core.cancel([10])
         (row,) = Rows(core).until(1)
         assert row[1] & CANCELLED
-        records = core.statistics()["servers"]
-    assert [record["lost_prompt_tokens"] for record in records] == [2, 2]
+        context.counts["num_bootstrap_failed_reqs_total"] += 1
+        generation.counts["num_transfer_failed_reqs_total"] += 1
+        core.flush()
+        statistics = core.statistics()
+    assert [record["lost_prompt_tokens"] for record in statistics["servers"]] == [2, 2]
+    assert statistics["server_failed_transfers"] == statistics["server_context_failed_transfers"] == 1
+    result = {"per_instance": [{"samples": 1, **statistics}]}
+    assert server_checks(result)["no_failed_transfers"] == ""
 
 
 def test_a_silent_context_server() -> None:
@@ -216,7 +223,7 @@ def test_a_silent_context_server() -> None:
 
 
 def test_a_server_that_is_no_context_server() -> None:
-    words = "disaggregation_mode decode, disaggregation_bootstrap_port 0; expected prefill and a port"
+    words = "disaggregation_mode decode, disaggregation_bootstrap_port 8998; expected prefill and a port"
     with ExitStack() as stack:
         urls = [stack.enter_context(GenerationServer(LONG_S).http).url for _ in range(2)]
         more: dict[str, Any] = {"server": 0, "context_servers": (1,), "protocol": "bootstrap_room"}

@@ -139,14 +139,33 @@ def test_acceptance_by_position_of_vllm() -> None:
 
 
 def test_guesses_and_lost_transfers_are_doubtful() -> None:
-    client = {"server_accepted_guesses": 5.0, "server_failed_transfers": 2.0, "server_cached_tokens": 7.0}
+    client = generation("a", 3, {"accepted_guesses": 5.0, "failed_transfers": 2.0, "cached_tokens": 7.0})
     result = {"per_instance": [client, {}]}
     told = doubts(result, others_serve=True, speculation_forbidden=True, reuse_allowed=True)
     assert [line.partition(",")[0] for line in told] == [
         "servers accepted 5 draft tokens",
-        "2 transfers of KV caches failed: generation servers may have computed prompts again",
+        "2 transfers of KV caches failed: generation servers may have computed prompts again (generation"
+        " server a: 2)",
+        "generation server a gives no count of KV cache transfers (/metrics)",
     ]
-    assert len(doubts(result, others_serve=True)) == 2, "the prefix cache instead of the guesses"
+    assert len(doubts(result, others_serve=True)) == 3, "the prefix cache instead of the guesses"
+
+
+@pytest.mark.parametrize(("failed", "message"), [(3.0, ""), (5.0, "2 transfers of KV caches failed")])
+def test_sglang_counts_withdrawn_requests_as_failed(failed: float, message: str) -> None:
+    client = generation("a", 9, {"failed_transfers": failed}, may_recompute=False)
+    client["servers"][0]["lost_requests"] = 3
+    text = server_checks({"per_instance": [client]})["no_failed_transfers"]
+    assert text == (f"{message} (generation server a: 2)" if message else "")
+
+
+@pytest.mark.parametrize(("sent", "outcome"), [(None, None), (19.0, None), (20.0, ""), (40.0, "")])
+def test_context_servers_count_the_transfers(sent: float | None, outcome: str | None) -> None:
+    """SGLang's generation servers do not. Too low a count proves nothing: some transports have none."""
+    client = generation("a", 20, {}, may_recompute=False)
+    counted = {} if sent is None else {"transfers": sent}
+    client["servers"].append({"url": "c", "role": "context", "model": "m", "owned": True, "counted": counted})
+    assert server_checks({"per_instance": [client]})["contexts_arrived"] == outcome
 
 
 def generation(url: str, n: int, counted: dict[str, float], may_recompute: bool = True) -> dict[str, Any]:

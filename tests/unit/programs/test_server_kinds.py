@@ -54,6 +54,7 @@ def test_sglang() -> None:
         ("Exception: Capture cuda graph failed: CUDA error: out of memory", "could not be captured"),
         ("ImportError: Please install mooncake by following the instructions at", "has no Mooncake"),
         ("ImportError: Please install NIXL by following the instructions at", "has no NIXL"),
+        ("AssertionError: Torch not compiled with CUDA enabled", "built without CUDA"),
         ("max_total_num_tokens=20000, chunked_prefill_size=4096", ""),
     ],
 )

@@ -115,10 +115,11 @@ def test_options_of_an_older_release(install: Any) -> None:
 
 
 def test_known_options(install: Any) -> None:
-    """Also the beginning of a name, and a name that another file of the package defines."""
+    """Also the beginning of a name, a switch's --no-, and a name that another file of the package defines."""
     folder = install("sglang")
     (folder / "elsewhere.py").write_text('parser.add_argument("--of-a-backend")\n')
-    assert lines("sglang", "--tensor-par=2 --of-a-backend --cuda-graph-max-bs-decode 8 -x -1") == []
+    words = "--tensor-par=2 --no-enable-metrics --of-a-backend --cuda-graph-max-bs-decode 8 -x -1"
+    assert lines("sglang", words) == []
 
 
 def test_spellings_of_vllm(install: Any) -> None:
