@@ -1,9 +1,9 @@
 """``python -m tests.helpers.small_sglang serve …``: a context or generation server as SGLang's are.
 
 A fake: SGLang takes minutes to load, and needs its own environment and Mooncake (tests/peers/test_sglang.py).
-As there, both servers must hold the same request simultaneously. The generation server fetches a prompt's sum,
-without which it cannot answer, from the context server's bootstrap port, by the room of the request. Either of
-them gives up after `wait_s`.
+As there, both servers must hold the same request simultaneously. The generation server fetches a prompt's
+sum, without which it cannot answer, from the context server's bootstrap port, by the room of the request.
+Either of them gives up after `wait_s`.
 """
 
 from __future__ import annotations
