@@ -143,20 +143,14 @@ def missing_contexts(servers: Sequence[TestedServer]) -> tuple[str, bool]:
 def failed_transfers(servers: Sequence[TestedServer]) -> str:
     """Return how many transfers of KV caches failed, in words; "" if none did.
 
-    If a server cannot compute a prompt again, a request fails with its transfer. SGLang also counts the
-    requests that a client withdraws before the transfer, which are left out.
+    If the servers cannot compute a prompt again, a request fails with its transfer. The client has then seen
+    the failure, or caused it by a cancellation. So the counts of these servers are left out.
     """
-    messages, total, may_recompute = [], 0.0, False
-    for one in servers:
-        withdrawn = 0 if one.may_recompute else one.sums.get("lost_requests", 0)
-        if (n := (one.own("failed_transfers") or 0) - withdrawn) > 0:
-            total += n
-            messages.append((one.name, f"{n:,.0f}"))
-            may_recompute = may_recompute or one.may_recompute
-    if not messages:
+    users = [one for one in servers if one.may_recompute or not one.role]
+    if not (n := sum(one.own("failed_transfers") or 0 for one in users)):
         return ""
-    again = ": generation servers may have computed prompts again" if may_recompute else ""
-    return f"{total:,.0f} transfers of KV caches failed{again} ({named(messages)})"
+    at = counted_at(users, "failed_transfers")
+    return f"{n:,.0f} transfers of KV caches failed: generation servers may have computed prompts again{at}"
 
 
 def other_totals(servers: Sequence[TestedServer]) -> tuple[str, bool]:

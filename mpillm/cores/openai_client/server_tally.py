@@ -45,8 +45,7 @@ class ServerTally:
         self.answers = 0
         self.prompt_tokens = self.generated_tokens = 0  # of these answers, by the server's definition
         self.uncounted = 0  # answers with text only, without the server's token counts
-        self.lost_requests = 0  # those without an answer that the server may have begun
-        self.lost_prompt_tokens = self.lost_tokens = 0  # upper limits for these requests
+        self.lost_prompt_tokens = self.lost_tokens = 0  # upper limits for requests without an answer
         self.handed_over = 0  # answers to requests with a KV cache of a context server
         self.other_model, self.other_models = "", 0  # an unrequested name in answers; number of such answers
         self.cut_answers = 0
@@ -94,7 +93,6 @@ class ServerTally:
 
     def lose(self, request: Request) -> None:
         """Count a request that the server may have begun, and whose answer does not arrive."""
-        self.lost_requests += 1
         self.lost_prompt_tokens += len(request.prompt)
         self.lost_tokens += request.sampling.max_tokens
 
@@ -105,7 +103,6 @@ class ServerTally:
             "answers": self.answers,
             "prompt_tokens": self.prompt_tokens if known else None,
             "generated_tokens": self.generated_tokens if known else None,
-            "lost_requests": self.lost_requests,
             "lost_prompt_tokens": self.lost_prompt_tokens,
             "lost_tokens": self.lost_tokens,
             "handed_over": self.handed_over,
