@@ -185,7 +185,9 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* serve .*--server_role .*": Elsewhere("tests/e2e/test_disaggregated_servers.py"),
     r".* serve .*": Elsewhere("until a signal ends it: tests/e2e/test_serve.py"),
     r".* --help( all)?": Typed(says="usage: python -m mpillm run"),
-    r".* plan --disagg_config .*": Typed(before=(DISAGG_YAML,), says="gen"),
+    r".* plan --disagg_config .*": Typed(
+        before=(DISAGG_YAML, "tee recipe.yaml deploy.yaml < disagg.yaml"), says="gen"
+    ),
     r".* plan --world_size 8194 .*": Typed(),
     r".* plan --explain max_batch_size .*": Typed(says="max_batch_size is "),
     r".* plan .*": Typed(says="ranks on 1 node"),
