@@ -99,6 +99,8 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
         says="2 of 2 ended",
         before=("""echo '{"prompt": [5, 6]}' > talks.jsonl""",),  # the model has no chat template
     ),
+    r".* --dataset_path BurstGPT_1\.csv .*": Parsed("a published file of 60 MB"),
+    r".* --synthetic_conversations .*": Parsed("100 conversations take minutes here"),
     r"make size": Elsewhere("tests/unit/tools/test_size.py has what it counts"),
     r"make prebuild": Elsewhere("not ours: the page says that it is not needed"),
     r"(.* )?make (generate|run)_.*": Elsewhere(
@@ -137,7 +139,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
         "TensorRT-LLM must be there: tests/e2e/test_trtllm.py"
     ),
     r"mpirun -n (9|17) .*": Parsed("more ranks than fit here, and a model of 140 GB or more"),
-    r".*mpirun -n 2 (python -m mpillm )?run --url .*": Elsewhere(
+    r".*mpirun -n \d (python -m mpillm )?run --url .*": Elsewhere(
         "a server must be there: tests/e2e/test_servers_table.py"
     ),
     r"python -m mpillm mpirun -n (N|{}) doctor": Elsewhere("a form: N is the user's"),
