@@ -13,10 +13,11 @@ after an error.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,6 +46,9 @@ class Server:
     log: str = ""  # the log's file name; empty: from the name
     table: Callable[[], Sequence[str]] | None = None  # returns lines about its models, after it is ready
     reason: str = ""  # pattern of log lines with the cause of its end
+    # Beginning of the names of descendants without which it cannot answer; "": none. tritonserver (2.51)
+    # stays ready after the end of a Python model's process, and never answers the open requests.
+    needs: str = ""
     # Kill processes that outlive their parent. A killed tritonserver can leave the process of a Python model,
     # which waits for the server forever (2.51 and the source of 2.73: `SendIsCancelled`). mpirun waits for
     # that process because it has the rank's output open.
@@ -59,18 +63,46 @@ class ServerFailed(Exception):
         self.was_ready = was_ready
 
 
+@dataclass
+class _NeededProcess:
+    """A process without which a server cannot answer."""
+
+    child: Child
+    process: psutil.Process
+    text: str  # its id and its name
+    missing_since: float | None = None
+
+    def missing_s(self, now: float) -> float:
+        """Return for how long it has not run; 0: it runs."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if self.process.is_running() and self.process.status() != psutil.STATUS_ZOMBIE:
+                return 0.0
+        self.missing_since = self.missing_since or now
+        return now - self.missing_since
+
+
 class Servers(Children):
     """Context that starts servers and stops them at its end."""
 
-    def __init__(self, folder: Path, poll_s: float = 0.5, check_interval_s: float = 10.0) -> None:
-        """`folder`: for logs; it must exist. `check_interval_s`: between health checks of ready servers."""
+    def __init__(
+        self, folder: Path, poll_s: float = 0.5, check_interval_s: float = 10.0, end_s: float = 5.0
+    ) -> None:
+        """
+        Args:
+            folder: For logs; it must exist.
+            check_interval_s: Time between health checks of ready servers.
+            end_s: Time for a server to end by itself after a process that it needs. Its exit is more
+                informative.
+        """
         super().__init__()
+        self._end_s = end_s
         self._folder = folder
         self._poll_s, self._check_interval_s = poll_s, check_interval_s
         self._servers: dict[str, Server] = {}  # by name
         self._names: dict[str, str] = {}  # server by health URL
         self._checks: dict[str, HealthCheck] = {}  # last check by health URL
         self._answered_at: dict[str, float] = {}  # time of the last answer by health URL
+        self._needed: list[_NeededProcess] = []  # of ready servers
         self._next_check = 0.0
         self._ready = False
 
@@ -106,6 +138,7 @@ class Servers(Children):
                 raise self._silent(waiting, f"not ready within {deadline_s:g} s (--load_deadline)")
             time.sleep(max(0.0, again - time.monotonic()) if waiting else 0)
         self._ready = True
+        self._needed = [one for child in self.running() for one in self._needed_by(child)]
         now = time.monotonic()
         self._answered_at, self._next_check = dict.fromkeys(self._names, now), now + self._check_interval_s
         return now - began
@@ -130,6 +163,12 @@ class Servers(Children):
                 return child.name
             raise ServerFailed(self._how_ended(child, "after it was ready" if self._names else ""), True)
         now = time.monotonic()
+        if lost := next((one for one in self._needed if one.missing_s(now) > self._end_s), None):
+            raise ServerFailed(
+                f"{lost.child.name}: its process {lost.text} has ended; the end of {lost.child.log}:\n"
+                f"{lost.child.tail()}",
+                True,
+            )
         is_due, silent = now >= self._next_check, []
         self._next_check = now + self._check_interval_s if is_due else self._next_check
         for url, check in self._checks.items():
@@ -143,6 +182,13 @@ class Servers(Children):
         if silent:
             raise self._silent(silent, f"no answer to a health check for {stall_s:g} s (--stall_timeout)")
         return None
+
+    def _needed_by(self, child: Child) -> Iterator[_NeededProcess]:
+        if name := self._servers[child.name].needs:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for process in psutil.Process(child.process.pid).children(recursive=True):
+                    if (known := process.name()).startswith(name):
+                        yield _NeededProcess(child, process, f"{process.pid} ({known})")
 
     def _end_orphans(self) -> None:
         if any(server.ends_orphans for server in self._servers.values()):

@@ -86,6 +86,22 @@ def test_faults(one: Starter) -> None:
     a_server_that_dies(one, address, port, servers)
 
 
+def test_a_models_process_dies(one: Starter) -> None:
+    """tritonserver stays ready without it."""
+    generate(one)
+    servers = until_ready(start(one, [free_port()]))
+    (model,) = (
+        pid
+        for pid in servers.pids()
+        if b"triton_python_backend_stub" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+    os.kill(model, signal.SIGSEGV)
+    ended = servers.end(60).must(INSTANCE_LOST)
+    assert f"tritonserver 0: its process {model} (triton_python_backend_stub) has ended" in ended.message, (
+        ended
+    )
+
+
 def the_server(servers: Command) -> int:
     """Return the process of the server itself."""
     (pid,) = (

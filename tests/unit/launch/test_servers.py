@@ -12,6 +12,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import psutil
 import pytest
 
 from disagg.errors import ConfigError
@@ -87,6 +88,34 @@ def test_it_dies_after_it_was_ready(tmp_path: Path) -> None:
             ServerFailed,
             match=r"^one was ended by signal 9 \(SIGKILL\) after it was ready; the end of .*one.log:\n",
         ) as failed:
+            running.watch(60)
+    assert failed.value.was_ready
+
+
+NEEDED = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+"""
+
+
+@pytest.mark.parametrize("is_reaped", [True, False])
+def test_a_process_that_it_needs_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_reaped: bool
+) -> None:
+    """It answers health checks as before, as tritonserver does without a model's process."""
+    then = f"{'child.wait()' if is_reaped else ''}\nwhile True: server.handle_request()"
+    port = free_port()
+    source = NEEDED + ANSWERS
+    command = Command((sys.executable, "-c", source, str(port), "1", then))
+    server = Server("one", command, {"HTTP": port}, (f"http://localhost:{port}/",), needs="python")
+    with servers(tmp_path, end_s=0.1) as running:
+        running.start_server(server)
+        running.wait_ready(60)
+        (needed,) = psutil.Process(running.running()[0].process.pid).children()
+        assert running.poll(60) is None
+        needed.kill()
+        message = rf"^one: its process {needed.pid} \(python\S*\) has ended; the end of .*one.log:\n"
+        with pytest.raises(ServerFailed, match=message) as failed:
             running.watch(60)
     assert failed.value.was_ready
 
