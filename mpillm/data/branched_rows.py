@@ -134,7 +134,7 @@ class BranchedRows:
     def _place(
         self, session: _Session, where: str, path: tuple[str, ...], parent: Conversation | None = None
     ) -> Conversation:
-        """Return a copy of the session with its branches. `path`: the names of its parents."""
+        """Return the session with its branches; a copy after its first place. `path`: its parents' names."""
         conversation, name = session.conversation, session.conversation.name
         if name in path:
             circle = " > ".join([*path[path.index(name) :], name])

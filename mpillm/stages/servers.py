@@ -85,7 +85,7 @@ class Servers(Children):
     """Context that starts servers and stops them at its end."""
 
     def __init__(
-        self, folder: Path, poll_s: float = 0.5, check_interval_s: float = 10.0, end_s: float = 5.0
+        self, folder: Path, poll_s: float = 0.5, check_interval_s: float = 10.0, end_s: float = 10.0
     ) -> None:
         """
         Args:

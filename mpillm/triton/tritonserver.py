@@ -162,11 +162,6 @@ class ExtraArgs(NamedTuple):
     spawns: bool = True  # the models of an orchestrator start their ranks
 
 
-def _may_unload(extra: ExtraArgs) -> bool:
-    """Return whether clients, or changes of the repository, can end a model's process."""
-    return any("--model-control-mode" in arg for arg in (*extra.first, *extra.every))
-
-
 def triton_server(
     index: int,
     program: str,
@@ -218,7 +213,7 @@ def triton_server(
         table=partial(model_table, f"http://localhost:{ports.http}/v2/repository/index"),
         ends_orphans=bool(mpirun),
         reason=r"^E\d{4} .*failed to load|^error: |noticed that process rank \d+",
-        needs="" if _may_unload(extra) else "triton_python_backend_stub",
+        needs="triton_python_backend_stub",
     )
 
 
