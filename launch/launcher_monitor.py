@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import select
 import time
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ from disagg import rank_list
 from launch.exits import Exits, how_ended, sentence
 from launch.own_messages import MESSAGE
 from launch.rank_registry import RankRegistry
+from launch.readable import readable
 
 _LOST_DAEMON = re.compile(r"has lost communication with a remote daemon|A daemon failed to report back")
 _DAEMON_HOST = re.compile(r"Remote (?:daemon\s*:(?:(?!Remote ).)* on node|host:)\s+(\S+)")
@@ -71,7 +71,7 @@ class LauncherMonitor:
     def _look(self, wait_s: float = 0.0) -> None:
         """Record which watched processes have exited; wait up to `wait_s` for the first exit."""
         if not self._exited_at:
-            select.select([self._exits], [], [], wait_s)
+            readable([self._exits], wait_s)
         self._exited_at |= dict.fromkeys(self._exits.look(), time.monotonic())
 
     def lost_hydra_daemon(self) -> str:

@@ -111,13 +111,17 @@ def unreachable(targets: Mapping[int, tuple[str, int]], seconds: float = _CONNEC
         except OSError as error:
             problems[key] = error.strerror or str(error)
     end = time.monotonic() + seconds
-    left = {one for one, key in waiting.items() if key not in problems}
+    left = {one.fileno(): one for one, key in waiting.items() if key not in problems}
+    events = select.poll()  # `select` does not support descriptors above 1,023
+    for fd in left:
+        events.register(fd, select.POLLOUT)
     while left and (patience := end - time.monotonic()) > 0:
-        for connection in select.select([], [*left], [], patience)[1]:
-            left.remove(connection)
+        for fd, _ in events.poll(patience * 1000):
+            events.unregister(fd)
+            connection = left.pop(fd)
             if number := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 problems[waiting[connection]] = os.strerror(number)
-    problems |= {waiting[one]: f"no answer within {seconds:g} s" for one in left}
+    problems |= {waiting[one]: f"no answer within {seconds:g} s" for one in left.values()}
     for connection in waiting:
         connection.close()
     return problems

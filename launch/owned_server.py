@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -34,6 +33,7 @@ from launch.environment import clean_environment, environment_of_this_node
 from launch.exits import how_ended
 from launch.first_failure import failing_lines
 from launch.masking import without_known_bytes
+from launch.readable import readable
 from launch.shared_files import SHM
 
 _PIECE = 1 << 20  # bytes of a log in memory
@@ -206,7 +206,7 @@ class OwnedServer:
         self._watch_new()
         by_fd = {process.fd: process for process in self._processes.values()}
         line = self._connection.fileno()
-        ready = select.select([line, *by_fd], [], [], _LOOK_S)[0]
+        ready = readable([line, *by_fd], _LOOK_S)
         # If processes exit simultaneously, descendants come first.
         ended = [self._remove(by_fd[fd]) for fd in reversed(ready) if fd in by_fd]
         others = [text for process, text, _ in ended if process.pid != self._first]

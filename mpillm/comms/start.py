@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import sys
@@ -33,6 +32,7 @@ from launch.mpi_ports import Port, explain_missing_ranks, explain_separation
 from launch.openmpi_tcp import exclusion
 from launch.own_messages import FAILED
 from launch.rank_registry import REGISTRY_ADDRESS
+from launch.readable import readable
 from launch.siblings import EndedRanks, StoppedProcesses, ended_here, ranks_here, siblings, stopped_ranks
 from mpillm.comms import pmix
 from mpillm.comms.communicators import RunComms
@@ -335,7 +335,7 @@ def _cause_to_end(
     stopped, has_started = StoppedProcesses(), False
     while (left := end - time.monotonic()) > 0:
         files: list[int | Exits[int]] = [pipe, *([] if lost or ended is None else [ended.exits])]
-        if pipe in select.select(files, [], [], min(left, init_end_s if lost else _LOOK_S))[0]:
+        if pipe in readable(files, min(left, init_end_s if lost else _LOOK_S)):
             byte = os.read(pipe, 1)
             if byte == _BEGINS:
                 ended = EndedRanks()
@@ -358,7 +358,7 @@ def _cause_to_end(
     missing = stopped_ranks() or read_absent() or _explain_separation() or _explain_missing_ranks()
     if rank == 1:
         patience = end - extra_s + diagnosis_s - time.monotonic()
-        if select.select([pipe], [], [], max(0.0, patience))[0]:
+        if readable([pipe], patience):
             return None  # rank 0's child has printed the message, and ended this rank
     if has_started and not stopped_ranks():
         missing = "MPI has started, but on a rank the import of the core's module (--core_type) has not ended"

@@ -9,13 +9,13 @@ do unless containers separate them. A rank that one of its peers cannot reach po
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from launch.exits import Exits
+from launch.readable import readable
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -124,7 +124,7 @@ class WakeupSocket:
             sources.append(self._exits)
             if self.may_sleep_long and time.monotonic() > self._awake_until:
                 limit_s = self.long_sleep_s
-        ready = select.select(sources, [], [], min(seconds, limit_s))[0]
+        ready = readable(sources, min(seconds, limit_s))
         if self._socket in ready:
             with contextlib.suppress(BlockingIOError):
                 for _ in range(

@@ -17,6 +17,7 @@ from launch.command import Command
 from launch.owned_server import OwnedServer
 from launch.shared_files import SHM
 from launch.supervisor import end_processes
+from tests.helpers.descriptors import only_large_descriptors
 from tests.helpers.support import descendants, wait_until
 
 TRACES = """
@@ -45,6 +46,19 @@ def test_its_guard_is_what_has_ended(tmp_path: Path, number: int) -> None:
     finally:
         server.stop(1.0)
     assert why == f"its guard (pid {server._guard.pid}) has ended"
+
+
+def test_its_end_is_noticed_by_an_owner_with_many_open_files(tmp_path: Path) -> None:
+    """Such as the HTTP client with a connection for each request."""
+    with only_large_descriptors():
+        server = OwnedServer(Command(("sleep", "60")), tmp_path / "server.log")
+        try:
+            wait_until(lambda: server.pids, "its process", seconds=10)
+            os.kill(server.pids[0], signal.SIGKILL)
+            why = wait_until(server.ended, "its end", seconds=10)
+        finally:
+            server.stop(1.0)
+    assert why == "was ended by signal 9 (SIGKILL)"
 
 
 def test_what_its_guard_computes_is_not_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,22 @@
+"""Which descriptors have data."""
+
+from __future__ import annotations
+
+import os
+
+from launch.readable import readable
+from tests.helpers.descriptors import only_large_descriptors
+
+
+def test_descriptors_with_data_or_at_their_end() -> None:
+    with only_large_descriptors():
+        silent, silent_end = os.pipe()
+        ready, ready_end = os.pipe()
+        ended, ended_end = os.pipe()
+    assert silent > 1023 and readable([silent, ready], 0.0) == []
+    os.write(ready_end, b"x")
+    os.close(ended_end)
+    with os.fdopen(ended) as file:
+        assert readable([silent, ready, file], 60.0) == [ready, file]
+    for fd in (silent, silent_end, ready, ready_end):
+        os.close(fd)
