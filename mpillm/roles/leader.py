@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -114,13 +114,15 @@ class Leader(Role):
             else None
         )
         self._granted: set[int] = set()
-        self._waiting: deque[Batch] = deque()
+        self._waiting: OrderedDict[int, Batch] = OrderedDict()  # queued requests, by number of their QUERY
+        self._n_queries = 0
         self._all_at_once = all_at_once
         self._n_waiting = self._tokens_waiting = 0  # numbers of queued requests and of their KV tokens
         self._window = 0
         self._dispatched = 0  # requests that left the queue since the last grant to the harness
         # KV tokens of each request, by request id. Ids are small and reused, so the array stays small.
         self._needs = np.zeros(0, np.int64)
+        self._query_of = np.zeros(0, np.int64)  # number of the QUERY that had each request, by request id
         self._retries = Retries(self._entry, self._generation)
         self._cancelling: dict[int, int] = {}  # instance that must drop each cancelled request, by request id
         self._report = report
@@ -169,16 +171,19 @@ class Leader(Role):
             self._grant_harness(self._window)
 
     def _on_query(self, source: int, batch: Batch) -> None:
-        self._waiting.append(batch)
+        self._n_queries += 1
+        self._waiting[self._n_queries] = batch
         ids, needs = batch.rows["id"], batch.rows["n_tokens"].astype(np.int64) + batch.rows["max_output"]
         n_ids = int(ids[0] if len(ids) == 1 else ids.max()) + 1
         if n_ids > len(self._needs):
             grown = max(n_ids, 2 * len(self._needs)) - len(self._needs)
             self._needs = np.concatenate([self._needs, np.zeros(grown, np.int64)])
+            self._query_of = np.concatenate([self._query_of, np.zeros(grown, np.int64)])
             self._entry.grow(grown)
             if self._generation is not None:
                 self._generation.grow(grown)
-        self._needs[index_of(ids)] = needs
+        at = index_of(ids)
+        self._needs[at], self._query_of[at] = needs, self._n_queries
         self._n_waiting += len(ids)
         self._tokens_waiting += total(needs)
 
@@ -236,39 +241,45 @@ class Leader(Role):
         that the frontend or the harness cancels gets one row with CANCEL_DONE. Until that row arrives, the
         sender must not reuse the id: the cancellation could hit the new request.
         """
-        dropped = self._drop_waiting(ids)
-        rows = [(id_, 0, int(_ALONE | ResponseFlag.CANCELLED | ResponseFlag.CANCEL_DONE)) for id_ in dropped]
-        holders: dict[int, list[int]] = {}
+        holders, others = dict[int, list[int]](), list[int]()
         for id_ in ids:
-            if id_ in dropped:
-                continue
-            if self._entry.owner[id_] >= 0:
-                holders.setdefault(int(self._entry.instances[self._entry.owner[id_]]), []).append(id_)
-            elif self._generation is not None and self._generation.owner[id_] >= 0:
-                holders.setdefault(int(self._generation.instances[self._generation.owner[id_]]), []).append(
-                    id_
-                )
-            else:
-                # The request has ended; its last row is in transit to the harness.
-                rows.append((id_, 0, int(ResponseFlag.CANCEL_DONE)))
+            instance = self._holder(id_)
+            (others if instance is None else holders.setdefault(instance, [])).append(id_)
+        dropped = self._drop_waiting(others)
+        # A request that is not queued has ended; its last row is in transit to the harness.
+        ends = int(_ALONE | ResponseFlag.CANCELLED)
+        rows = [(id_, 0, _CANCEL_DONE | (ends if id_ in dropped else 0)) for id_ in others]
         for instance, instance_ids in holders.items():
             self._cancelling.update(dict.fromkeys(instance_ids, instance))
             DROP.send(self._route, self._rank_of[instance], instance_ids)
         if rows:
             ANSWER.send(self._route, self._harness, Batch(np.array(rows, RESPONSE), np.zeros(0, np.int32)))
 
+    def _holder(self, id_: int) -> int | None:
+        """Return the instance where a request is outstanding: the context instance, before its handoff."""
+        for pool in filter(None, (self._entry, self._generation)):
+            if (position := int(pool.owner[id_])) >= 0:
+                return int(pool.instances[position])
+        return None
+
     def _drop_waiting(self, ids: list[int]) -> set[int]:
-        """Remove `ids` from the queue; return the removed ids."""
+        """Remove `ids` from the queue; return the removed ids. Other queries are not read."""
+        by_query: dict[int, list[int]] = {}
+        for id_ in ids:
+            by_query.setdefault(int(self._query_of[id_]), []).append(id_)
         dropped: set[int] = set()
         n_tokens = 0
-        for _ in range(len(self._waiting)):
-            batch = self._waiting.popleft()
-            matches = np.isin(batch.rows["id"], ids)
-            cancelled = batch.rows["id"][matches]
-            dropped.update(cancelled.tolist())
-            n_tokens += total(self._needs[index_of(cancelled)])
-            if not matches.all():
-                self._waiting.append(batch.select(~matches) if matches.any() else batch)
+        for query, query_ids in by_query.items():
+            if (batch := self._waiting.get(query)) is None:
+                continue
+            queued = batch.rows["id"]
+            matches = np.isin(queued, query_ids)
+            dropped.update(queued[matches].tolist())
+            n_tokens += total(self._needs[index_of(queued[matches])])
+            if matches.all():
+                del self._waiting[query]
+            elif matches.any():
+                self._waiting[query] = batch.select(~matches)
         self._left_queue(len(dropped), n_tokens)
         return dropped
 
@@ -303,7 +314,7 @@ class Leader(Role):
 
     def _dispatch(self) -> bool:
         sent = 0
-        while self._waiting and (n := self._send_next(self._waiting[0])):
+        while self._waiting and (n := self._send_next(next(iter(self._waiting.values())))):
             sent += n
         return sent > 0
 
@@ -373,9 +384,9 @@ class Leader(Role):
     def _sent(self, batch: Batch, n: int, n_tokens: int, needs: int) -> None:
         """Remove the first `n` requests, with `n_tokens` prompt tokens, from the head of the queue."""
         if n == len(batch):
-            self._waiting.popleft()
+            self._waiting.popitem(last=False)
         else:
-            self._waiting[0] = Batch(batch.rows[n:], batch.tokens[n_tokens:])
+            self._waiting[next(iter(self._waiting))] = Batch(batch.rows[n:], batch.tokens[n_tokens:])
         self._left_queue(n, needs)
 
     def _return_credits(self, pool: InstancePool, ids: NDArray[np.uint32]) -> None:

@@ -69,11 +69,11 @@ def test_a_request_that_waits_at_the_leader_is_cancelled_there() -> None:
     # as many as the instances hold, and three
     answers = [world.ask([i], 2, stream=False) for i in range(4 * MAX_BATCH + 3)]
     world.settle()
-    assert sum(map(len, world.leader._waiting)) == 3
+    assert sum(map(len, world.leader._waiting.values())) == 3
     world.open.give_up(answers[-2])
     world.settle()
     assert [answer.ended for answer in answers].count(True) == 1 and answers[-2].ended
-    assert sum(map(len, world.leader._waiting)) == 2
+    assert sum(map(len, world.leader._waiting.values())) == 2
     world.open.give_up_all()
     world.settle()
     world.check_unused()
