@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -29,6 +29,7 @@ from types import MappingProxyType
 from launch import run_folders
 from launch.children import tail
 from launch.command import Command
+from launch.descendants import Descendants
 from launch.environment import clean_environment, environment_of_this_node
 from launch.exits import how_ended
 from launch.first_failure import failing_lines
@@ -122,6 +123,8 @@ class OwnedServer:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a launcher that ends this process's group does not end the guard
             )
+        self._descendants = Descendants(self._guard.pid)
+        self._unwatched: list[int] = []  # new processes
         self._guard_state = _ServerProcess(self._guard.pid, -1, "its guard", 0)
         self._watcher = threading.Thread(target=self._watch, name=f"watch {log.stem}", daemon=True)
         self._watcher.start()
@@ -262,12 +265,12 @@ class OwnedServer:
 
     def _watch_new(self) -> None:
         """Watch processes that have started since the last look."""
-        for pid in _below(self._guard.pid):
-            if pid not in self._processes:
-                with contextlib.suppress(ProcessLookupError):
-                    self._processes[pid] = _ServerProcess(
-                        pid, os.pidfd_open(pid), _name(pid) or "starting", 0
-                    )
+        self._unwatched += self._descendants.new()
+        while self._unwatched:
+            pid = self._unwatched[0]
+            with contextlib.suppress(ProcessLookupError):
+                self._processes[pid] = _ServerProcess(pid, os.pidfd_open(pid), _name(pid) or "starting", 0)
+            del self._unwatched[0]  # after an error, such as too many open files, it is tried again
 
     def _remove(self, process: _ServerProcess) -> tuple[_ServerProcess, str, bool]:
         """Remove an exited process; return it, how it exited, and whether by a signal in `_FATAL`."""
@@ -342,22 +345,6 @@ def _name(pid: int) -> str:
         return " ".join(filter(None, [Path(args[0]).name, *args[1:3]]))[:40]
     except OSError:
         return ""
-
-
-def _below(pid: int) -> Iterator[int]:
-    """Yield the descendants of `pid`."""
-    for task in _tasks(pid):
-        with contextlib.suppress(OSError):
-            for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
-                yield int(child)
-                yield from _below(int(child))
-
-
-def _tasks(pid: int) -> list[str]:
-    try:
-        return os.listdir(f"/proc/{pid}/task")  # noqa: PTH208 - names, not paths
-    except OSError:
-        return []
 
 
 def _mask_log(log: Path) -> None:
