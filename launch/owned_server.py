@@ -40,6 +40,7 @@ from launch.shared_files import SHM
 _PIECE = 1 << 20  # bytes of a log in memory
 _LOOK_S = 0.2
 _STOPPED_S = 0.6  # a debugger or a snapshot tool may stop a process for a moment
+_MEASURING_SHARE = 0.1  # of the watcher's time: measuring memory takes about 15 ms for each GiB
 _KILL_S = 5.0  # time for the guard to kill remaining processes
 # These signals always mean a failure. SIGTERM is not among them: a server may end its compilers with it.
 _FATAL = (
@@ -88,7 +89,7 @@ class OwnedServer:
             log: file to which the server's output is appended.
             wake: called once, as soon as `ended` returns a cause.
             grace_s: seconds that the server has to exit by itself if this process is killed.
-            max_bytes: memory that the server's processes may use together.
+            max_bytes: memory that the server's processes may use together. What they share counts once.
             limited_by: the option that sets `max_bytes`.
             outlives_s: seconds that the server may run after one of its processes was killed, because a
                 server that ends may kill its own processes.
@@ -99,6 +100,7 @@ class OwnedServer:
         self._begin = _size(log)  # end of the log when the server was started, later when it became ready
         self._wake = wake
         self._max_bytes, self._limited_by = max_bytes, limited_by
+        self._measure_at = -math.inf  # when the memory may be measured again
         self._outlives_s = outlives_s
         self._lost: tuple[str, float] | None = None  # exit of a process, and the time of the exit
         self.code: int | None = None  # exit code of the server's first process
@@ -301,10 +303,15 @@ class OwnedServer:
         return ""
 
     def _too_large(self) -> str:
-        used = sum(process.resident for process in self._processes.values())
-        if used <= self._max_bytes:
+        now, processes = time.monotonic(), self._processes.values()
+        # This sum may count shared pages several times, but each look has it anyway.
+        if sum(process.resident for process in processes) <= self._max_bytes or now < self._measure_at:
             return ""
-        largest = max(self._processes.values(), key=lambda process: process.resident)
+        sizes = [_proportional_size(process) for process in processes]
+        self._measure_at = now + (time.monotonic() - now) / _MEASURING_SHARE
+        if (used := sum(sizes)) <= self._max_bytes:
+            return ""
+        _, largest = max(zip(sizes, processes, strict=True), key=lambda each: each[0])
         return f"holds {used / _GIB:.3g} GiB of memory, more than {self._limited_by}; most of it {largest}"
 
     def _kill_left(self) -> None:
@@ -336,6 +343,15 @@ def _exit_status(pid: int) -> int | None:
         return int(fields[49]) if fields[0] in ("Z", "X") else None
     except (OSError, ValueError, IndexError):
         return None
+
+
+def _proportional_size(process: _ServerProcess) -> int:
+    """Return a process's bytes in memory: of pages that n processes share, the nth part."""
+    try:
+        with Path(f"/proc/{process.pid}/smaps_rollup").open(errors="replace") as file:
+            return next(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
+    except (OSError, StopIteration):  # it has exited, or belongs to another user
+        return process.resident
 
 
 def _name(pid: int) -> str:

@@ -132,7 +132,8 @@ class OtherHarnessFields(Options, group="other harness"):
         effect=used_by(commands=[RUN], scenarios=["Offline"], loads=[LOAD_CLIENTS, CONVERSATIONS]),
     )
     harness_memory_limit = option(
-        "GiB of host memory that the client's processes may use together; using more counts as a failure",
+        "GiB of host memory that the client's processes may use together, shared pages counted once;"
+        " using more counts as a failure",
         rate,
         effect=_OF_CLIENTS,
     )

@@ -47,7 +47,9 @@ class OwnServerFields(
         "further options for each server's command line, as typed there", shell_args, default=()
     )
     server_memory_limit = option(
-        "GiB of host memory that a server's processes may use together; using more counts as a failure", rate
+        "GiB of host memory that a server's processes may use together, shared pages counted once;"
+        " using more counts as a failure",
+        rate,
     )
     server_nodes = option(
         "number of nodes that each server spans; on each of them its first rank owns the part that runs"

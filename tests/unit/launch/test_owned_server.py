@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -137,6 +138,45 @@ def test_a_worker_whose_parent_asked_first_how_it_ended(
     finally:
         server.stop(1.0)
     assert why.startswith(f"process {worker} ("), why
+
+
+# Four processes map a file; when there is another file, one of them allocates memory.
+MAPS = """
+import mmap, os, sys, time
+
+first = os.getpid()
+for _ in range(3):
+    os.getpid() == first and os.fork()
+with open(sys.argv[1], "rb") as file:
+    shared = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+touched = sum(shared[::mmap.PAGESIZE])
+while os.getpid() != first or not os.path.exists(sys.argv[1] + ".more"):
+    time.sleep(0.05)
+more = b"x" * (150 << 20)
+time.sleep(60)
+"""
+
+
+def test_memory_that_its_processes_share_counts_once(tmp_path: Path) -> None:
+    """Such as the checkpoint that all workers of a server map."""
+    path, limit = tmp_path / "file", 120 << 20
+    path.write_bytes(bytes(40 << 20))
+    command = Command((sys.executable, "-c", MAPS, str(path)))
+    server = OwnedServer(command, tmp_path / "server.log", max_bytes=limit)
+    try:
+        wait_until(
+            lambda: server.ended() or sum(one.resident for one in server._processes.values()) > limit,
+            "four processes with the file",
+        )
+        time.sleep(0.5)  # more looks
+        assert server.ended() == ""
+        (first,) = [pid for pid in server.pids if len(descendants(pid)) == 3]
+        path.with_suffix(".more").touch()
+        why = wait_until(server.ended, "its end")
+    finally:
+        server.stop(1.0)
+    assert " GiB of memory, more than --server_memory_limit; most of it process " in why
+    assert f"process {first} (" in why
 
 
 # It makes shared memory, and its child does.
