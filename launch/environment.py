@@ -224,10 +224,14 @@ def let_rank_0_report(env: Mapping[str, str] = os.environ, max_s: float = 5.0) -
 
 
 def _write_file(exit_file: Path, name: str, text: str) -> None:
-    """Write a file beside `exit_file` atomically: a rank may read at any time."""
+    """Write a file beside `exit_file` atomically: a rank may read at any time.
+
+    If the disk is full, or the run has just ended, the file is missing, and only messages lack its content.
+    """
     draft = exit_file.with_name(f"{name}.draft")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(exit_file.with_name(name))
+    with contextlib.suppress(OSError):
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(exit_file.with_name(name))
 
 
 def _read_file(env: Mapping[str, str], name: str) -> str:

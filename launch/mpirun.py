@@ -14,7 +14,6 @@ Additions to a plain `mpirun`:
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import resource
@@ -227,8 +226,7 @@ class _RegistryFiles:
     def _probe(self) -> None:
         ports = self._registry.ports()
         if unreachable := unreachable_ranks(ports, socket.gethostname()):
-            with contextlib.suppress(OSError):  # the run has just ended, and its folder is deleted
-                write_ports(ports, unreachable, self._exit_file)
+            write_ports(ports, unreachable, self._exit_file)
 
 
 def main(

@@ -21,14 +21,17 @@ from launch.environment import (
     let_rank_0_report,
     mpirun_ends_ranks,
     rank_environment,
+    read_absent,
     read_exit_code,
     read_signal,
     read_started,
+    write_absent,
     write_exit_code,
     write_signal,
     write_started,
 )
 from launch.signals import stop_signals, title
+from tests.helpers.full_disk import files_of_at_most
 
 PERSON = {
     "PATH": "/bin",
@@ -155,6 +158,15 @@ def test_the_launchers_signal_is_reported(tmp_path: Path) -> None:
     assert read_signal({EXIT_FILE: str(file)}) == signal.SIGINT
     assert read_signal({EXIT_FILE: str(tmp_path / "elsewhere" / "exit_code")}) is None
     assert (title(signal.SIGINT), title(signal.SIGTERM)) == ("Ctrl-C", "SIGTERM")
+
+
+def test_a_full_disk_does_not_keep_the_launcher_from_ending_the_ranks_in_order(tmp_path: Path) -> None:
+    """Such as after Ctrl-C: the launcher then sends the ranks the signal."""
+    file = tmp_path / "exit_code"
+    with files_of_at_most(0):
+        write_signal(signal.SIGINT, file)
+        write_absent("rank 1", file)
+    assert read_signal({EXIT_FILE: str(file)}) is None and read_absent({EXIT_FILE: str(file)}) == ""
 
 
 ALWAYS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2}
