@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import os
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +25,8 @@ from typing import Any
 
 from disagg.errors import ConfigError, nearest
 from launch.default_paths import RUNS
-from launch.environment import EXIT_FILE, clean_environment, without_secrets
+from launch.environment import EXIT_FILE, without_secrets
+from launch.follow_job import follow, run_slurm
 from launch.help_format import HelpFormatter
 from launch.launcher import RANK_COMMANDS
 from launch.masking import masked_args
@@ -43,24 +41,6 @@ Raises ConfigError if the command would fail at its start."""
 
 STARTS_RUNS = ("run-harness", "find-max-qps", "ab", "sweep", "advise")
 """The commands that run as one process, and start an mpirun for each of several runs."""
-
-_PIECE = 1 << 20  # bytes of output printed at a time
-_ANSWER_S = 60.0  # Slurm's commands wait about as long for a silent controller
-_SLOW_END_S = 60.0  # time for an epilog, and for Slurm to kill processes that ignore SIGTERM (KillWait)
-_MAX_END_S = 600.0
-_COMPLETING = "COMPLETING"
-_ENDED = (
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "BOOT_FAIL",
-    "DEADLINE",
-    "REVOKED",
-)
 
 # Names of options of sbatch and srun, by their names in `Job`.
 _SHORT = {"output": "-o", "error": "-e", "job_name": "-J", "account": "-A", "partition": "-p"}
@@ -314,106 +294,6 @@ def _submit(job: Job, path: Path, wait: bool) -> int:
             Path(pattern).parent.mkdir(parents=True, exist_ok=True)
     # Slurm gets the text, not the file: a user who owns a folder above it may have replaced the file.
     name = [] if job.job_name else [f"--job-name={path.name}"]
-    number = _run("sbatch", "--parsable", *name, text=job.script()).partition(";")[0]
+    number = run_slurm("sbatch", "--parsable", *name, text=job.script()).partition(";")[0]
     print(f"submitted job {number}", file=sys.stderr, flush=True)
-    return _follow(number) if wait else 0
-
-
-def _run(*command: str, text: str = "", max_s: float = _ANSWER_S) -> str:
-    """Return the output of a Slurm command. `text`: its input. Raises ConfigError if the command fails."""
-    env = clean_environment(os.environ)
-    try:
-        done = subprocess.run(command, env=env, input=text, capture_output=True, text=True, timeout=max_s)
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"{shlex.join(command)}: no answer within {max_s:g} s") from None
-    if done.returncode != 0:
-        raise ConfigError(f"{shlex.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
-    return done.stdout.strip()
-
-
-def _follow(number: str, poll_s: float = 2.0, clock: Callable[[], float] = time.monotonic) -> int:
-    """Print the job's changes of state and its output until it has ended; return its exit code.
-
-    The state is COMPLETING until all nodes have confirmed the end: see `_SlowEnd`.
-    """
-    before, n_printed, end = "", 0, _SlowEnd(clock)
-    try:
-        while True:
-            job = _read_job(_run("scontrol", "show", "job", "--oneliner", number))
-            state = job["JobState"]
-            if state != before:
-                where = f" on {job.get('NodeList', 'its nodes')}" if state == "RUNNING" else ""
-                print(f"job {number}: {state}{where}", file=sys.stderr, flush=True)
-                before = state
-            n_printed = _print_output(Path(job.get("StdOut", "")), n_printed)
-            if state.startswith(_ENDED) or end.is_overdue(number, job):
-                return _exit_code(job)
-            time.sleep(poll_s)
-    except (KeyboardInterrupt, SystemExit):  # the command line turns a stop signal into SystemExit
-        print(f"job {number} goes on; end it with: scancel {number}", file=sys.stderr)
-        raise
-
-
-class _SlowEnd:
-    """Time of a job in state COMPLETING: its command has ended, but a node has not confirmed the end."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._since = math.inf
-        self._is_reported = False
-
-    def is_overdue(self, number: str, job: Mapping[str, str]) -> bool:
-        """After a minute, report the nodes that Slurm waits for; return whether the wait is too long."""
-        now = self._clock()
-        if not job["JobState"].startswith(_COMPLETING):
-            self._since, self._is_reported = math.inf, False
-            return False
-        self._since = min(self._since, now)
-        nodes, lasted = job.get("NodeList", "its nodes"), now - self._since
-        head = f"job {number}: {_COMPLETING} for {lasted:.0f} s: Slurm waits for {nodes} to confirm the end"
-        if lasted >= _MAX_END_S:
-            print(f"{head}; no longer followed, exit code {_exit_code(job)}", file=sys.stderr, flush=True)
-            return True
-        if lasted >= _SLOW_END_S and not self._is_reported:
-            self._is_reported = True
-            lines = (
-                head,
-                "its command has ended: an epilog may run, or slurmd does not answer",
-                f"look at: scontrol show node {nodes}",
-                f"or, without slurmd: scontrol update nodename={nodes} state=down reason=slurmd",
-                f"followed for {_MAX_END_S - lasted:.0f} s more",
-            )
-            print("\n  ".join(lines), file=sys.stderr, flush=True)
-        return False
-
-
-def _read_job(output: str) -> dict[str, str]:
-    """Return a job's fields in scontrol's output, by name. Raises ConfigError if the state is missing."""
-    job = dict(field.split("=", 1) for field in output.split() if "=" in field)
-    if not job.get("JobState"):
-        raise ConfigError(f"scontrol show job: expected JobState=…, got: {output[:200]!r}")
-    return job
-
-
-def _exit_code(job: Mapping[str, str]) -> int:
-    """Return the exit code of an ended job: its command's, or 128 + signal."""
-    code, _, of_signal = job.get("ExitCode", "").partition(":")
-    for text, offset in ((code, 0), (of_signal, 128)):
-        if text.isdecimal() and len(text) < 4 and int(text):
-            return offset + int(text)
-    is_done = job["JobState"] == "COMPLETED" or (
-        job["JobState"] == _COMPLETING and job.get("Reason", "None") == "None"
-    )
-    return 0 if is_done else 1
-
-
-def _print_output(output: Path, n_printed: int) -> int:
-    """Print the new bytes of `output`, which a requeued job truncates; return the number printed in all."""
-    with contextlib.suppress(OSError), output.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(n_printed if size >= n_printed else 0)
-        while piece := file.read(_PIECE):
-            sys.stdout.write(piece.decode(errors="replace"))
-        sys.stdout.flush()
-        return size
-    return n_printed
+    return follow(number) if wait else 0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import disagg
 from disagg import ConfigError
-from launch import sbatch
+from launch import follow_job
 from launch.children import tail
 from launch.find_mpirun import choose
 from launch.launcher import find_launcher, refuse_copies
@@ -320,7 +320,7 @@ JOB = b"JobId=7 JobName=a b JobState=COMPLETED ExitCode=0:9 NodeList=n[1-2] StdO
 
 @fuzz(damaged([JOB], [b"ExitCode=", b"JobState=", b"\xc2\xb2:0", b":", b"="]), refused_by=ConfigError)
 def test_what_slurm_says_of_a_job(_: Path, said: bytes) -> None:
-    code = sbatch._exit_code(sbatch._read_job(said.decode(errors="replace")))
+    code = follow_job._exit_code(follow_job._read_job(said.decode(errors="replace")))
     assert 0 <= code < 1200
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from disagg.errors import ConfigError
-from launch import sbatch
 from launch.sbatch import main
 from tests.helpers.support import ROOT
 
@@ -201,15 +200,6 @@ def test_numbers_are_at_least_one(words: list[str], capsys: pytest.CaptureFixtur
     assert words[0] in capsys.readouterr().err
 
 
-def test_a_silent_sbatch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    silent = tmp_path / "sbatch"
-    silent.write_text("#!/bin/sh\nexec sleep 600\n")
-    silent.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(ConfigError, match=r"sbatch --parsable --job-name=job\.sub: no answer within 0\.2 s"):
-        sbatch._run("sbatch", "--parsable", "--job-name=job.sub", max_s=0.2)
-
-
 SLURM = """\
 #!/bin/sh
 case "$0" in
@@ -236,67 +226,6 @@ def test_who_stops_following_a_job_is_told_that_it_goes_on(tmp_path: Path, numbe
             f"job 7 goes on; end it with: scancel 7\nmpillm: interrupted ({name})\n"
         )
     assert process.returncode == 128 + number
-
-
-SLOW_END = """\
-#!/bin/sh
-echo x >> "$COUNT"
-case $(wc -l < "$COUNT") in
-  1) echo "JobState=RUNNING NodeList=h[1-2] StdOut=/dev/null ExitCode=0:0" ;;
-  2) echo "JobState=COMPLETING NodeList=h[1-2] StdOut=/dev/null ExitCode=5:0" ;;
-  [3-9]) echo "JobState=COMPLETING NodeList=h2 StdOut=/dev/null ExitCode=5:0" ;;
-  *) echo "JobState=$LAST NodeList=h2 StdOut=/dev/null ExitCode=5:0" ;;
-esac
-"""
-
-
-@pytest.mark.parametrize("last", ["COMPLETING", "FAILED"])
-def test_a_job_that_slurm_keeps_completing_is_named_with_its_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], last: str
-) -> None:
-    """A node without its slurmd confirms nothing, and `--wait` followed the job for ever."""
-    (tmp_path / "scontrol").write_text(SLOW_END)
-    (tmp_path / "scontrol").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("COUNT", str(tmp_path / "count"))
-    monkeypatch.setenv("LAST", last)
-    clock = iter(range(0, 10_000, 20))  # seconds: one look in 20
-    assert sbatch._follow("7", poll_s=0.0, clock=lambda: next(clock)) == 5
-    running, completing, *warning, end = capsys.readouterr().err.splitlines()
-    assert running == "job 7: RUNNING on h[1-2]"
-    assert completing == "job 7: COMPLETING"
-    assert warning[0] == "job 7: COMPLETING for 60 s: Slurm waits for h2 to confirm the end"
-    assert warning[2] == "  look at: scontrol show node h2" and warning[4] == "  followed for 540 s more"
-    assert warning[3].endswith("scontrol update nodename=h2 state=down reason=slurmd")
-    if last == "FAILED":
-        assert end == "job 7: FAILED"
-    else:
-        assert end.startswith("job 7: COMPLETING for 600 s: Slurm waits for h2 to confirm the end; ")
-        assert end.endswith("; no longer followed, exit code 5")
-
-
-@pytest.mark.parametrize(
-    ("said", "code"),
-    [
-        ("JobState=COMPLETED ExitCode=0:0", 0),
-        ("JobState=COMPLETING Reason=None ExitCode=0:0", 0),
-        ("JobState=COMPLETING Reason=NonZeroExitCode ExitCode=5:0", 5),
-        ("JobState=COMPLETING Reason=TimeLimit ExitCode=0:0", 1),
-        ("JobState=FAILED ExitCode=3:0", 3),
-        ("JobState=FAILED ExitCode=0:9", 137),
-        ("JobState=CANCELLED ExitCode=0:0", 1),
-        ("JobState=NODE_FAIL", 1),
-        ("JobState=COMPLETED ExitCode=\u00b2:x", 0),
-    ],
-)
-def test_the_exit_code_of_a_job(said: str, code: int) -> None:
-    assert sbatch._exit_code(sbatch._read_job(said)) == code
-
-
-@pytest.mark.parametrize("said", ["", "slurm_load_jobs error: Invalid job id specified", "JobState= A=b"])
-def test_slurm_says_no_state(said: str) -> None:
-    with pytest.raises(ConfigError, match=r"scontrol show job: expected JobState=…"):
-        sbatch._read_job(said)
 
 
 def test_commands_that_start_several_runs_are_started_once(capsys: pytest.CaptureFixture[str]) -> None:
