@@ -108,8 +108,8 @@ class Job:
     def script(self) -> str:
         """Return the job script."""
         lines = ["#!/bin/bash"]
-        lines += [f"#SBATCH {name} {value}".rstrip() for name, value in self._set_options(_SHORT)]
-        lines += [f"#SBATCH --{name}={value}" for name, value in self._set_options(_LONG)]
+        lines += [f"#SBATCH {name} {_quoted(value)}".rstrip() for name, value in self._set_options(_SHORT)]
+        lines += [f"#SBATCH --{name}={_quoted(value)}" for name, value in self._set_options(_LONG)]
         lines += ["", *self.setup, ""] if self.setup else [""]
         logs = self._logs() if self.is_run or self.starts_runs else []
         return "\n".join([*lines, *logs, *self._step(), *self._end()]) + "\n"
@@ -138,8 +138,8 @@ class Job:
         parts = [
             # Whatever the site's defaults, rank 0 has time to report a lost rank. Slurm may detect a lost
             # node only after minutes, so srun's wait for that node's tasks is limited.
-            f"srun --mpi={self.mpi}{' --kill-on-bad-exit=0 --wait=60' if self.is_run else ''}",
-            *(f"--{name} {value}" for name, value in self._set_options(_OF_SRUN)),
+            f"srun --mpi={_quoted(self.mpi)}{' --kill-on-bad-exit=0 --wait=60' if self.is_run else ''}",
+            *(f"--{name} {_quoted(value)}" for name, value in self._set_options(_OF_SRUN)),
         ]
         return " \\\n".join([*parts, command]).split("\n")
 
@@ -152,6 +152,11 @@ class Job:
             f"[ $code -ne {128 + signal.SIGKILL} ] || code={INSTANCE_LOST}",
             f'exit "$(cat "${EXIT_FILE}" 2>/dev/null || echo $code)"',
         ]
+
+
+def _quoted(value: object) -> str:
+    """Return a value as a shell and sbatch, which reads #SBATCH lines like a shell, need it; "" as it is."""
+    return shlex.quote(str(value)) if value != "" else ""
 
 
 def main(argv: Sequence[str], check: Check | None = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -60,6 +61,20 @@ def written(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_the_sample_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert written(capsys, *OPTIONS, *BASH).splitlines() == SAMPLE.splitlines()
+
+
+def test_values_with_spaces(capsys: pytest.CaptureFixture[str]) -> None:
+    script = written(
+        capsys,
+        *("-J", "it's my job", "-o", "my logs/%j.out", "--container_image", "an image", "--nodes", "2"),
+        *("--container_mounts", "/data/my dir:/data", "--task_output", "my logs/%t.out", "--", "true"),
+    )
+    lines = shlex.split(script.replace("\\\n", ""), comments=False)
+    assert lines[1:] == [
+        *("#SBATCH", "-o", "my logs/%j.out", "#SBATCH", "-J", "it's my job", "#SBATCH", "--nodes=2"),
+        *("srun", "--mpi=pmix", "--container-image", "an image", "--container-mounts", "/data/my dir:/data"),
+        *("--output", "my logs/%t.out", "true"),
+    ]
 
 
 def test_a_key_is_in_no_script() -> None:
