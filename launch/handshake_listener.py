@@ -7,6 +7,7 @@ connection of the address with the most connections. An authorized client sends 
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
 import time
@@ -41,6 +42,7 @@ class HandshakeListener:
         self._n_bytes, self._greeting_s = n_bytes, greeting_s
         self._admit = admit
         self._closed = False
+        self.lacks_files = False  # a connection had to wait for a free file descriptor
         # Deadline, bytes received so far, and address by connection; oldest first.
         self._unauthenticated: dict[socket.socket, tuple[float, bytearray, str]] = {}
         self._events = selectors.DefaultSelector()
@@ -88,7 +90,8 @@ class HandshakeListener:
             connection, address = self._listener.accept()
         except BlockingIOError:  # the client has closed the connection
             return
-        except OSError:  # no file descriptor is free, or the listener is closed
+        except OSError as error:  # no file descriptor is free, or the listener is closed
+            self.lacks_files |= error.errno == errno.EMFILE
             if not self._closed:
                 self._drop_oldest()
             return

@@ -59,6 +59,11 @@ class LivenessServer:
         self.key = secrets.token_bytes(struct.calcsize(KEY))
         self._listener = HandshakeListener(name, listener, greeting.size, self._admit)
 
+    @property
+    def lacks_files(self) -> bool:
+        """Whether a connection had to wait because this process may open no more files."""
+        return self._listener.lacks_files
+
     def _admit(self, connection: socket.socket, greeting: bytes) -> None:
         import hmac
 

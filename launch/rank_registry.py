@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import socket
 import struct
 import threading
@@ -22,6 +23,7 @@ from launch.interfaces import interfaces, own_addresses
 from launch.launcher import find_launcher
 from launch.liveness_server import KEY, LivenessServer, connect
 from launch.mpi_ports import FIREWALL, Port, listen_as_mpi
+from launch.open_files import allow_connections, files_for
 
 REGISTRY_ADDRESS = "MPILLM_RANK_REGISTRY"
 """Address of the launcher: host names and addresses, best first, the port, and a key, between slashes."""
@@ -56,7 +58,11 @@ class RankRegistry:
         self._joined: frozenset[int] = frozenset()
         self._deregistered: frozenset[int] = frozenset()
         self._exited: tuple[RankExit, ...] = ()
-        server = LivenessServer("mpillm-registry", _GREETING, self._on_exit, self._on_connect, self._on_byte)
+        self._n_connections = 2 * size  # from each rank, and to ports of ranks
+        allow_connections(self._n_connections)
+        self._server = server = LivenessServer(
+            "mpillm-registry", _GREETING, self._on_exit, self._on_connect, self._on_byte
+        )
         own = own_addresses()
         self._where = f"{own[0] if own else 'any address'} port {server.port}"
         self.address = f"{','.join(own)}/{server.port}/{server.key.hex()}"
@@ -130,7 +136,7 @@ class RankRegistry:
         if unseen:
             more = f" and {len(unseen) - _MAX_NAMED} more" if len(unseen) > _MAX_NAMED else ""
             names = ", ".join(f"rank {rank}" for rank in unseen[:_MAX_NAMED]) + more
-            problems.append(f"{names} has not started, or was lost before that")
+            problems.append(f"{names} {self._unseen()}")
         if cut_off:
             ranks = rank_list(cut_off, {**self._hosts, **self._cut_off})
             has = "has" if len(cut_off) == 1 else "have"
@@ -138,6 +144,14 @@ class RankRegistry:
                 f"{ranks} {has} started, but can't reach `mpillm mpirun` at {self._where}: {FIREWALL}"
             )
         return "; ".join(problems)
+
+    def _unseen(self) -> str:
+        """Return why ranks have not registered, as far as it is known."""
+        if not self._server.lacks_files:
+            return "has not started, or was lost before that"
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        needed = files_for(self._n_connections)
+        return f"cannot register: `mpillm mpirun` may open only {limit} files: ulimit -n {needed}, or more"
 
     def waits(self) -> bool:
         """Return whether all ranks have registered, and some have not joined yet."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from launch.first_failure import failing_lines
+from launch.open_files import allow_connections
 from mpillm.comms.messages import RESPONSE, Batch
 from mpillm.cores.base import CoreConfig, LLMCore
 from mpillm.errors import Failure, RunError
@@ -82,18 +82,9 @@ def share_of(urls: Sequence[str], at_once: int, index: int, n_clients: int) -> t
 
 def allow_files(n_connections: int) -> None:
     """Raise this process's limit of open files, if the connections may exceed it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = n_connections + 256
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed < needed:
+    if problem := allow_connections(n_connections):
         raise RunError(
-            Failure(
-                f"{n_connections} connections need more open files than this process may have ({hard}): raise"
-                " ulimit -n, or lower max_concurrency"
-            )
+            Failure(f"{n_connections} connections need more open files: {problem}; or lower max_concurrency")
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from disagg import InstancePlan
 from launch.environment import write_directory
 from launch.interfaces import own_addresses
+from launch.open_files import allow_connections
 from mpillm.comms.control import RankControl
 from mpillm.comms.instance_loss import InstanceLossPolicy
 from mpillm.comms.messages import Event, JoinReport, Rank0At, Setup
@@ -130,6 +131,7 @@ class Rank0:
         """Return rank 0's location. If ranks cannot see its process, open a port for liveness connections."""
         own = reports[0]
         if any(report.pids != own.pids for report in reports.values()):
+            allow_connections(len(reports))  # if not all are allowed, heartbeats report a lost rank
             with contextlib.suppress(OSError):
                 self.control.connections = RankConnections(own_addresses())
         connections = self.control.connections

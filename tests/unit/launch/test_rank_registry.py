@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 from launch.exits import RankExit
 from launch.liveness_server import unreachable
 from launch.rank_registry import REGISTRY_ADDRESS, RankRegistry
+from tests.helpers.descriptors import soft_limit
 from tests.helpers.support import ROOT, wait_until
 
 RANK = """
@@ -114,6 +116,19 @@ def test_who_has_started_but_does_not_reach_the_launcher(registry: RankRegistry)
     assert said.startswith("rank 0, rank 2 has not started, or was lost before that; rank 1")
     assert "has started, but can't reach `mpillm mpirun` at " in said and "firewall" in said
     assert registry.ports() == [] and not registry.waits()
+
+
+def test_ranks_that_the_launcher_has_no_open_files_for(registry: RankRegistry) -> None:
+    """They were named as ranks that have not started."""
+    registry.note_cut_off("\x1b_mpillm-here:1 h2\x1b\\\n")
+    with socket.socket() as client:
+        os.close(free := os.dup(client.fileno()))
+        with soft_limit(free):
+            client.connect(("127.0.0.1", int(registry.address.split("/")[1])))
+            cause = wait_until(lambda: "ulimit -n" in (said := registry.absent()) and said, "the cause")
+    assert cause.startswith(
+        f"rank 0, rank 2 cannot register: `mpillm mpirun` may open only {free} files: ulimit -n "
+    )
 
 
 def test_where_ranks_listen(registry: RankRegistry, ranks: list[subprocess.Popen[str]]) -> None:
