@@ -17,6 +17,7 @@ from typing import Any
 from disagg.errors import ConfigError
 from launch.children import Children, end_of, tail
 from launch.command import Command
+from launch.environment import without_secrets
 from launch.live_lines import LiveLines
 from launch.own_messages import cause_in
 from launch.signals import StopSignal
@@ -89,7 +90,8 @@ def run_in(
     log = folder / CONSOLE
     log.unlink(missing_ok=True)
     (folder / "result.json").unlink(missing_ok=True)
-    command = Command((*_mpirun(mpirun), "run", *options, "--log_dir", str(folder)))
+    others, secrets = without_secrets(options)
+    command = Command((*_mpirun(mpirun), "run", *others, "--log_dir", str(folder)), secrets)
     stopped = ""
     end = None if deadline_s is None else time.monotonic() + deadline_s
     try:
@@ -179,9 +181,10 @@ def served_in(
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / CONSOLE
     log.unlink(missing_ok=True)
-    args = [*_mpirun(mpirun), "serve", "--port", "0", "--log_dir", str(folder), *options]
+    others, secrets = without_secrets(options)
+    args = [*_mpirun(mpirun), "serve", "--port", "0", "--log_dir", str(folder), *others]
     with _children(adopts) as children:
-        server = children.start("the server", args, os.environ, log)
+        server = children.start("the server", args, os.environ | secrets, log)
         end = time.monotonic() + deadline_s
         while not (ready := _URL.search(log.read_text(encoding="utf-8", errors="replace"))):
             if watch is not None:
