@@ -80,7 +80,7 @@ def run_in(
         folder: the run directory.
         mpirun: options of mpirun (``-n 4 --hostfile hosts``).
         options: options of ``run``.
-        watch: called often; if it returns a text, the run ends.
+        watch: called often, and after the end; if it returns a text, the run ends.
         deadline_s: deadline of the whole run, in addition to the run's deadlines for each phase.
         adopts: see `Children`.
     """
@@ -106,6 +106,8 @@ def run_in(
     except StopSignal as signal:
         signal.during = f"the run in {folder}"
         raise
+    if watch is not None and not stopped:
+        watch()  # the run's last lines
     code = child.process.returncode
     try:
         result = json.loads((folder / "result.json").read_text(encoding="utf-8"))

@@ -52,3 +52,9 @@ def test_a_key_is_on_no_command_line(
     seen = [each for look in watch.looks for each in look]
     assert seen and all(KEY not in line for line, _ in seen)
     assert KEY in {key for _, key in seen}
+
+
+def test_the_last_lines_of_a_run_are_watched(tmp_path: Path) -> None:
+    watch = Watch()
+    run(tmp_path / "run", watch)
+    assert watch.looks[0] and not watch.looks[-1], "the run has ended before the last look"
