@@ -36,8 +36,7 @@ _ENDED = (
     "DEADLINE",
     "REVOKED",
 )
-# A field in scontrol's output. Its value may contain spaces, such as a path's.
-_FIELD = re.compile(r"(?:^|\s)([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)", re.MULTILINE)
+_FIELD = re.compile(r"(?:^|\s)([A-Z][\w/:]*)=")  # its value, up to the next field, may contain spaces
 
 
 def run_slurm(*command: str, text: str = "", max_s: float = _ANSWER_S) -> str:
@@ -148,7 +147,8 @@ class _SlowEnd:
 
 def _read_job(output: str) -> dict[str, str]:
     """Return a job's fields in scontrol's output, by name. Raises ConfigError if the state is missing."""
-    job = dict(_FIELD.findall(output))
+    _, *fields = _FIELD.split(output)
+    job = {name: value.strip() for name, value in zip(fields[::2], fields[1::2], strict=True)}
     if not job.get("JobState"):
         raise ConfigError(f"scontrol show job: expected JobState=…, got: {output[:200]!r}")
     return job

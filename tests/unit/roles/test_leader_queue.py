@@ -39,12 +39,13 @@ class Driven:
 
     def __init__(self, free: int) -> None:
         self.sent: list[tuple[Tag, Any]] = []
-        self.route: Any = SimpleNamespace(
+        route: Any = SimpleNamespace(
             handlers={}, send=lambda dest, tag, buffer: self.sent.append((tag, buffer))
         )
         one = SimpleNamespace(index=0, role="executor", root_rank=WORKER)
         plan: Any = SimpleNamespace(instances=[one], harness_rank=HARNESS, leader_rank=HARNESS)
-        self.leader = Leader(self.route, plan, "load_balancing", "round_robin", 300.0, lambda failure: None)
+        self.route = route
+        self.leader = Leader(route, plan, "load_balancing", "round_robin", 300.0, lambda failure: None)
         self.grant(free)
 
     def grant(self, n: int) -> None:
