@@ -113,6 +113,8 @@ class RemoteServer:
         self._idle: list[HttpConnection] = []
         self._used: set[HttpConnection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
+        # The task that sends a call. A call that is released, and then started again, has another one.
+        self._senders: dict[OutstandingRequest, asyncio.Task[None]] = {}
 
     def _start_line(self, method: str, path: str) -> bytes:
         return f"{method} {self._path}{self.path_of(path)} HTTP/1.1\r\n{self._head}".encode("latin-1")
@@ -139,19 +141,22 @@ class RemoteServer:
                 self._send(connection, call, request, reused=True)
                 return
         task = asyncio.get_running_loop().create_task(self._connect_for(call, request))
+        self._senders[call] = task
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
 
     async def _connect_for(self, call: OutstandingRequest, request: bytes) -> None:
+        task = asyncio.current_task()
         try:
             connection = await self._connect()
         except NothingSentBack as error:
-            if call in self.calls:
+            if self._senders.get(call) is task:
                 call.on_broken(error)
             return
-        if call in self.calls:
+        if self._senders.get(call) is task:
+            del self._senders[call]
             self._send(connection, call, request, reused=False)
-        else:  # cancelled while connecting
+        else:  # released while connecting
             self._idle.append(connection)
 
     def _send(
@@ -168,6 +173,7 @@ class RemoteServer:
     def release(self, call: OutstandingRequest, connection: HttpConnection | None, is_complete: bool) -> None:
         """End `call`, and reuse its connection if the response was complete; otherwise close it."""
         self.calls.discard(call)
+        self._senders.pop(call, None)
         if connection is None:
             return
         self._used.discard(connection)
