@@ -176,6 +176,11 @@ def body_fields(text: str) -> dict[str, Any]:
     return fields
 
 
+def is_header_value(text: str) -> bool:
+    """Return whether a text can be the value of a header."""
+    return text.isprintable() and text.isascii() and len(text) <= 8192
+
+
 @expects('a JSON object of texts, such as {"X-Tenant": "a"}', json.dumps, reads_dict=True)
 def headers(text: str) -> dict[str, str]:
     """Return headers that are added to each request."""
@@ -183,7 +188,7 @@ def headers(text: str) -> dict[str, str]:
     for name, value in fields.items():
         if not _HEADER_NAME.fullmatch(name) or name.lower() in _OWN_HEADERS:
             raise Reason(f"{name!r} is not a header that can be added")
-        if not isinstance(value, str) or not value.isprintable() or not value.isascii() or len(value) > 8192:
+        if not isinstance(value, str) or not is_header_value(value):
             raise Reason(f"the value of {name} must be printable ASCII text of at most 8,192 characters")
     return fields
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from disagg.errors import ConfigError
 from launch.bounded_http import MAX_PAGE_BYTES
 from mpillm.comms.messages import Refusal
 from mpillm.cores.openai_client.dialect import DIALECTS, PATHS, Dialect
@@ -22,6 +23,7 @@ from mpillm.cores.openai_client.http_connection import (
     Receiver,
 )
 from mpillm.cores.openai_client.server_tally import Request, ServerTally
+from mpillm.options.parsers import is_header_value
 
 CONNECT_S = 10.0  # longest wait for a connection
 _PORTS = {"http": 80, "https": 443}
@@ -58,6 +60,14 @@ def _tls(insecure: bool) -> ssl.SSLContext:
     return context
 
 
+def api_key() -> str:
+    """Return the key for servers; "" if there is none. Raises ConfigError if it cannot be in a header."""
+    key = os.environ.get(API_KEY, "")
+    if not is_header_value(key) or key != key.strip():  # the message does not have the key
+        raise ConfigError(f"{API_KEY}: its value must be printable ASCII text without blanks around it")
+    return key
+
+
 class RemoteServer:
     """A server. Everything but the address belongs to the event loop's thread."""
 
@@ -71,7 +81,8 @@ class RemoteServer:
         request_path: str | None = None,
         insecure: bool = False,
     ) -> None:
-        """`url`: host:port, or http(s)://host[:port][/path]. Raises ValueError for any other form.
+        """`url`: host:port, or http(s)://host[:port][/path]. Raises ValueError for any other form, and
+        ConfigError for a wrong key.
 
         `strict_model`: see `ServerTally`. `headers`: more of them, for each request. `session_header`: see
         `start`. `request_path`: in place of that of completions and chats. `insecure`: do not check the
@@ -90,7 +101,7 @@ class RemoteServer:
         self._path, self._request_path = parts.path, request_path
         behind = parts.scheme in getproxies() and not proxy_bypass(self.host)
         self._past_proxy = " (the proxy of the environment is not used)" if behind else ""
-        key = os.environ.get(API_KEY)
+        key = api_key()
         self.sends_key = bool(key)
         more = {"Authorization": f"Bearer {key}"} if key else {}
         more |= headers or {}
