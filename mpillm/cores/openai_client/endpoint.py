@@ -93,9 +93,12 @@ class RemoteServer:
         try:
             parts = urlsplit(self.url)
             self.host, self._port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
-        except (KeyError, ValueError):  # another scheme, or an invalid port
+            self.host.encode("idna")  # as it is looked up
+            self.url.encode("latin-1")  # as it is sent
+        except (KeyError, ValueError):  # another scheme, an invalid port, or a name that DNS cannot have
             self.host = ""
-        if not self.host or "@" in parts.netloc or parts.query:
+        is_text = self.url.isprintable() and " " not in self.url
+        if not (self.host and is_text) or "@" in parts.netloc or parts.query:
             raise ValueError(f"{url} is not host:port, or a URL of http or https without user and query")
         self._tls = _tls(insecure) if parts.scheme == "https" else None
         self._path, self._request_path = parts.path, request_path
