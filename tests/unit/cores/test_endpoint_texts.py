@@ -127,3 +127,20 @@ def test_a_server_that_stops_counting() -> None:
         assert failure(core).endswith(
             "no usage in its answer: name the folder of the tokenizer with --model_path"
         )
+
+
+def test_a_server_that_counts_more_than_it_was_asked_for() -> None:
+    """Its number became a list of that length."""
+    counts = server_of()
+
+    def answer(request: Request) -> Reply:
+        if request.json["max_tokens"] == 1:
+            return counts(request)
+        usage = {"prompt_tokens": 3, "completion_tokens": 50_000_000}
+        return plain({**choice(None, "word", "stop"), "usage": usage})
+
+    with ScriptedServer(answer) as server, started(server, sends_text=True) as core:
+        core.enqueue(requests(PROMPTS, max_output=5))
+        said = failure(core)
+        assert said.startswith(server.url)
+        assert said.endswith("its usage has 50,000,000 tokens for an answer of at most 5")
