@@ -18,17 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpillm.files import excerpt
+from mpillm.options.parsers import SET_FIELDS
 
 # Keys of the output length: vLLM, GuideLLM, Mooncake, OpenAI
 LENGTHS = (
     *("output_tokens", "output_tokens_count", "output_length", "output_len"),
     *("max_completion_tokens", "max_tokens"),
 )
-# Fields of a body that mpillm sets, or that are read as prompts and lengths
-_SET = {
-    *("model", "prompt", "messages", "input", "instructions", "tools", "n", "stream", "stream_options"),
-    *("cache_salt", "return_token_ids", "detokenize", "max_output_tokens", "max_new_tokens", *LENGTHS),
-}
+_SET = SET_FIELDS.union(LENGTHS)  # or read as lengths
 # Fields of rows that are not the complete body of a request. Other names may be a data set's own columns.
 _FIELDS = (
     *("response_format", "tool_choice", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs"),

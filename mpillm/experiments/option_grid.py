@@ -88,11 +88,20 @@ class Point:
 
     @property
     def folder(self) -> str:
-        """Name of the run directory, which only depends on the arguments."""
-        text = json.dumps(self.args)
+        """Name of a new run directory: the varied options, and the digest of all arguments."""
         values = ",".join(f"{name}={value}" for name, value in self.values.items())
         plain = "".join(c if c.isalnum() or c in "=,._-" else "_" for c in values)[:80]
-        return f"{plain or 'run'}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+        return f"{plain or 'run'}-{self._digest}"
+
+    @property
+    def _digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.args).encode()).hexdigest()[:8]
+
+    def directory(self, sweep: Path) -> Path:
+        """Return the run directory in a sweep's folder: with a result if any grid had this point."""
+        new = sweep / self.folder
+        others = sorted(sweep.glob(f"*-{self._digest}"))
+        return next((one for one in (new, *others) if finished(one) is not None), new)
 
 
 def grid_points(grid: Grid) -> Iterator[Point]:

@@ -160,6 +160,16 @@ class RateTests:
         """Length of a short test, seconds; by default a tenth of a full test."""
         return self.probe_s or min(60.0, max(5.0, self.full_s / 10))
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of all tests of a search, also when it is continued."""
+        return {
+            "options": self.args,
+            "mpirun": self.mpirun,
+            "goodput": self.limits_ms,
+            "short_s": self.short_s,
+        }
+
     def prepare(self) -> None:
         """Create the folder. Raises ConfigError if there are no limits, or the scenario has no rate."""
         config = self.config

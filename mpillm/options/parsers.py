@@ -137,12 +137,19 @@ def token_ids(text: str) -> tuple[int, ...]:
     return tuple(map(natural, text.split(",")))
 
 
-# Fields of requests that mpillm sets, and headers of their transport.
-_OWN_FIELDS = {
-    *("model", "prompt", "messages", "tools", "n", "stream", "stream_options", "seed", "temperature"),
-    *("top_p", "top_k", "max_tokens", "max_completion_tokens", "min_tokens", "stop", "stop_token_ids"),
-    *("ignore_eos", "cache_salt"),
+SET_FIELDS = frozenset(
+    {
+        *("model", "prompt", "messages", "input", "instructions", "tools", "n", "stream", "stream_options"),
+        *("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "cache_salt"),
+        *("return_token_ids", "detokenize"),
+    }
+)
+"""Fields of requests that mpillm sets: no option and no row of a data set adds them."""
+# Those that options set for all requests, and a row of a data set for its own.
+_SAMPLING_FIELDS = {
+    *("seed", "temperature", "top_p", "top_k", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
 }
+# Headers of the requests' transport.
 _OWN_HEADERS = {
     *("host", "content-type", "content-length", "content-encoding", "transfer-encoding", "connection"),
     *("expect", "upgrade", "accept-encoding", "x-session-id"),
@@ -164,9 +171,14 @@ def _json_object(text: str) -> dict[str, Any]:
 def body_fields(text: str) -> dict[str, Any]:
     """Return fields that are added to the body of each request."""
     fields = _json_object(text)
-    if own := sorted(_OWN_FIELDS & fields.keys()):
+    if own := sorted((SET_FIELDS | _SAMPLING_FIELDS) & fields.keys()):
         raise Reason(f"mpillm sets {own[0]} by itself, from other options and the data set")
     return fields
+
+
+def is_header_value(text: str) -> bool:
+    """Return whether a text can be the value of a header."""
+    return text.isprintable() and text.isascii() and len(text) <= 8192
 
 
 @expects('a JSON object of texts, such as {"X-Tenant": "a"}', json.dumps, reads_dict=True)
@@ -176,7 +188,7 @@ def headers(text: str) -> dict[str, str]:
     for name, value in fields.items():
         if not _HEADER_NAME.fullmatch(name) or name.lower() in _OWN_HEADERS:
             raise Reason(f"{name!r} is not a header that can be added")
-        if not isinstance(value, str) or not value.isprintable() or not value.isascii() or len(value) > 8192:
+        if not isinstance(value, str) or not is_header_value(value):
             raise Reason(f"the value of {name} must be printable ASCII text of at most 8,192 characters")
     return fields
 

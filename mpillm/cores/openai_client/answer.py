@@ -77,6 +77,9 @@ _PROMPT = re.compile(rb'"prompt_token_ids": ?\[')  # vLLM sends them with `retur
 _LONG_BYTES = 4096  # of JSON
 _REASONING = ("reasoning_content", "reasoning")  # vLLM sends both names
 _MAX_PIECES = 64  # pieces of text, for each requested token
+# Bytes of a stream, for each requested token; besides, the events with the prompt may have MAX_EVENT_BYTES.
+_MAX_BYTES = 1 << 15
+_MAX_COUNT = (1 << 31) - 1  # tokens of a prompt or an answer
 REQUEST_STATUSES = (400, 404, 413, 422, 429)  # caused by one request, unlike 401
 _MAX_MODELS, _MAX_NAME = 4, 4096  # names of models that one answer may have, and their characters
 _MAX_CHARS = 300  # characters of an error
@@ -115,6 +118,7 @@ class CompletionResponse:
         self.streams = stream
         self._events = EventStream() if stream else None
         self._body = bytearray()
+        self._n_bytes = 0  # of the stream
 
     @property
     def body(self) -> bytes:
@@ -141,6 +145,9 @@ class CompletionResponse:
             if len(self._body) > MAX_ANSWER_BYTES:
                 raise AnswerError(f"its answer is longer than {MAX_ANSWER_BYTES} bytes")
             return
+        self._n_bytes += len(data)
+        if self._n_bytes > (most := MAX_EVENT_BYTES + _MAX_BYTES * self._max_tokens):
+            raise AnswerError(f"it sent more than {most} bytes for {self._max_tokens} requested tokens")
         events = self._events.feed(data)
         if len(events) > 1 and (messages := _together(events)) is not None:
             for event, message in zip(events, messages, strict=False):
@@ -288,9 +295,9 @@ def text_of(pieces: Sequence[str]) -> str:
 
 def count_of(value: Any) -> int | None:
     """Return a number of tokens from a server's `usage`. Raises TypeError if it is not one."""
-    if value is None or type(value) is int:
+    if value is None or (type(value) is int and 0 <= value <= _MAX_COUNT):
         return value
-    raise TypeError("usage has whole numbers")
+    raise TypeError(f"usage has whole numbers of tokens, at most {_MAX_COUNT}")
 
 
 def _without_prompt(data: bytes) -> bytes:

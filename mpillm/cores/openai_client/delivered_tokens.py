@@ -9,6 +9,7 @@ from mpillm.cores.openai_client.call import Call
 from mpillm.data.tokenizer import Tokenizer
 
 UNKNOWN = 0  # in place of a token id that the server does not send
+_MAX_COUNTED = 8  # times the requested tokens: servers may count more than the text, such as end tokens
 _HIGH_SURROGATES = tuple(map(chr, range(0xD800, 0xDC00)))  # the first surrogates of characters in two pieces
 
 
@@ -51,6 +52,10 @@ class AnswerTokens:
             return min(1, answer.size)
         if answer.completion_tokens is None:
             raise AnswerError("no usage in its answer: name the folder of the tokenizer with --model_path")
+        if answer.completion_tokens > _MAX_COUNTED * (most := call.sampling.max_tokens):
+            raise AnswerError(
+                f"its usage has {answer.completion_tokens:,} tokens for an answer of at most {most:,}"
+            )
         return answer.completion_tokens
 
     def new(self, call: Call, delivered: DeliveredTokens) -> list[int]:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from disagg.errors import ConfigError
 from launch.bounded_http import MAX_PAGE_BYTES
 from mpillm.comms.messages import Refusal
 from mpillm.cores.openai_client.dialect import DIALECTS, PATHS, Dialect
@@ -22,6 +23,7 @@ from mpillm.cores.openai_client.http_connection import (
     Receiver,
 )
 from mpillm.cores.openai_client.server_tally import Request, ServerTally
+from mpillm.options.parsers import is_header_value
 
 CONNECT_S = 10.0  # longest wait for a connection
 _PORTS = {"http": 80, "https": 443}
@@ -58,6 +60,14 @@ def _tls(insecure: bool) -> ssl.SSLContext:
     return context
 
 
+def api_key() -> str:
+    """Return the key for servers; "" if there is none. Raises ConfigError if it cannot be in a header."""
+    key = os.environ.get(API_KEY, "")
+    if not is_header_value(key) or key != key.strip():  # the message does not have the key
+        raise ConfigError(f"{API_KEY}: its value must be printable ASCII text without blanks around it")
+    return key
+
+
 class RemoteServer:
     """A server. Everything but the address belongs to the event loop's thread."""
 
@@ -71,7 +81,8 @@ class RemoteServer:
         request_path: str | None = None,
         insecure: bool = False,
     ) -> None:
-        """`url`: host:port, or http(s)://host[:port][/path]. Raises ValueError for any other form.
+        """`url`: host:port, or http(s)://host[:port][/path]. Raises ValueError for any other form, and
+        ConfigError for a wrong key.
 
         `strict_model`: see `ServerTally`. `headers`: more of them, for each request. `session_header`: see
         `start`. `request_path`: in place of that of completions and chats. `insecure`: do not check the
@@ -82,15 +93,18 @@ class RemoteServer:
         try:
             parts = urlsplit(self.url)
             self.host, self._port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
-        except (KeyError, ValueError):  # another scheme, or an invalid port
+            self.host.encode("idna")  # as it is looked up
+            self.url.encode("latin-1")  # as it is sent
+        except (KeyError, ValueError):  # another scheme, an invalid port, or a name that DNS cannot have
             self.host = ""
-        if not self.host or "@" in parts.netloc or parts.query:
+        is_text = self.url.isprintable() and " " not in self.url
+        if not (self.host and is_text) or "@" in parts.netloc or parts.query:
             raise ValueError(f"{url} is not host:port, or a URL of http or https without user and query")
         self._tls = _tls(insecure) if parts.scheme == "https" else None
         self._path, self._request_path = parts.path, request_path
         behind = parts.scheme in getproxies() and not proxy_bypass(self.host)
         self._past_proxy = " (the proxy of the environment is not used)" if behind else ""
-        key = os.environ.get(API_KEY)
+        key = api_key()
         self.sends_key = bool(key)
         more = {"Authorization": f"Bearer {key}"} if key else {}
         more |= headers or {}
@@ -113,6 +127,8 @@ class RemoteServer:
         self._idle: list[HttpConnection] = []
         self._used: set[HttpConnection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
+        # The task that sends a call. A call that is released, and then started again, has another one.
+        self._senders: dict[OutstandingRequest, asyncio.Task[None]] = {}
 
     def _start_line(self, method: str, path: str) -> bytes:
         return f"{method} {self._path}{self.path_of(path)} HTTP/1.1\r\n{self._head}".encode("latin-1")
@@ -139,19 +155,22 @@ class RemoteServer:
                 self._send(connection, call, request, reused=True)
                 return
         task = asyncio.get_running_loop().create_task(self._connect_for(call, request))
+        self._senders[call] = task
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
 
     async def _connect_for(self, call: OutstandingRequest, request: bytes) -> None:
+        task = asyncio.current_task()
         try:
             connection = await self._connect()
         except NothingSentBack as error:
-            if call in self.calls:
+            if self._senders.get(call) is task:
                 call.on_broken(error)
             return
-        if call in self.calls:
+        if self._senders.get(call) is task:
+            del self._senders[call]
             self._send(connection, call, request, reused=False)
-        else:  # cancelled while connecting
+        else:  # released while connecting
             self._idle.append(connection)
 
     def _send(
@@ -168,6 +187,7 @@ class RemoteServer:
     def release(self, call: OutstandingRequest, connection: HttpConnection | None, is_complete: bool) -> None:
         """End `call`, and reuse its connection if the response was complete; otherwise close it."""
         self.calls.discard(call)
+        self._senders.pop(call, None)
         if connection is None:
             return
         self._used.discard(connection)

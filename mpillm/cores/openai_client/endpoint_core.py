@@ -33,7 +33,7 @@ from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.cores.openai_client.delivered_tokens import AnswerTokens, DeliveredTokens
 from mpillm.cores.openai_client.dialect import COMPLETIONS, PATHS, Sampling
 from mpillm.cores.openai_client.disagg_protocol import BootstrapProtocol, protocol_of
-from mpillm.cores.openai_client.endpoint import EndpointError, RemoteServer, ServerUnreachable
+from mpillm.cores.openai_client.endpoint import EndpointError, RemoteServer, ServerUnreachable, api_key
 from mpillm.cores.openai_client.endpoint_options import EndpointOptions, HarnessValues
 from mpillm.cores.openai_client.profiling import ServerProfilers
 from mpillm.cores.openai_client.readiness import (
@@ -109,6 +109,7 @@ class EndpointCore(ClientCore):
                 "--core_options model:NAME and --lora_modules exclude each other: add the name to the latter",
                 about=["core_options", "lora_modules"],
             )
+        api_key()  # raises ConfigError, also for servers that start later
         for url in harness.endpoint_urls:
             with about("trtllm_server_urls"):
                 try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -275,22 +276,10 @@ async def choose_dialect(
     these requests.
     """
     dialects = MESSAGE_DIALECTS.get(path, TEXT_DIALECTS if texts else DIALECTS)
-    start, where = time.monotonic(), f"{endpoint.url}{endpoint.path_of(path)}"
-    end = start + timeout_s
+    end, where = time.monotonic() + timeout_s, f"{endpoint.url}{endpoint.path_of(path)}"
     refusals: list[str] = []
     for dialect in dialects:
-        request = _probe(endpoint, dialect, more, stream=False)
-        while True:
-            try:
-                left = max(0.0, end - time.monotonic())
-                status, headers, reply = await endpoint.fetch("POST", dialect.path, left, request)
-            except HttpError as error:
-                option = f" ({longer})" if longer and time.monotonic() >= end else ""
-                raise EndpointError(f"{where}: {error}{option}") from None
-            busy_until = min(end, start + _BUSY_S.get(status, 0.0))
-            if busy_until - time.monotonic() < 1:
-                break
-            await asyncio.sleep(1)
+        status, reply = await _probed(endpoint, dialect, end, longer, more, stream=False)
         if status == 200:
             try:
                 (answer := answer_at(path, False, 1)).feed(reply, 0.0)
@@ -303,7 +292,9 @@ async def choose_dialect(
             if dialect.token_ids and not answer.tokens:
                 continue  # the server has ignored an unknown field
             if texts and not dialect.token_ids:
-                if answer.completion_tokens and (not stream or await _counts(endpoint, dialect, end, more)):
+                if answer.completion_tokens and (
+                    not stream or await _counts(endpoint, dialect, end, longer, more)
+                ):
                     endpoint.dialect = dialect
                     return
                 refusals.append(f"{dialect.name}: no usage, which has the number of tokens")
@@ -314,10 +305,6 @@ async def choose_dialect(
                 )
             endpoint.dialect = dialect
             return
-        if not 400 <= status < 500 or status in (429, *_KEY, *_NO_SUCH_PATH):
-            refusal = failure_text(status, reply, headers.get("location"))
-            advice = _NO_PATH if status in _NO_SUCH_PATH else _advice(status, endpoint)
-            raise EndpointError(f"{where}: {refusal}{advice}")
         refusals.append(f"{dialect.name}: {failure_text(status, reply)}")
     if any("no usage" in refusal for refusal in refusals):
         raise EndpointError(
@@ -334,16 +321,46 @@ def _probe(endpoint: RemoteServer, dialect: Dialect, more: Mapping[str, Any], *,
     return body(dialect, endpoint.model, prompt, Sampling(max_tokens=1, extra=more), stream)
 
 
-async def _counts(endpoint: RemoteServer, dialect: Dialect, end: float, more: Mapping[str, Any]) -> bool:
+async def _probed(
+    endpoint: RemoteServer,
+    dialect: Dialect,
+    end: float,
+    longer: str,
+    more: Mapping[str, Any],
+    *,
+    stream: bool,
+) -> tuple[int, bytes]:
+    """Return the status and body of the response to a request of one token; wait for a busy server.
+
+    Raises EndpointError if there is none until `end`, or for a status that does not depend on the dialect.
+    """
+    request = _probe(endpoint, dialect, more, stream=stream)
+    start, where = time.monotonic(), f"{endpoint.url}{endpoint.path_of(dialect.path)}"
+    while True:
+        try:
+            left = max(0.0, end - time.monotonic())
+            status, headers, reply = await endpoint.fetch("POST", dialect.path, left, request)
+        except HttpError as error:
+            option = f" ({longer})" if longer and time.monotonic() >= end else ""
+            raise EndpointError(f"{where}: {error}{option}") from None
+        busy_until = min(end, start + _BUSY_S.get(status, 0.0))
+        if busy_until - time.monotonic() < 1:
+            break
+        await asyncio.sleep(1)
+    if status != 200 and (not 400 <= status < 500 or status in (429, *_KEY, *_NO_SUCH_PATH)):
+        refusal = failure_text(status, reply, headers.get("location"))
+        advice = _NO_PATH if status in _NO_SUCH_PATH else _advice(status, endpoint)
+        raise EndpointError(f"{where}: {refusal}{advice}")
+    return status, reply
+
+
+async def _counts(
+    endpoint: RemoteServer, dialect: Dialect, end: float, longer: str, more: Mapping[str, Any]
+) -> bool:
     """Return whether a stream of this server has usage (token counts)."""
-    request = _probe(endpoint, dialect, more, stream=True)
-    left = max(0.0, end - time.monotonic())
-    try:
-        status, _, reply = await endpoint.fetch("POST", dialect.path, left, request)
-        (answer := answer_at(dialect.path, True, 1)).feed(reply, 0.0)
+    status, reply = await _probed(endpoint, dialect, end, longer, more, stream=True)
+    answer = answer_at(dialect.path, True, 1)
+    with contextlib.suppress(AnswerError, ValueError):  # an end token alone has no text
+        answer.feed(reply, 0.0)
         answer.finish(0.0)
-    except HttpError as error:
-        raise EndpointError(f"{endpoint.url}{endpoint.path_of(dialect.path)}: {error}") from None
-    except (AnswerError, ValueError):  # an end token alone has no text
-        return status == 200 and bool(answer.completion_tokens)
     return status == 200 and bool(answer.completion_tokens)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from disagg.errors import ConfigError
 from mpillm.errors import ExitCode
@@ -76,32 +77,46 @@ def main(argv: Sequence[str]) -> int:
     print(indented("A: ", texts[0]), indented("B: ", texts[1]), sep="\n")
     print(f"{options.pairs} pairs, in {display_path(folder)}", flush=True)
     repeated = RepeatedPrompts()
-    pairs, doubtful = run_pairs(
-        *(folder, ranks, sides, configs, options.pairs, repeated),
-        report=lambda line: print(indented("  ", line), flush=True),
-    )
-    verdict = judge(pairs, metric)
+    pairs: list[dict[str, dict[str, float]]] = []
+    doubtful: list[tuple[str, str]] = []
+    try:
+        for figures, doubts in run_pairs(
+            *(folder, ranks, sides, configs, options.pairs, metric, repeated),
+            report=lambda line: print(indented("  ", line), flush=True),
+        ):
+            pairs.append(figures)
+            doubtful += doubts
+        verdict = judge(pairs, metric)
+    except BaseException:  # also Ctrl-C
+        if pairs:
+            options.report(_result(sides, metric, pairs, doubtful))
+        raise
     rows = [["pair", "A", "B", "B/A"]]
     for number, pair in enumerate(pairs, 1):
         a, b = pair["A"][metric], pair["B"][metric]
         rows.append([str(number), f"{a:,.5g}", f"{b:,.5g}", f"{b / a:.4f}"])
     print(f"\n{metric.replace('_', ' ')}\n{table(rows)}\n\n{verdict_text(verdict, options.pairs)}")
-    doubts = grouped_doubts(doubtful)
-    for line in doubts:
+    lines = grouped_doubts(doubtful)
+    for line in lines:
         print(indented("doubtful: ", line))
     page = folder / "ab.html"
-    doubts += filter(None, [repeated.text])
-    write_text(page, ab_page(folder, texts, metric, pairs, verdict_text(verdict, options.pairs), doubts))
+    lines += filter(None, [repeated.text])
+    write_text(page, ab_page(folder, texts, metric, pairs, verdict_text(verdict, options.pairs), lines))
     print(f"\npage  {display_path(page)}")
-    result = {
-        **sides,
-        "metric": metric,
-        "pairs": pairs,
-        "doubts": [f"{run}: {doubt}" for run, doubt in doubtful],
-        "verdict": asdict(verdict) | {"real": verdict.real},
-    }
-    options.report(result)
+    judged = {"verdict": asdict(verdict) | {"real": verdict.real}}
+    options.report(_result(sides, metric, pairs, doubtful) | judged)
     return ExitCode.DONE
+
+
+def _result(
+    sides: Mapping[str, Sequence[str]],
+    metric: str,
+    pairs: Sequence[Mapping[str, Mapping[str, float]]],
+    doubtful: Sequence[tuple[str, str]],
+) -> dict[str, Any]:
+    """Return the figures for --json and --output."""
+    doubts = [f"{run}: {doubt}" for run, doubt in doubtful]
+    return {**sides, "metric": metric, "pairs": pairs, "doubts": doubts}
 
 
 def check_metric(metric: str, configs: Iterable[RunConfig]) -> None:

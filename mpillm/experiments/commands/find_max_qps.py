@@ -80,9 +80,7 @@ def main(argv: Sequence[str]) -> int:
         options.probe_duration,
     )
     tests.prepare()
-    record = SearchRecord(
-        tests.folder, {"options": typed, "mpirun": tests.mpirun, "goodput": config.goodput or {}}
-    )
+    record = SearchRecord(tests.folder, tests.settings)
     if tests.note:
         print(indented("", tests.note), flush=True)
     if config.server:

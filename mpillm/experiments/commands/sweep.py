@@ -92,7 +92,7 @@ def _point(
     `lasted`: gets the duration of a new run.
     """
     head = f"  {i} of {len(todo)}  "
-    where = folder / point.folder
+    where = point.directory(folder)
     row = {"options": dict(point.values), "run": str(where)}
     label = " ".join(f"{name}={value}" for name, value in point.values.items())
     if (run := finished(where)) is not None:
@@ -113,7 +113,7 @@ def _point(
 
 def _left(folder: Path, others: Sequence[Point], lasted: Sequence[float]) -> str:
     """Return the estimated remaining time, from the runs so far, as the end of a line."""
-    n = sum(finished(folder / point.folder) is None for point in others)
+    n = sum(finished(point.directory(folder)) is None for point in others)
     return f"  about {duration(n * mean(lasted))} left" if n else ""
 
 

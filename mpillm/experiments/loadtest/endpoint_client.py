@@ -38,6 +38,8 @@ class EndpointClient:
         """
         try:
             self.endpoint = RemoteServer(url)
+        except ConfigError:  # the key
+            raise
         except ValueError as error:
             raise ConfigError(f"--url {error}", about=["url"]) from None
         self._tokenizer = tokenizer

@@ -153,7 +153,8 @@ def _requests(load: LoadSpec) -> list[RequestRecord]:
     first: dict[str, float] = {}
     errors: dict[str, str] = {}
     records = []
-    for event in read_lines(load.folder / EVENTS, len(load.order)):
+    n_chunks = max(load.lengths) if load.all_chunks else 0
+    for event in read_lines(load.folder / EVENTS, len(load.order), n_chunks):
         kind, one, at = event["event_type"], event["sample_uuid"], event["timestamp_ns"] * _NS
         if one not in samples:
             continue

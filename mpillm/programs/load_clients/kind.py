@@ -233,13 +233,15 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         file.writelines(f"{json.dumps(row)}\n" for row in rows)
 
 
-def read_lines(path: Path, n_requests: int) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path, n_requests: int, n_chunks: int = 0) -> Iterator[dict[str, Any]]:
     """Yield the objects of a client's JSONL file about its requests.
+
+    `n_chunks`: maximum number of pieces of a stream, if the file has a line for each of them.
 
     Raises OSError; ConfigError for a damaged file, a line of more than 16 MiB, or more lines than clients
     write for this number of requests.
     """
-    max_lines = _MORE_LINES + _LINES_OF_A_REQUEST * n_requests
+    max_lines = _MORE_LINES + (_LINES_OF_A_REQUEST + n_chunks) * n_requests
     with path.open("rb") as file:
         for number, line in enumerate(iter(partial(file.readline, _MAX_LINE + 1), b""), 1):
             if number > max_lines:

@@ -159,6 +159,8 @@ def _ready_url(options: _Options) -> str:
     """Wait until the server is ready; return its URL. Raises ConfigError for a wrong URL, EndpointError."""
     try:
         server = RemoteServer(options.url or "")
+    except ConfigError:  # the key
+        raise
     except ValueError as error:
         raise ConfigError(f"--url {error}", about=["url"]) from None
     thread, console, began = ClientThread("mpillm-http"), Console(sys.stdout, sys.stderr), time.monotonic()

@@ -136,6 +136,22 @@ def test_text_that_never_ends() -> None:
             answer.feed(event(choice(text="t")), 0.0)
 
 
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_bytes_for_ever_in_events(is_chat: bool) -> None:
+    """Few long pieces of text, and deltas without any, were kept without a bound."""
+    answer = CompletionResponse(stream=True, max_tokens=4, is_chat=is_chat)
+    piece = {"choices": [{"delta": {}, "pad": "x" * 60_000}]} if is_chat else choice(text="x" * 1_000_000)
+    with pytest.raises(AnswerError, match=r"^it sent more than 16908288 bytes for 4 requested tokens$"):
+        for _ in range(1000):
+            answer.feed(event(piece), 0.0)
+
+
+@pytest.mark.parametrize("count", [-1, 1 << 31])
+def test_counts_that_no_answer_has(count: int) -> None:
+    said = read([*EVENTS, event({"choices": [], "usage": {"completion_tokens": count}})])
+    assert isinstance(said, str) and "usage has whole numbers of tokens" in said
+
+
 FOR_EVER = {
     "a line": b"data: " + b"x" * 65_000,
     "comments": b": busy\n" * 9_000,

@@ -6,9 +6,12 @@ import math
 
 import pytest
 
+from disagg.errors import ConfigError
 from mpillm.comms.messages import RequestFlag
 from mpillm.cores.clients import share_of
+from mpillm.data.tokenizer import NoTokenizer
 from mpillm.errors import RunError
+from mpillm.experiments.loadtest.endpoint_client import EndpointClient
 from mpillm.trtllm.endpoint import TrtllmEndpointCore
 from tests.helpers.endpoint_cores import (
     CANCELLED,
@@ -128,6 +131,19 @@ def test_a_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with ScriptedServer() as server, started(server):
         assert {request.headers.get("authorization") for request in server.requests} == {"Bearer secret"}
+
+
+@pytest.mark.parametrize("key", ["s3same\n", " s3same", "\N{LEFT DOUBLE QUOTATION MARK}s3same", "s3\x1bsame"])
+def test_a_key_that_cannot_be_a_header(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server printed it in its answer to the malformed request."""
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    expected = "OPENAI_API_KEY: its value must be printable ASCII text without blanks around it"
+    with pytest.raises(ConfigError) as caught, core_of("localhost:1"):
+        pass
+    assert str(caught.value) == expected
+    with pytest.raises(ConfigError) as caught:
+        EndpointClient("localhost:1", NoTokenizer(""), None, None, 1.0, 1.0)
+    assert str(caught.value) == expected
 
 
 def test_connections_are_kept() -> None:

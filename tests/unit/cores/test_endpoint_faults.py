@@ -364,3 +364,18 @@ def test_another_server_takes_over() -> None:
 @pytest.mark.parametrize("url", ["host:1", "http://host:1/", "http://host:1/v1", "host:1/v1/"])
 def test_messages_name_a_server_without_the_end_that_each_path_begins_with(url: str) -> None:
     assert RemoteServer(url).url == "http://host:1"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://host..domain:8000",
+        f"http://{'h' * 64}.domain",
+        "http://host/a b",
+        "http://ho\0st:1",
+        "http://host/\N{HIRAGANA LETTER A}",
+    ],
+)
+def test_addresses_to_which_no_request_can_be_sent(url: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(url)} is not host:port, or a URL"):
+        RemoteServer(url)

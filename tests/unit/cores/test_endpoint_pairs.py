@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
@@ -14,7 +15,12 @@ import pytest
 
 from mpillm.cores.base import LLMCore
 from mpillm.cores.capabilities import FindsServers
+from mpillm.cores.openai_client.call import Call
+from mpillm.cores.openai_client.client import Client
+from mpillm.cores.openai_client.dialect import Sampling
 from mpillm.cores.openai_client.disagg_protocol import BootstrapProtocol
+from mpillm.cores.openai_client.endpoint import EndpointError, RemoteServer
+from mpillm.cores.openai_client.http_connection import HttpConnection
 from mpillm.errors import RunError
 from mpillm.report.validity_checks import doubts, failed_checks, server_checks
 from tests.helpers.endpoint_cores import CANCELLED, FINAL, PROMPTS, SERVER, Rows, core_of, failure, requests
@@ -23,6 +29,7 @@ from tests.helpers.scripted_server import (
     STREAM,
     Reply,
     Request,
+    ScriptedServer,
     answer_of,
     choice,
     chunk,
@@ -184,6 +191,59 @@ def test_a_request_that_did_not_begin_is_sent_again_to_both(whose: str, reply: R
     first, second = at[whose]
     assert first != second, "another room"
     assert second in at[other], "it may read the first request later"
+
+
+class SlowToConnect(RemoteServer):
+    """A server whose connections are complete only after `may_connect`."""
+
+    may_connect: asyncio.Event
+
+    async def _connect(self, limit_s: float = LONG_S) -> HttpConnection:
+        await self.may_connect.wait()
+        return await super()._connect(limit_s)
+
+
+class Outcome:
+    """Listener for one call."""
+
+    def __init__(self) -> None:
+        self.call: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
+
+    def on_first(self, call: Call) -> None:
+        pass
+
+    def on_done(self, call: Call) -> None:
+        self.call.set_result(call)
+
+    def on_failed(self, call: Call, error: EndpointError) -> None:
+        self.call.set_exception(error)
+
+    def on_cancelled(self, call: Call) -> None:
+        self.call.cancel()
+
+
+def test_a_request_that_is_sent_again_before_it_has_a_connection_is_sent_once() -> None:
+    """The server got it over the first attempt's connection, and over the second's."""
+    replies = iter([BUSY])
+    empty = plain({**choice(None, "", "length"), "usage": {"prompt_tokens": 2, "completion_tokens": 1}})
+
+    async def answered(context: ScriptedServer, generation: ScriptedServer) -> list[int]:
+        endpoint, outcome = SlowToConnect(generation.url), Outcome()
+        endpoint.may_connect = asyncio.Event()
+        contexts = [RemoteServer(context.url)]
+        client = Client([endpoint], outcome, str, True, LONG_S, LONG_S, contexts, BootstrapProtocol())
+        client.submit(1, [5, 6], Sampling(max_tokens=4))
+        while len(context.asked()) < 2:
+            await asyncio.sleep(0.01)
+        endpoint.may_connect.set()
+        call = await asyncio.wait_for(outcome.call, LONG_S)
+        assert client.retries == 1 and not endpoint.calls
+        client.close()
+        return call.answer.tokens
+
+    with ScriptedServer(lambda _: next(replies, empty)) as context, ScriptedServer() as generation:
+        assert asyncio.run(answered(context, generation)) == answer_of([5, 6], 4)
+        assert len(generation.asked()) == 1
 
 
 def test_a_context_that_breaks_in_the_middle() -> None:

@@ -90,6 +90,31 @@ def test_a_server_that_does_not_count(answers: Callable[[Request], Reply], optio
         pass
 
 
+def busy_streams(times: int) -> Callable[[Request], Reply]:
+    """Return a server of text that refuses its first streams: a rate limit."""
+    left, answer = iter(range(times)), server_of()
+
+    def answer_or_refuse(request: Request) -> Reply:
+        if request.json.get("stream") and next(left, None) is not None:
+            return plain({"error": {"message": "slow down"}}, "429 Too Many Requests")
+        return answer(request)
+
+    return answer_or_refuse
+
+
+def test_a_rate_limit_while_streams_are_checked() -> None:
+    """It was reported as missing usage, without a wait."""
+    with ScriptedServer(busy_streams(1)) as server, started(server, SERVER, sends_text=True) as core:
+        core.enqueue(requests(PROMPTS, max_output=5))
+        Rows(core).until(2)
+    with (
+        ScriptedServer(busy_streams(99)) as server,
+        pytest.raises(RunError, match="completions: HTTP 429: slow down; it refuses every request"),
+        started(server, SERVER, sends_text=True),
+    ):
+        pass
+
+
 def test_a_server_that_stops_counting() -> None:
     """Usage in the probe, and none in the test."""
     counts, forgets = server_of(), server_of(usage=False)
@@ -102,3 +127,20 @@ def test_a_server_that_stops_counting() -> None:
         assert failure(core).endswith(
             "no usage in its answer: name the folder of the tokenizer with --model_path"
         )
+
+
+def test_a_server_that_counts_more_than_it_was_asked_for() -> None:
+    """Its number became a list of that length."""
+    counts = server_of()
+
+    def answer(request: Request) -> Reply:
+        if request.json["max_tokens"] == 1:
+            return counts(request)
+        usage = {"prompt_tokens": 3, "completion_tokens": 50_000_000}
+        return plain({**choice(None, "word", "stop"), "usage": usage})
+
+    with ScriptedServer(answer) as server, started(server, sends_text=True) as core:
+        core.enqueue(requests(PROMPTS, max_output=5))
+        said = failure(core)
+        assert said.startswith(server.url)
+        assert said.endswith("its usage has 50,000,000 tokens for an answer of at most 5")

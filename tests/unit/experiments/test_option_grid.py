@@ -25,6 +25,22 @@ def test_an_option_with_several_words_is_varied() -> None:
     assert len({point.folder for point in grid_points(grid)}) == 4
 
 
+def test_a_point_is_found_again_in_a_larger_grid(tmp_path: Path) -> None:
+    """Its name has the varied options, and is another one when a second option is varied."""
+    first, second = (
+        [*grid_points(grid_of_args(["--max_batch_size", "4", "8", "--max_output_len", *lengths]))]
+        for lengths in (["8"], ["8", "32"])
+    )
+    for point in first:
+        assert point.directory(tmp_path) == tmp_path / point.folder
+        whole = {"loadgen_result": "VALID", "samples_per_second": 2.0, "tokens_per_second": 9.0}
+        make_run(tmp_path / point.folder, result=whole)
+    found = [point.directory(tmp_path).name for point in second]
+    assert found == [first[0].folder, second[1].folder, first[1].folder, second[3].folder]
+    (tmp_path / first[0].folder / "result.json").write_text("{")
+    assert second[0].directory(tmp_path) == tmp_path / second[0].folder
+
+
 @pytest.mark.parametrize(
     ("args", "values"),
     [

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from disagg.errors import ConfigError
 from mpillm.errors import StageError
-from mpillm.experiments.rate_search import RateTrial, find_max_rate, forecast
+from mpillm.experiments.rate_search import RateTrial, SearchRecord, find_max_rate, forecast
 from mpillm.experiments.rate_tests import RateTests, hopeless
 from mpillm.loadgen.forecast import arrivals
 from mpillm.options.options import parse_run
@@ -107,6 +108,21 @@ def test_a_run_that_fails_ends_the_search() -> None:
     with pytest.raises(StageError, match="a rank was lost"):
         find_max_rate(test, 8.0, 0.02)
     assert len(calls) == 3
+
+
+def test_a_search_with_short_tests_of_another_length_is_another_search(tmp_path: Path) -> None:
+    """It took the earlier short tests for its own, without a word."""
+
+    def search(probe_s: float | None) -> SearchRecord:
+        tests = RateTests(tmp_path, ["-n", "2"], [], parse_run(["--scenarios=Server"]), probe_s)
+        return SearchRecord(tmp_path, tests.settings)
+
+    first = search(8.0)
+    first.begin(5.0)
+    first.add(RateTrial(5.0, False, True))
+    assert search(8.0).known(5.0, False) == first.tests[0]
+    with pytest.raises(ConfigError, match=r"a search with other options began there \(search\.json lists"):
+        search(20.0)
 
 
 def test_most_late_is_the_inverse_of_queries_needed() -> None:

@@ -375,6 +375,26 @@ def test_what_a_client_leaves_of_its_requests_is_read_with_bounds(
         list(kind.read_lines(path, len(load.order)))
 
 
+def test_a_log_with_a_line_for_each_piece_of_a_stream(load: LoadSpec) -> None:
+    """Long measurements of MLPerf Endpoints were discarded after their end."""
+    n, n_tokens = 1000, 200
+    load = replace(load, lengths=[n_tokens] * 2, order=[0] * n, all_chunks=True)
+    folder = load.folder / "inference-endpoint"
+    (folder / "performance").mkdir(parents=True)
+    summary: dict[str, Any] = dict.fromkeys(
+        ("n_samples_completed", "n_samples_failed", "duration_ns", "version"), 0
+    )
+    told: dict[str, Any] = {name: {} for name in ("ttft", "tpot", "latency", "output_sequence_lengths")}
+    (folder / "performance" / "result_summary.json").write_text(json.dumps(summary | told))
+    (folder / "sample_idx_map.json").write_text('{"performance": {"x": 0}}')
+    line = '{"event_type": "sample.recv_non_first", "timestamp_ns": 1, "sample_uuid": "x"}\n'
+    (folder / "events.jsonl").write_text(line * (n * n_tokens))
+    client = kind_of("inference-endpoint")
+    assert client.report(load).completed == 0
+    with pytest.raises(ConfigError, match="more than 116,000 lines, for 1,000 requests"):
+        client.report(replace(load, all_chunks=False))
+
+
 def test_a_line_nested_deep_is_named(load: LoadSpec) -> None:
     path = load.folder / "events.jsonl"
     path.write_bytes(b"[" * 200_000)
