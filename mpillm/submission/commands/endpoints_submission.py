@@ -72,7 +72,7 @@ from mpillm.submission.fixed_concurrency import FixedConcurrency, FullPasses, St
 from mpillm.submission.power import MEASURED, PowerWatch, local_meters
 from mpillm.submission.references import read_references
 from mpillm.submission.rouge import need_libraries
-from mpillm.submission.salts import Salts, salt_seed
+from mpillm.submission.salts import SALT_COUNTS, Salts, next_salt_seed
 from mpillm.submission.scores import METRICS, Row, ScoredResponse
 from mpillm.submission.seed_sets import (
     MODEL,
@@ -358,7 +358,9 @@ def _point(
             state = find_steady_state(passes.complete(), size, min_duration_s(c))
         write_yaml(folder / NOTES, notes | ({STEADY_STATE: state.block()} if state else {}))
     else:
-        salts = Salts(prompts, tokenizer, salt_seed(seeds[MODEL], c, _salt_seed(folder)))
+        # Beside the submission, so that a point whose folder was removed also gets new salts.
+        salt_seed = next_salt_seed(curve.root.parent / SALT_COUNTS, seeds[MODEL], c)
+        salts = Salts(prompts, tokenizer, salt_seed)
         notes[SALT] = salts.description()
         test, passes = _own_test(curve, c, prompts, order, sampling, salts, lasts, max_s)
         watch = PowerWatch(local_meters(options.url or ""))
@@ -385,14 +387,6 @@ def _point(
     if state:
         print(f"{'':>18} {steady_state_line(state, summary['duration_ns'] / 1e9)}", flush=True)
     return failed
-
-
-def _salt_seed(folder: Path) -> str:
-    """Return the seed of the salts in a point's earlier measurement; "" if there is none."""
-    if not (folder / CONFIG).exists():
-        return ""
-    with as_written(folder / CONFIG):
-        return str(read_measurement(folder).get(SALT, {}).get("seed", ""))
 
 
 def _own_test(
