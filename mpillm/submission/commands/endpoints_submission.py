@@ -326,7 +326,6 @@ def _point(
     warm_up = FixedConcurrency(others, iter(range(n_warm)), sampling, n_warm, n_warm)
     took = client.run(warm_up)
     warmed = sum(not record.error for record in warm_up.records)
-    write_json(folder / WARMUP, request_logs(warm_up.records))
     warmed_up = {
         "duration_s": round(took, 3),
         "requests_issued": n_warm,
@@ -344,7 +343,6 @@ def _point(
         SERVED_MODEL: client.endpoint.model,
     }
     notes |= {"seed_set": curve.seed_set.name, SEEDS: dict(seeds)}
-    (folder / NOTES).unlink(missing_ok=True)
     failed: list[str] = []
     state: SteadyState | None = None
     power: dict[str, Any] | None = None
@@ -375,6 +373,7 @@ def _point(
         write_yaml(folder / CONFIG, notes | ({STEADY_STATE: state.block()} if state else {}))
         write_json(folder / SUMMARY, summary)
         failed = _errors(test, curve.title(c))
+    write_json(folder / WARMUP, request_logs(warm_up.records))
     curve.write_point(c)
     watts = f"  {power['mean_w']:.4g} W (NVML)" if power else ""
     print(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from mpillm.experiments.bench.bench_endpoint import null_server
 from mpillm.experiments.loadtest.endpoint_client import EndpointClient
 from mpillm.experiments.loadtest.load_test import LoadTest
 from mpillm.submission.fixed_concurrency import FixedConcurrency
+from tests.helpers.mlcommons_client import install_client
 
 WORDS = ("--benchmarks", "llama3.1-8b", "--model_scale", "tiny", "--submitter", "Us", "--system_name", "Box")
 CURVE = "made/Us/1/results/Box/llama3_1-8b"
@@ -48,3 +50,23 @@ def test_an_interrupted_test_has_used_its_salts(tmp_path: Path, monkeypatch: pyt
         assert first.endswith("/r1/2")
         shutil.rmtree(tmp_path / CURVE / "r1")  # as messages advise
         assert salt_seed().endswith("/r1/3")
+
+
+def test_a_point_outlives_a_failed_measurement_by_mlcommons_client(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with null_server() as url:
+        command = [*command_of(tmp_path, url), *install_client(tmp_path, monkeypatch)]
+        assert main(command) == 0
+        folder = tmp_path / CURVE / "r1"
+        accuracy = folder / "accuracy_results.json"
+        before = {file: file.read_bytes() for file in folder.iterdir() if file != accuracy}
+        accuracy.unlink()  # so that the point is measured again
+        install_client(tmp_path, monkeypatch, fails="Config error: no")
+        assert main(command) == 1
+        assert {file: file.read_bytes() for file in folder.iterdir()} == before
+        install_client(tmp_path, monkeypatch)
+        capsys.readouterr()
+        assert main(command) == 0
+        assert "concurrency 1  without its accuracy run" in capsys.readouterr().out
+        assert json.loads(accuracy.read_text())
