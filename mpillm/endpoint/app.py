@@ -367,7 +367,8 @@ class Service:
 
         Raises ApiError if the answer was refused, has failed or was cancelled.
         """
-        answer, reason, seen_at = choice.answer, "abort", 0.0
+        answer, reason = choice.answer, "abort"
+        gaps = self.metrics.token_gaps(answer)
         try:
             while True:
                 if (piece := choice.take()) is None:
@@ -375,11 +376,9 @@ class Service:
                     continue
                 self._check_answered(answer)
                 if piece.tokens:
-                    if seen_at:
-                        self.metrics.more_tokens(len(piece.tokens), answer.last_at - seen_at)
-                    else:
+                    if choice.n_tokens == len(piece.tokens):
                         self.metrics.first_token(answer)
-                    seen_at = answer.last_at
+                    gaps.add(len(piece.tokens))
                 reason = piece.finish_reason or reason
                 yield piece
                 if choice.n_tokens < len(
