@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from contextvars import ContextVar
@@ -243,10 +243,13 @@ class Service:
         try:
             if completion.stream:
                 return await self._stream(request, completion, shapes, choices)
-            parts: list[str] = []
-            for choice in choices:
+            parts = [""] * len(choices)
+
+            async def read(choice: Choice) -> None:
                 async with aclosing(self._pieces(choice)) as pieces:
-                    parts.append(shapes.choice(choice, [piece async for piece in pieces]))
+                    parts[choice.index] = shapes.choice(choice, [piece async for piece in pieces])
+
+            await _all([read(choice) for choice in choices])
             return web.Response(text=shapes.response(choices, parts), content_type="application/json")
         finally:
             for choice in choices:
@@ -364,7 +367,8 @@ class Service:
 
         Raises ApiError if the answer was refused, has failed or was cancelled.
         """
-        answer, reason, seen_at = choice.answer, "abort", 0.0
+        answer, reason = choice.answer, "abort"
+        gaps = self.metrics.token_gaps(answer)
         try:
             while True:
                 if (piece := choice.take()) is None:
@@ -372,11 +376,9 @@ class Service:
                     continue
                 self._check_answered(answer)
                 if piece.tokens:
-                    if seen_at:
-                        self.metrics.more_tokens(len(piece.tokens), answer.last_at - seen_at)
-                    else:
+                    if choice.n_tokens == len(piece.tokens):
                         self.metrics.first_token(answer)
-                    seen_at = answer.last_at
+                    gaps.add(len(piece.tokens))
                 reason = piece.finish_reason or reason
                 yield piece
                 if choice.n_tokens < len(
@@ -390,6 +392,7 @@ class Service:
             raise
         finally:
             self._finished(choice, reason)
+            self._requests.give_up(answer)  # the engine does not know stop strings
 
     def _finished(self, choice: Choice, reason: str) -> None:
         """Count an answer that has ended for its client."""
@@ -426,10 +429,7 @@ class Service:
                         await response.write(chunk)
 
         try:
-            if is_one:
-                await write(choices[0])
-            else:
-                await _all(write(choice) for choice in choices)
+            await _all([write(choice) for choice in choices])
             if completion.include_usage:
                 end.append(shapes.usage_chunk(choices))
             end.append(DONE)
@@ -447,8 +447,10 @@ class _Stream(web.StreamResponse):
     _send_headers_immediately = False
 
 
-async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+async def _all(works: Sequence[Coroutine[Any, Any, None]]) -> None:
     """Run `works` concurrently. If one fails or the caller is cancelled, cancel the others and await them."""
+    if len(works) == 1:  # a task would only cost time
+        return await works[0]
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)

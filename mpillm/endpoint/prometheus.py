@@ -46,6 +46,30 @@ class BucketHistogram:
         yield f"{name}_count{{{label}}} {total}"
 
 
+class TokenGaps:
+    """Counts the gaps between the tokens of an answer that is read in pieces.
+
+    Tokens that arrive together have equal gaps, whatever the pieces in which they are read.
+    """
+
+    def __init__(self, histogram: BucketHistogram, answer: PendingResponse) -> None:
+        self._histogram = histogram
+        self._answer = answer
+        self._n_read = 0
+        self._last_at = self._gap_s = 0.0
+
+    def add(self, n: int) -> None:
+        """Count the gaps before the next `n` tokens of the answer."""
+        answer, is_first = self._answer, self._n_read == 0
+        if answer.last_at != self._last_at:  # tokens have arrived
+            n_gaps = len(answer.tokens) - self._n_read - is_first
+            self._gap_s = (answer.last_at - (self._last_at or answer.first_at)) / max(1, n_gaps)
+            self._last_at = answer.last_at
+        self._n_read += n
+        if n > is_first:
+            self._histogram.add(self._gap_s, n - is_first)
+
+
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 """The content type."""
 
@@ -84,9 +108,8 @@ class ServeMetrics:
             self._queried_tokens += answer.n_prompt
             self._cached_tokens += answer.cached
 
-    def more_tokens(self, n: int, seconds: float) -> None:
-        """Count `n` tokens that arrived `seconds` after the previous ones."""
-        self._histograms["inter_token_latency_seconds"].add(seconds / n, n)
+    def token_gaps(self, answer: PendingResponse) -> TokenGaps:
+        return TokenGaps(self._histograms["inter_token_latency_seconds"], answer)
 
     def finished(self, answer: PendingResponse, reason: str, n_tokens: int) -> None:
         """Count a request that has ended; `n_tokens`: tokens that the client got.

@@ -242,6 +242,9 @@ def encode(completion: CompletionRequest, served: ServedModel) -> list[tuple[NDA
             both = f"{n} of the prompt and {max_tokens} of the answer are {n + max_tokens}"
             message = f"the model's context is {max_len} tokens; {both}"
             raise ApiError(400, message, param, "context_length_exceeded")
+        if completion.min_tokens > max(max_tokens, served.min_output_len):  # with `max_tokens`, `read` checks
+            message = f"min_tokens {completion.min_tokens} is more than max_tokens, by default {max_tokens}"
+            raise ApiError(400, message, "min_tokens")
         if limits.max_prompt_len is not None and n > limits.max_prompt_len:
             message = (
                 f"{param}: {n} tokens; at most {limits.max_prompt_len} without chunked context"

@@ -156,10 +156,10 @@ def _same_answers(run: Path, reference: Path) -> Judge:
 
 def _outputs(run: Path) -> dict[int, list[int]]:
     try:
-        lines = (run / "outputs.jsonl").read_text(encoding="utf-8").splitlines()
+        with (run / "outputs.jsonl").open(encoding="utf-8") as lines:
+            return {one["index"]: one["output_tokens"] for one in map(json.loads, lines)}
     except OSError:
         return {}
-    return {one["index"]: one["output_tokens"] for one in map(json.loads, lines)}
 
 
 def _layouts(builder: CaseBuilder, config: RunConfig, one: int, two: int) -> list[Step]:

@@ -76,7 +76,7 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
         text = path.read_text(errors="replace")
     except OSError:
         return
-    for line in text.splitlines():
+    for line in text.split("\n"):
         if not line.startswith(_MARKER):
             continue
         try:

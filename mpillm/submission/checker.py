@@ -22,7 +22,7 @@ from mpillm.submission.rules import (
     missing_scenarios,
 )
 from mpillm.submission.scores import check, printed_scores
-from mpillm.submission.submitted_runs import Result, SubmittedRun
+from mpillm.submission.submitted_runs import Result, SubmittedRun, round_of_results
 from mpillm.submission.system import of_servers
 from mpillm.workloads import Workload
 from mpillm.workloads.workload import LatencyLimits
@@ -48,7 +48,7 @@ _NS_PER_MS = 1e6
 def rejected(results: Sequence[Result], system: Mapping[str, Any], division: str) -> list[Problem]:
     """Return the problems for which the checker rejects `results`, with remedies."""
     closed = division == "closed"
-    problems = [*_system(system)]
+    problems = [*_system(system), *_rounds(results)]
     for result in results:
         where = f"{result.benchmark} {result.scenario}"
         for problem in _result(result, closed):
@@ -180,6 +180,17 @@ def _system(system: Mapping[str, Any]) -> Iterator[Problem]:
         if not system[key]:
             text = f"the system description: {key} is empty: add it with --system_description"
             yield Problem(text, ("required_fields_check",))
+
+
+def _rounds(results: Sequence[Result]) -> Iterator[Problem]:
+    """Check that all runs have the seeds of one round. The checker reads those of performance runs."""
+    if (expected := round_of_results(results)) is None:
+        return
+    for run in (run for result in results for run in result.runs.values()):
+        if run.round and run.round != expected:
+            text = f"{run.path}: has the seeds of round {run.round.name}, other runs have those of"
+            checks = ("seeds_check",) if run.kind == "performance" else ()
+            yield Problem(f"{text} {expected.name}; a submission has one round", checks)
 
 
 def _scenarios(results: Sequence[Result], system: Mapping[str, Any]) -> Iterator[Problem]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from disagg.errors import ConfigError
-from disagg.text_file import check_file
 from mpillm.data.preprocessed.loader import loader_of
+from mpillm.data.row_files import read_rows
 from mpillm.submission.scores import Row
 from mpillm.workloads import Workload
 
@@ -25,17 +24,11 @@ def read_references(workload: Workload, file: str) -> list[Row]:
             dict(zip(columns, values, strict=True))
             for values in zip(*(read[column] for column in columns), strict=True)
         ]
-    check_file(path)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"data set {path} cannot be read: {error}") from error
     rows: list[Row] = []
-    for number, line in enumerate(lines, 1):
+    for number, entry in read_rows(path):
         try:
-            entry = json.loads(line)
             rows.append({column: str(entry[column]) for column in columns})
-        except (ValueError, TypeError, RecursionError) as error:
+        except TypeError as error:
             raise ConfigError(f"{path}:{number}: not a JSON object: {error}") from error
         except KeyError as error:
             raise ConfigError(

@@ -10,14 +10,18 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpillm.data.tokenizer import FileTokenizer, Tokenizer
+from mpillm.files import as_written, read_object, write_json
 
 BITS = 64
+SALT_COUNTS = "salts.json"
+"""File with the number of tests of each point so far."""
 _BYTES = BITS // 8
 _MAX_SHARE = 0.5  # of the prompts; a token in more of them may belong to the chat template
 Prompt = NDArray[np.int32]
@@ -56,18 +60,18 @@ class Salts:
         return {"bits": BITS, "after_tokens": self.after, "seed": self._seed}
 
 
-def salt_seed(model_seed: int, concurrency: int, earlier: str) -> str:
-    """Return the seed of a point's salts, from the published one.
+def next_salt_seed(file: Path, model_seed: int, concurrency: int) -> str:
+    """Return the seed of a test's salts, from the published one, and count the test in `file`.
 
-    Each measurement has another one. Otherwise, a server could have the prompts of an earlier point in its
-    prefix cache.
-
-    Args:
-        earlier: Seed of the point's previous measurement; "" if there is none.
+    Each test of a point has another seed, also after an interrupted one. Otherwise, a server could have its
+    prompts in its prefix cache.
     """
-    number = earlier.rpartition("/")[2]
-    measurement = int(number[:9]) + 1 if number.isdecimal() else 1
-    return f"{model_seed}/r{concurrency}/{measurement}"
+    point = f"{model_seed}/r{concurrency}"
+    counts = read_object(file) if file.exists() else {}
+    with as_written(file):
+        number = int(counts.get(point, 0)) + 1
+    write_json(file, counts | {point: number})
+    return f"{point}/{number}"
 
 
 def shared_beginning(prompts: Sequence[Prompt]) -> int:

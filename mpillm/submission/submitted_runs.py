@@ -236,6 +236,13 @@ def group(runs: Iterable[SubmittedRun]) -> list[Result]:
     return [results[key] for key in sorted(results)]
 
 
+def round_of_results(results: Iterable[Result]) -> Round | None:
+    """Return the round with the seeds of the first performance run, or of another run if there is none."""
+    runs = [run for result in results for run in result.runs.values()]
+    runs.sort(key=lambda run: run.kind != "performance")
+    return next((run.round for run in runs if run.round), None)
+
+
 def _fit(a: SubmittedRun, b: SubmittedRun) -> None:
     for name in _SAME:
         first, second = a.directory.config.get(name), b.directory.config.get(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpillm.workloads.early_stopping import SERVER_PERCENTILE, queries_needed
+from mpillm.workloads.early_stopping import SERVER_PERCENTILE, SINGLE_STREAM_PERCENTILE, queries_needed
 from mpillm.workloads.workload import Workload
 
 # Divisors.
@@ -18,6 +18,7 @@ _ANSWER_TOKENS = 64
 _VOCAB_SIZE, _END_ID = 512, 257  # of the presets tiny-llama and tiny-mixtral
 _QPS = 10.0
 _QUERIES = queries_needed(SERVER_PERCENTILE)
+_SINGLE_STREAM_QUERIES = queries_needed(SINGLE_STREAM_PERCENTILE, late=1)
 
 
 def tiny(workload: Workload) -> Workload:
@@ -37,6 +38,7 @@ def tiny(workload: Workload) -> Workload:
         stop_words=tuple(tuple(token % _VOCAB_SIZE for token in word) for word in workload.stop_words),
         loadgen={
             "Offline": {"min_duration": 0.0, "min_query_count": workload.n_samples // _SAMPLES},
+            "SingleStream": {"min_duration": 0.0, "min_query_count": _SINGLE_STREAM_QUERIES},
             "Server": {"min_duration": 0.0, "min_query_count": _QUERIES, "server_target_qps": _QPS},
         },
     )

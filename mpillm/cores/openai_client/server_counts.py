@@ -98,7 +98,7 @@ def reading_of(text: str) -> ServerCounts:
     """Return the counts of a page in Prometheus' text format: sums over all labels."""
     counts: dict[str, float] = {}
     by_position: dict[int, float] = {}
-    for line in text.splitlines():
+    for line in text.split("\n"):
         # A label may hold spaces, and a time may follow the value.
         name, brace, labels = line.partition("{")
         if not brace:

@@ -31,6 +31,7 @@ _HEAD = struct.Struct("<qI")  # size, checksum
 _NOTHING = _HEAD.pack(-1, 0)
 _FETCHED = b"\x01"
 _BACKLOG = 256
+TOO_LATE = "its KV cache did not come in time (--kv_transfer_timeout_ms)"
 _CONNECT_S = 5.0
 _CALLERS = 4  # clients of one cache: the store may not have detected a broken connection yet
 _CHUNK = 1 << 23  # bytes of one call
@@ -161,16 +162,16 @@ def fetch(
     port: int,
     key: bytes,
     n_bytes: int,
-    timeout_s: float,
+    end: float,
     new: Callable[[int], Cache] = plain_memory,
 ) -> Cache:
     """Wait for a cache of `n_bytes`, and fetch it into memory that `new` returns.
 
-    Raises CacheLost if the cache does not arrive within `timeout_s`.
+    Raises CacheLost if the cache does not arrive until `end`, time.monotonic().
     """
-    end = time.monotonic() + timeout_s
     try:
-        with socket.create_connection((host, port), min(timeout_s, _CONNECT_S)) as connection:
+        connect_s = max(0.001, min(end - time.monotonic(), _CONNECT_S))
+        with socket.create_connection((host, port), connect_s) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(key)
             size, expected = _HEAD.unpack(_received(connection, plain_memory(_HEAD.size), end).tobytes())
@@ -184,7 +185,7 @@ def fetch(
             connection.sendall(_FETCHED)
             return cache
     except TimeoutError:
-        raise CacheLost(f"its KV cache did not come within {timeout_s:g} s") from None
+        raise CacheLost(TOO_LATE) from None
     except EOFError:
         raise CacheLost("it closed the connection before its KV cache was here") from None
     except OSError as error:

@@ -31,7 +31,7 @@ from mpillm.endpoint.api_error import ApiError, Json
 from mpillm.endpoint.body_values import token_ids
 from mpillm.endpoint.choices import Choice, Piece
 from mpillm.endpoint.disagg.instances import Arrival
-from mpillm.endpoint.disagg.kv_socket import CacheLost, KvStore, fetch, plain_memory
+from mpillm.endpoint.disagg.kv_socket import TOO_LATE, CacheLost, KvStore, fetch, plain_memory
 from mpillm.endpoint.disagg.opaque_state import KvState, Seal, request_digest
 from mpillm.endpoint.open_requests import PendingResponse
 from mpillm.endpoint.protocol import CompletionRequest, ServedModel
@@ -192,6 +192,7 @@ class DisaggRoutes:
 
         Raises ApiError, naming the context server, if the cache cannot be fetched.
         """
+        end = time.monotonic() + self._timeout_s
         params = completion.disaggregated
         tokens = token_ids(params.get("first_gen_tokens"), "first_gen_tokens", served.vocab_size)
         if len(tokens) != 1:
@@ -208,9 +209,9 @@ class DisaggRoutes:
         at, key = (state.host, state.port), bytes.fromhex(state.key)
         if at not in self._shares:
             self._shares[at] = asyncio.Semaphore(_FETCHES // 2)
-        work = partial(fetch, *at, key, n_bytes, self._timeout_s, self.new_cache)
+        work = partial(fetch, *at, key, n_bytes, end, self.new_cache)
         try:
-            cache = await self._in_thread(self._shares[at], work)
+            cache = await self._in_thread(self._shares[at], work, end)
         except CacheLost as error:
             self.failed_transfers += 1
             _log.warning("%s, %s:%d: %s", state.server, state.host, state.port, error)
@@ -222,11 +223,17 @@ class DisaggRoutes:
         self.transfers += 1
         return Arrival(tokens[0], cache)
 
-    async def _in_thread(self, share: asyncio.Semaphore, work: Callable[[], Cache]) -> Cache:
-        """Run `work` in a thread, which counts in `share` until it ends, even if the request is cancelled."""
+    async def _in_thread(self, share: asyncio.Semaphore, work: Callable[[], Cache], end: float) -> Cache:
+        """Run `work` in a thread, which counts in `share` until it ends, even if the request is cancelled.
+
+        Raises CacheLost if `share` has no place until `end`, time.monotonic().
+        """
         assert self._fetchers is not None
         loop = asyncio.get_running_loop()
-        await share.acquire()
+        try:
+            await asyncio.wait_for(share.acquire(), end - time.monotonic())
+        except asyncio.TimeoutError:
+            raise CacheLost(TOO_LATE) from None
         future = self._fetchers.submit(work)
 
         def release(_: object) -> None:

@@ -72,7 +72,7 @@ from mpillm.submission.fixed_concurrency import FixedConcurrency, FullPasses, St
 from mpillm.submission.power import MEASURED, PowerWatch, local_meters
 from mpillm.submission.references import read_references
 from mpillm.submission.rouge import need_libraries
-from mpillm.submission.salts import Salts, salt_seed
+from mpillm.submission.salts import SALT_COUNTS, Salts, next_salt_seed
 from mpillm.submission.scores import METRICS, Row, ScoredResponse
 from mpillm.submission.seed_sets import (
     MODEL,
@@ -326,7 +326,6 @@ def _point(
     warm_up = FixedConcurrency(others, iter(range(n_warm)), sampling, n_warm, n_warm)
     took = client.run(warm_up)
     warmed = sum(not record.error for record in warm_up.records)
-    write_json(folder / WARMUP, request_logs(warm_up.records))
     warmed_up = {
         "duration_s": round(took, 3),
         "requests_issued": n_warm,
@@ -344,7 +343,6 @@ def _point(
         SERVED_MODEL: client.endpoint.model,
     }
     notes |= {"seed_set": curve.seed_set.name, SEEDS: dict(seeds)}
-    (folder / NOTES).unlink(missing_ok=True)
     failed: list[str] = []
     state: SteadyState | None = None
     power: dict[str, Any] | None = None
@@ -358,7 +356,9 @@ def _point(
             state = find_steady_state(passes.complete(), size, min_duration_s(c))
         write_yaml(folder / NOTES, notes | ({STEADY_STATE: state.block()} if state else {}))
     else:
-        salts = Salts(prompts, tokenizer, salt_seed(seeds[MODEL], c, _salt_seed(folder)))
+        # Beside the submission, so that a point whose folder was removed also gets new salts.
+        salt_seed = next_salt_seed(curve.root.parent / SALT_COUNTS, seeds[MODEL], c)
+        salts = Salts(prompts, tokenizer, salt_seed)
         notes[SALT] = salts.description()
         test, passes = _own_test(curve, c, prompts, order, sampling, salts, lasts, max_s)
         watch = PowerWatch(local_meters(options.url or ""))
@@ -373,6 +373,7 @@ def _point(
         write_yaml(folder / CONFIG, notes | ({STEADY_STATE: state.block()} if state else {}))
         write_json(folder / SUMMARY, summary)
         failed = _errors(test, curve.title(c))
+    write_json(folder / WARMUP, request_logs(warm_up.records))
     curve.write_point(c)
     watts = f"  {power['mean_w']:.4g} W (NVML)" if power else ""
     print(
@@ -385,14 +386,6 @@ def _point(
     if state:
         print(f"{'':>18} {steady_state_line(state, summary['duration_ns'] / 1e9)}", flush=True)
     return failed
-
-
-def _salt_seed(folder: Path) -> str:
-    """Return the seed of the salts in a point's earlier measurement; "" if there is none."""
-    if not (folder / CONFIG).exists():
-        return ""
-    with as_written(folder / CONFIG):
-        return str(read_measurement(folder).get(SALT, {}).get("seed", ""))
 
 
 def _own_test(

@@ -18,7 +18,7 @@ from mpillm.report.run_list import run_path
 from mpillm.submission.checker import rejected
 from mpillm.submission.package import Submission, check_accuracy_file, summary
 from mpillm.submission.rules import MEASUREMENTS, folder_name
-from mpillm.submission.submitted_runs import group, read_run
+from mpillm.submission.submitted_runs import group, read_run, round_of_results
 from mpillm.submission.system import SYSTEM_FIELDS, measurements, overlay, same_system, system_description
 
 _GROUP = "submission"
@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
         submission = Submission(options.division, submitter, system_name, system, results)
         output = Path(str(options.output))
         tree = submission.write(output, options.force)
-        text = summary(submission, runs[0].round, problems, output)
+        text = summary(submission, round_of_results(results), problems, output)
     print(tree)
     print(text)
     return ExitCode.TEST_FAILED if problems else ExitCode.DONE

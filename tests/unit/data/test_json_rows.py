@@ -97,5 +97,14 @@ def test_a_long_row_is_not_read_again_for_each_piece_of_it(
 
 
 def test_references_nested_too_deep(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"references\.jsonl:1: not a JSON object"):
-        read_references(workloads.get("llama3.1-8b"), str(write(tmp_path, "[" * 100_000, "references.jsonl")))
+    text = '{"output": ' + "[" * 100_000
+    with pytest.raises(ConfigError, match=r"references\.jsonl:1: not valid JSON"):
+        read_references(workloads.get("llama3.1-8b"), str(write(tmp_path, text, "references.jsonl")))
+
+
+def test_references_have_the_lines_of_the_data_set(tmp_path: Path) -> None:
+    """JSON may contain other line separators than \\n. Blank lines are no rows."""
+    rows = [{"output": "a\u2028b\x85c"}, {"output": "d"}]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    file = write(tmp_path, text + "\n", "references.jsonl")
+    assert read_references(workloads.get("llama3.1-8b"), str(file)) == rows

@@ -175,6 +175,22 @@ def test_a_server_that_says_nothing_leaves_threads_to_others() -> None:
         asyncio.run(test(listening.getsockname()[1], store))
 
 
+def test_a_request_that_waits_for_a_thread_has_a_deadline(caplog: pytest.LogCaptureFixture) -> None:
+    """A context server that says nothing has all threads of its share."""
+    seal = Seal("ours")
+    routes = DisaggRoutes("generation", "it", KvFormat("any", 1), "localhost", None, {}, 0.1, seal)
+    params = {"encoded_opaque_state": seal.write(STATE), "first_gen_tokens": [FIRST]}
+    request: Any = SimpleNamespace(disaggregated=params)
+
+    async def test() -> None:
+        routes._shares[STATE.host, STATE.port] = asyncio.Semaphore(0)
+        await asyncio.wait_for(routes.fetch(request, PROMPT, SERVED), 20.0)
+
+    with pytest.raises(ApiError, match="its KV cache cannot be fetched"):
+        asyncio.run(test())
+    assert "did not come in time" in caplog.text and routes.failed_transfers == 1
+
+
 def test_requests_wait_for_room_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that comes while others wait does not take the room that becomes free."""
     store = KvStore("127.0.0.1", 5.0)

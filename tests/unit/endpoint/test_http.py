@@ -10,6 +10,7 @@ import pytest
 
 from mpillm.data.dataset import PromptLimits
 from mpillm.data.tokenizer import ByteTokenizer
+from mpillm.endpoint.open_requests import PendingResponse
 from mpillm.endpoint.protocol import ServedModel
 from tests.helpers.http_api import BOTH, HOUR_MS, ROUTES, Letters, api, asked, run
 from tests.helpers.served import whole
@@ -160,6 +161,33 @@ def test_stop_strings_end_the_request_where_it_is_generated(disaggregated: bool,
             )
             token = await a.answer("/v1/completions", prompt=[26], max_tokens=20_000, stop_token_ids=[28])
             assert (token["choices"][0]["text"], token["choices"][0]["stop_reason"]) == ("ab", 28)
+            await a.idle()
+
+    run(test)
+
+
+@BOTH
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_its_request_while_others_of_the_body_go_on(
+    disaggregated: bool, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = ServedModel(("dummy",), ByteTokenizer(), PromptLimits(vocab_size=256, max_seq_len=1 << 14))
+
+    async def test() -> None:
+        async with api(disaggregated, served) as a:
+            answers: list[PendingResponse] = []
+            open_request = a.world.open.open
+
+            def recorded(*args: Any) -> PendingResponse:
+                answers.append(open_request(*args))
+                return answers[-1]
+
+            monkeypatch.setattr(a.world.open, "open", recorded)
+            body: dict[str, Any] = {"prompt": [[200], [0]], "max_tokens": 10_000, "stop": "~"}
+            await (a.events if stream else a.answer)("/v1/completions", **body, ignore_eos=True)
+            other, stopped = answers
+            assert len(other.tokens) == 10_000 and not other.cancelled
+            assert len(stopped.tokens) < 10_000 and stopped.cancelled
             await a.idle()
 
     run(test)

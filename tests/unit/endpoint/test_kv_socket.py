@@ -32,7 +32,7 @@ def store() -> Iterator[KvStore]:
 
 
 def fetched(store: KvStore, id_: int, key: bytes | None = None) -> Cache:
-    return fetch(HOST, store.port, key or store.key(id_) or b"", CACHE.nbytes, TIMEOUT_S)
+    return fetch(HOST, store.port, key or store.key(id_) or b"", CACHE.nbytes, time.monotonic() + TIMEOUT_S)
 
 
 def test_a_cache_is_fetched_once(store: KvStore) -> None:
@@ -51,7 +51,7 @@ def test_a_host_of_ipv6() -> None:
     with contextlib.closing(KvStore("::1", TIMEOUT_S)) as store:
         store.open(1)
         store.put(1, CACHE)
-        found = fetch("::1", store.port, store.key(1) or b"", CACHE.nbytes, TIMEOUT_S)
+        found = fetch("::1", store.port, store.key(1) or b"", CACHE.nbytes, time.monotonic() + TIMEOUT_S)
     assert np.array_equal(found, CACHE)
 
 
@@ -136,8 +136,8 @@ def test_a_server_that_sends_a_byte_now_and_then() -> None:
         thread.start()
         began = time.monotonic()
         try:
-            with pytest.raises(CacheLost, match="did not come within"):
-                fetch(HOST, listening.getsockname()[1], bytes(16), 1 << 20, 0.3)
+            with pytest.raises(CacheLost, match="did not come in time"):
+                fetch(HOST, listening.getsockname()[1], bytes(16), 1 << 20, began + 0.3)
             assert time.monotonic() - began < 100
         finally:
             over.set()
@@ -158,7 +158,7 @@ def test_a_server_that_is_gone(store: KvStore) -> None:
         (b"", "it closed the connection before"),
         (CACHE.nbytes.to_bytes(8, "little") + bytes(104), "it closed the connection before"),
         (CACHE.nbytes.to_bytes(8, "little") + bytes(4 + CACHE.nbytes), "another checksum"),
-        (None, r"did not come within 0\.2 s"),
+        (None, "did not come in time"),
     ],
 )
 def test_a_server_that_breaks_off_or_says_nothing(sent: bytes | None, message: str) -> None:
@@ -176,7 +176,7 @@ def test_a_server_that_breaks_off_or_says_nothing(sent: bytes | None, message: s
         thread.start()
         timeout_s = TIMEOUT_S if sent is not None else 0.2
         with pytest.raises(CacheLost, match=message):
-            fetch(HOST, listening.getsockname()[1], bytes(16), CACHE.nbytes, timeout_s)
+            fetch(HOST, listening.getsockname()[1], bytes(16), CACHE.nbytes, time.monotonic() + timeout_s)
         over.set()
         thread.join(TIMEOUT_S)
 

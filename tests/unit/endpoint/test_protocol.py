@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,21 @@ def test_what_is_asked_for_reaches_the_row() -> None:
     )
     row = read(b'{"prompt": "x"}', False, own).row
     assert (row["temperature"], row["top_k"], row["top_p"], row["seed"]) == (0, 4, 0.5, 3)
+
+
+def test_more_min_tokens_than_a_chat_may_have() -> None:
+    """As with vLLM, the default of max_tokens does not rise. The server's own minimum is no error."""
+    body = {"messages": [{"role": "user", "content": "x"}]}
+
+    def max_tokens(served: ServedModel, **more: int) -> int:
+        return encode(render(read(json.dumps(body | more).encode(), True, served), served), served)[0][1]
+
+    assert max_tokens(SERVED, min_tokens=9) == 9
+    assert max_tokens(SERVED, min_tokens=10, max_tokens=10) == 10
+    with pytest.raises(ApiError, match="min_tokens 10 is more than max_tokens, by default 9") as error:
+        max_tokens(SERVED, min_tokens=10)
+    assert (error.value.status, error.value.param) == (400, "min_tokens")
+    assert max_tokens(replace(SERVED, min_output_len=20)) == 9
 
 
 def test_whole_numbers_with_a_point() -> None:

@@ -10,6 +10,7 @@ import itertools
 import socket
 import struct
 import threading
+import time
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -137,7 +138,7 @@ def test_handshake_listeners(_: Path, greetings: list[bytes], pauses: bool) -> N
         assert caller.recv(1) == b""
     kept.open(id_ := next(IDS))
     kept.put(id_, np.arange(100, dtype=np.uint8))
-    assert len(fetch(HOST, kept.port, kept.key(id_) or b"", 100, 30.0)) == 100
+    assert len(fetch(HOST, kept.port, kept.key(id_) or b"", 100, time.monotonic() + 30.0)) == 100
 
 
 CACHE = np.arange(64, dtype=np.uint8)
@@ -160,7 +161,7 @@ def test_a_server_of_caches(_: Path, data: bytes) -> None:
         thread = threading.Thread(target=serve)
         thread.start()
         try:
-            fetch(HOST, listening.getsockname()[1], bytes(16), 64, 20.0)
+            fetch(HOST, listening.getsockname()[1], bytes(16), 64, time.monotonic() + 20.0)
         finally:
             thread.join(30.0)
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mpillm.nvidia import tree_files
+from mpillm.nvidia.unsupported_fields import UNSUPPORTED_FIELDS
 from mpillm.options.command_line import Parser
 from mpillm.options.fields import FIELDS
 from mpillm.options.options import parse
@@ -39,6 +41,22 @@ def test_the_yaml_file(tmp_path: Path) -> None:
             scenario,
             qps or False,
         )
+
+
+def row(value: str) -> list[str]:
+    """Return the names in a row of the table of NVIDIA's fields."""
+    (names,) = re.findall(rf"^\| (.*) \| {value}", PAGE, re.MULTILINE)
+    return re.findall(r"`(\w+)`", names)
+
+
+def test_fields_without_effect() -> None:
+    assert row("no effect: ") == [*UNSUPPORTED_FIELDS]
+
+
+def test_durations() -> None:
+    assert row("milliseconds, as ") == [*tree_files._DURATIONS]
+    (sentence,) = re.findall(r"Only (.*) have different units", PAGE)
+    assert re.findall(r"`(\w+)`", sentence) == [*tree_files._DURATIONS]
 
 
 def test_the_class(capsys: pytest.CaptureFixture[str]) -> None:

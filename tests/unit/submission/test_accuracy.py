@@ -339,7 +339,7 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     says("LoadGen logged no answer", make_run(tmp_path / "empty", "accuracy"))
     run = tiny(tmp_path / "run")
     says("name one with reference answers: --dataset_path", run)
-    says("cannot be read", run, "--dataset_path", tmp_path / "none.jsonl")
+    says("none.jsonl does not exist", run, "--dataset_path", tmp_path / "none.jsonl")
     says(
         "data set has 1 samples", run, "--dataset_path", references(tmp_path / "less.jsonl", {"output": "x"})
     )

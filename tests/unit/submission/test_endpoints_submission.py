@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +22,7 @@ from mpillm.submission import fixed_concurrency
 from mpillm.submission.commands import endpoints_submission
 from mpillm.submission.endpoint_points import result_summary
 from mpillm.submission.steady_state import SteadyState, SuperPass
-from tests.helpers.make_checkpoint import make_tokenizer
+from tests.helpers.mlcommons_client import install_client
 
 WORDS = ("--benchmarks", "llama3.1-8b", "--model_scale", "tiny", "--submitter", "Us", "--system_name", "Box")
 
@@ -358,47 +356,12 @@ def test_wrong_curves_are_refused_before_anything_is_sent(
     assert "127.0.0.1:1" in capsys.readouterr().err
 
 
-# As MLCommons' client: it reads its configuration, and leaves what the commands read of its report.
-CLIENT = """#!{python}
-import json, pathlib, sys, time
-import yaml
-config = yaml.safe_load(pathlib.Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
-if "{fails}":
-    sys.exit("{fails}")
-n = config["settings"]["runtime"]["n_samples_to_issue"]
-folder = pathlib.Path(config["report_dir"])
-(folder / "performance").mkdir(parents=True)
-(folder / "config.yaml").write_text(yaml.safe_dump(config | {{"resolved": True}}))
-told = {{"avg": 1e6, "total": 1e6 * n, "percentiles": {{"50.0": 1e6, "90.0": 2e6, "99.0": 3e6}}}}
-summary = dict(version="0.1.0", git_sha=None, n_samples_issued=n, n_samples_completed=n)
-summary |= dict(n_samples_failed={failed}, duration_ns=n * {ns}, complete=True, state="complete", tps=8.0)
-summary |= dict(ttft=told, tpot=told, latency=told)
-summary |= dict(output_sequence_lengths={{"total": 8 * n, "percentiles": {{}}}})
-(folder / "performance" / "result_summary.json").write_text(json.dumps(summary))
-"""
-
-
-def install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, failed: int = 0, fails: str = ""
-) -> list[str]:
-    """Put a stand-in for MLCommons' client into PATH; return the options that it needs."""
-    program = tmp_path / "bin" / "inference-endpoint"
-    program.parent.mkdir(exist_ok=True)
-    made = CLIENT.format(python=sys.executable, fails=fails, failed=failed, ns=10**6)
-    program.write_text(made)
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-    model = tmp_path / "model"
-    make_tokenizer(model)
-    return ["--harness", "inference-endpoint", "--model_path", str(model)]
-
-
 def test_points_that_mlcommons_client_measures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its summary and configuration go into the submission as they are; it sends enough for the duration."""
     words = [*WORDS, "--output", str(tmp_path / "made"), "--max_supported_concurrency", "48"]
-    words += ["--concurrency", "1,48", *install(tmp_path, monkeypatch)]
+    words += ["--concurrency", "1,48", *install_client(tmp_path, monkeypatch)]
     with null_server() as url:
         command = ["endpoints-submission", *words, "--url", url, "--min_duration", "0.2"]
         assert main(command) == 0
@@ -435,7 +398,7 @@ def test_a_client_that_fails_has_no_point(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     words = [*WORDS, "--output", str(tmp_path / "made"), "--max_supported_concurrency", "48"]
-    words += ["--concurrency", "1,48", *install(tmp_path, monkeypatch, **how)]
+    words += ["--concurrency", "1,48", *install_client(tmp_path, monkeypatch, **how)]
     with null_server() as url:
         assert main(["endpoints-submission", *words, "--url", url, "--min_duration", "0.01"]) == 1
     error = capsys.readouterr().err

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from disagg.errors import ConfigError
 from mpillm.data.tokenizer import NoTokenizer, load_tokenizer
-from mpillm.submission.salts import Salts, salt_seed, shared_beginning
+from mpillm.submission.salts import Salts, next_salt_seed, shared_beginning
 from tests.helpers.make_checkpoint import make_tokenizer
 
 NONE = NoTokenizer("without --model_path")
@@ -75,7 +76,10 @@ def test_with_a_tokenizer_it_is_a_number_in_brackets(tmp_path: Path) -> None:
     assert salts.description() == {"bits": 64, "after_tokens": salts.after, "seed": "7"}
 
 
-def test_each_measurement_has_another_seed() -> None:
-    first = salt_seed(9, 48, "")
-    assert first == "9/r48/1" and salt_seed(9, 48, first) == "9/r48/2" and salt_seed(9, 4, "") == "9/r4/1"
-    assert salt_seed(9, 48, "9/r48/x") == first
+def test_each_test_has_another_seed(tmp_path: Path) -> None:
+    file = tmp_path / "salts.json"
+    seeds = [next_salt_seed(file, 9, c) for c in (48, 48, 4, 48)]
+    assert seeds == ["9/r48/1", "9/r48/2", "9/r4/1", "9/r48/3"]
+    file.write_text('{"9/r48": "x"}')
+    with pytest.raises(ConfigError, match=r"salts\.json: damaged"):
+        next_salt_seed(file, 9, 48)

@@ -220,6 +220,20 @@ def test_rounds_and_scenarios(maker: Maker) -> None:
     assert "has the seeds of no round" in maker.submit(*strange, "--force", code=4)
 
 
+def test_runs_of_two_rounds(maker: Maker) -> None:
+    """The checker reads the seeds of performance runs, and gets one round."""
+    seeds = ("effective_qsl_rng_seed", "effective_sample_index_rng_seed", "effective_schedule_rng_seed")
+    older = dict(zip(seeds, ROUNDS[1].seeds, strict=True))
+    offline, server = maker.runs(), maker.runs("Server", detail=older)
+    out = maker.submit(*server[::-1], *offline, *measured(maker), code=4)
+    assert "--version v6.1" in out
+    why = "has the seeds of round v6.0, other runs have those of v6.1; a submission has one round"
+    assert said(out) == [
+        *(f"against the rules: {run}: {why}" for run in server[:0:-1]),
+        f"rejected by the checker (seeds_check): {server[0]}: {why}",
+    ]
+
+
 @pytest.mark.long
 def test_open_division(maker: Maker) -> None:
     """It asks for no compliance runs and no other scenario, and takes any model."""

@@ -244,6 +244,29 @@ def test_tiny(name: str, tmp_path: Path) -> None:
         assert word in workload.scaled
 
 
+@pytest.mark.parametrize("scenario", ["Offline", "Server", "SingleStream"])
+def test_tiny_reduces_the_duration_of_each_scenario(scenario: str) -> None:
+    """Every workload accepts every scenario."""
+    for name in OFFICIAL:
+        config = options(name, "--model_scale", "tiny", scenario=scenario)
+        assert config.min_duration == 0 and config.where("min_query_count") == f"workload {name} (tiny)"
+
+
+def test_tiny_single_stream() -> None:
+    config = options("llama3.1-8b-edge", "--model_scale", "tiny", scenario="SingleStream")
+    settings = loadgen(config, 9)
+    assert (settings["min_duration_ms"], settings["min_query_count"]) == (0, 64)
+
+
+def test_the_documented_sizes_of_tiny() -> None:
+    tinies = [workloads.get(name, "tiny") for name in OFFICIAL]
+    samples = [tiny.n_samples for tiny in tinies if not tiny.interactive_of]
+    text = (Path(__file__).parents[3] / "docs/reference/workloads.md").read_text()
+    assert f"samples: {', '.join(map(str, samples))}, in the order" in text
+    (lengths,) = (line for line in text.splitlines() if line.startswith("| lengths |"))
+    assert all(f"a {tiny.tiny_divisor:,}th" in lengths for tiny in tinies)
+
+
 def test_user_conf_over_tiny_under_options(tmp_path: Path) -> None:
     conf = tmp_path / "user.conf"
     text = "*.Server.min_duration = 5000\n*.Server.target_qps = 3.5\nllama2-70b.*.min_query_count = 0x20"
