@@ -27,8 +27,8 @@ class History(Protocol):
     def prompt(self, number: int, responses: Sequence[Any]) -> NDArray[np.int32]:
         """Return the tokens of a conversation's request after `responses`. May take long.
 
-        `number`: of the conversation; `responses`: to the first turns of its history. Raises ConfigError with
-        the place of the turn if the prompt exceeds a limit, or has no tokens.
+        `number`: of the conversation; `responses`: to the first turns of its history. Raises, with the place
+        of the turn, PromptTooLong if the prompt exceeds a limit, and ConfigError if it cannot be made.
         """
 
 
