@@ -16,7 +16,7 @@ A conversation is read from one of these rows:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from itertools import count
 from typing import Any
 
@@ -25,6 +25,8 @@ from mpillm.data.branched_rows import BranchedRows, is_branched
 from mpillm.data.conversations import Conversation, Message, Turn, append
 from mpillm.data.records import (
     KNOWN,
+    MAX_STAMP_S,
+    WITHOUT_EFFECT,
     Columns,
     Trace,
     body_of,
@@ -35,7 +37,7 @@ from mpillm.data.records import (
     tools_of,
     unicode_of,
 )
-from mpillm.data.row_fields import LENGTHS, FieldUse, OwnFields, own_fields
+from mpillm.data.row_fields import LENGTHS, FieldUse, own_fields
 from mpillm.data.weka_traces import add_weka, is_weka
 from mpillm.files import excerpt
 
@@ -168,10 +170,18 @@ class _Reader:
             append(conversation, Turn(where, pending))
         if not conversation.turns:
             raise ValueError("the conversation has no message of a user")
-        self._set_all(conversation, row)
+        used = {"session_id"}
+        if type(row.get("timestamp")) in (int, float):  # otherwise a date, as a text
+            conversation.turns[0].at_s = _time(row)
+            used.add("timestamp")
+        length = _output_len(row)
+        for turn in conversation.turns:
+            turn.output_len = length
+            self._set_own(turn, row, used)
 
     def _add_turns(self, where: str, row: Mapping[str, Any]) -> None:
         conversation = self._new(row, ("session_id",))
+        conversation.tools = tools_of(row)
         if not row["turns"]:
             raise ValueError("turns is empty")
         for i, turn in enumerate(row["turns"]):
@@ -190,7 +200,7 @@ class _Reader:
                 at_s=_time(turn),
                 output_len=_output_len(turn),
             )
-            _set_own(one, own_fields({**row, **turn}, self._use))
+            self._set_own(one, {**row, **turn})
             append(conversation, one)
 
     def _add_weka(self, where: str, row: Mapping[str, Any]) -> None:
@@ -210,18 +220,18 @@ class _Reader:
             append(conversation, turn)
         if not conversation.turns:
             raise ValueError("prompt_0 is empty")
-        self._set_all(conversation, row)
+        for turn in conversation.turns:
+            self._set_own(turn, row, set())
         if prefix := next((row[key] for key in _PREFIXES if row.get(key)), None):
             conversation.system = chat_of([{"role": "system", "content": prefix}], "prefix")
         names = sorted(key for key in row if key.startswith("prompt_") and key[7:].isdigit())
         if missing := [key for key in names if int(key[7:]) >= len(conversation.turns) and row[key]]:
             raise ValueError(f"{missing[0]} follows a missing prompt_{len(conversation.turns)}")
 
-    def _set_all(self, conversation: Conversation, row: Mapping[str, Any]) -> None:
-        """Set the row's own fields for each of its requests."""
-        own = own_fields(row, self._use)
-        for turn in conversation.turns:
-            _set_own(turn, own)
+    def _set_own(self, turn: Turn, row: Mapping[str, Any], used: Set[str] = _USED) -> None:
+        """Set the row's own fields for a request, and the names of others that are not `used`."""
+        turn.own = own_fields(row, self._use)
+        turn.unused |= turn.own.unused | (row.keys() & {*WITHOUT_EFFECT} - used)
 
     def _check_columns(self) -> None:
         if self._columns.output_len is not None:
@@ -229,7 +239,8 @@ class _Reader:
 
     def _new(self, row: Mapping[str, Any], keys: Iterable[str]) -> Conversation:
         self._check_columns()
-        name = next((str(row[key]) for key in keys if row.get(key) not in (None, "")), "")
+        found = next(((str(row[key]), key) for key in keys if row.get(key) not in (None, "")), ("", ""))
+        name = unicode_of(*found)
         if name in self._by_name:
             raise ValueError(f"{name} is also the name of an earlier conversation")
         conversation = Conversation(name or f"#{len(self.conversations)}")
@@ -249,14 +260,10 @@ class _Reader:
         )
         if isinstance(sample.prompt, Trace):
             turn.trace, turn.prompt = sample.prompt, None
-        name = tools = None
+        name: Any = None
         if isinstance(row, dict):
-            tools = tools_of(body_of(row))
-            turn.delay_s, turn.at_s, name = (
-                seconds_of(row, "delay", unit=1e-3),
-                _time(row),
-                row.get("session_id"),
-            )
+            turn.tools, name = tools_of(body_of(row)), row.get("session_id")
+            turn.delay_s, turn.at_s = seconds_of(row, "delay", unit=1e-3), _time(row)
             if row.get("message_mode") == "delta":
                 if not isinstance(sample.prompt, list):
                     raise ValueError("message_mode is delta, but the row has no messages")
@@ -264,22 +271,37 @@ class _Reader:
             elif isinstance(sample.prompt, str) and "text_input" in row and name not in (None, ""):
                 turn.added, turn.prompt = [{"role": "user", "content": sample.prompt}], None
         if name in (None, ""):
-            self.conversations.append(Conversation(f"#{len(self.conversations)}", [turn], tools=tools))
+            self.conversations.append(Conversation(f"#{len(self.conversations)}", [turn], tools=turn.tools))
             return
-        conversation = self._by_name.get(str(name))
+        name = unicode_of(str(name), "session_id")
+        conversation = self._by_name.get(name)
         if conversation is None:
-            conversation = self._by_name[str(name)] = Conversation(str(name), tools=tools)
+            conversation = self._by_name[name] = Conversation(name, tools=turn.tools)
             self.conversations.append(conversation)
-        elif (conversation.turns[0].trace is None) != (turn.trace is None):
-            raise ValueError(
-                f"session {name} has rows with input_length and other rows; its rows must be of one form"
-            )
+        else:
+            _check_continues(conversation, turn)
         append(conversation, turn)
 
 
-def _set_own(turn: Turn, own: OwnFields) -> None:
-    turn.own = own
-    turn.unused |= own.unused
+def _check_continues(conversation: Conversation, turn: Turn) -> None:
+    """Raise ValueError if a row cannot continue its session. A complete prompt has the last row's tools."""
+    if (first := _form(conversation.turns[0])) != (form := _form(turn)):
+        raise ValueError(
+            f"session {conversation.name} has rows with {first} and with {form}; its rows must be of one form"
+        )
+    if turn.prompt is not None:
+        turn.tools = turn.tools or conversation.turns[-1].tools
+    elif turn.tools not in (None, conversation.tools):
+        raise ValueError(
+            f"tools are not those of the first row of session {conversation.name}; must be equal, or missing"
+        )
+
+
+def _form(turn: Turn) -> str:
+    """Return what a row of a session gives, in words."""
+    if turn.trace is not None:
+        return "input_length"
+    return "a complete prompt" if turn.prompt is not None else "messages or a text to add"
 
 
 def _aiperf_request(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -337,7 +359,8 @@ class _FlatConversation:
             turn = Turn(
                 where, messages, delay_s=seconds_of(row, "delay_seconds"), output_len=_output_len(row)
             )
-            _set_own(turn, own_fields(row, self._use))
+            turn.own = own_fields(row, self._use)
+            turn.unused |= turn.own.unused
             append(self.conversation, turn)
         if role == "tool":
             _check_results(messages, self._calls)
@@ -430,4 +453,6 @@ def _output_len(row: Mapping[str, Any]) -> int | None:
 
 def _time(row: Mapping[str, Any]) -> float | None:
     """Return a row's time stamp, which is in milliseconds, in seconds."""
-    return None if row.get("timestamp") in (None, "") else seconds_of(row, "timestamp", unit=1e-3)
+    if row.get("timestamp") in (None, ""):
+        return None
+    return seconds_of(row, "timestamp", unit=1e-3, max_s=MAX_STAMP_S)
