@@ -23,6 +23,7 @@ from typing import Any
 from disagg.errors import ConfigError
 from mpillm.data.branched_rows import BranchedRows, is_branched
 from mpillm.data.conversations import Conversation, Message, Turn, append
+from mpillm.data.message_rows import MessageRows, output_len_of
 from mpillm.data.records import (
     KNOWN,
     MAX_STAMP_S,
@@ -37,11 +38,10 @@ from mpillm.data.records import (
     tools_of,
     unicode_of,
 )
-from mpillm.data.row_fields import LENGTHS, FieldUse, own_fields
+from mpillm.data.row_fields import FieldUse, own_fields
 from mpillm.data.weka_traces import add_weka, is_weka
 from mpillm.files import excerpt
 
-_CLIENT_ROLES = ("user", "tool")
 _FLAT = {"conversation_id", "turn", "role"}
 _SHARE_ROLES = {
     "human": "user",
@@ -95,7 +95,7 @@ class _Reader:
         self.branched = BranchedRows()
         self._vocab_size, self._columns = vocab_size, columns
         self._by_name: dict[str, Conversation] = {}  # that further rows may continue
-        self._open: _FlatConversation | None = None
+        self._open: MessageRows | None = None
 
     def add(self, where: str, row: Any) -> None:
         is_flat = isinstance(row, dict) and set(row) >= _FLAT and not row.keys() & {"messages", "prompt"}
@@ -144,7 +144,7 @@ class _Reader:
                 raise ValueError(
                     f"conversation_id {name} is also an earlier conversation's; its rows must be together"
                 )
-            self._open = _FlatConversation(Conversation(name), self._use)
+            self._open = MessageRows(Conversation(name), self._use)
             self._by_name[name] = self._open.conversation
         self._open.add(where, row)
 
@@ -174,7 +174,7 @@ class _Reader:
         if type(row.get("timestamp")) in (int, float):  # otherwise a date, as a text
             conversation.turns[0].at_s = _time(row)
             used.add("timestamp")
-        length = _output_len(row)
+        length = output_len_of(row)
         for turn in conversation.turns:
             turn.output_len = length
             self._set_own(turn, row, used)
@@ -198,7 +198,7 @@ class _Reader:
                 [message],
                 delay_s=seconds_of(turn, "delay", unit=1e-3),
                 at_s=_time(turn),
-                output_len=_output_len(turn),
+                output_len=output_len_of(turn),
             )
             self._set_own(one, {**row, **turn})
             append(conversation, one)
@@ -239,8 +239,8 @@ class _Reader:
 
     def _new(self, row: Mapping[str, Any], keys: Iterable[str]) -> Conversation:
         self._check_columns()
-        found = next(((str(row[key]), key) for key in keys if row.get(key) not in (None, "")), ("", ""))
-        name = unicode_of(*found)
+        named = next(((str(row[key]), key) for key in keys if row.get(key) not in (None, "")), ("", ""))
+        name = unicode_of(*named)
         if name in self._by_name:
             raise ValueError(f"{name} is also the name of an earlier conversation")
         conversation = Conversation(name or f"#{len(self.conversations)}")
@@ -325,113 +325,6 @@ def _text_of(turn: Mapping[str, Any], where: str) -> str:
     return unicode_of("\n".join(texts), where)  # as parts of a message's content
 
 
-class _FlatConversation:
-    """A conversation of MLCommons' agentic form, while its rows are read."""
-
-    def __init__(self, conversation: Conversation, use: FieldUse) -> None:
-        self.conversation, self._use = conversation, use
-        self._last_role = ""
-        self._n_rows = 0
-        self._where = ""
-        self._calls: list[Any] = []  # of tools, in the last row
-
-    def add(self, where: str, row: Mapping[str, Any]) -> None:
-        number, role = row.get("turn"), row.get("role")
-        if isinstance(number, str) and number.isdecimal() and len(number) < 20:  # CSV has only text
-            number = int(number)
-        self._n_rows += 1
-        if type(number) is not int or number != self._n_rows:
-            raise ValueError(
-                f"turn is {excerpt(number)}; expected {self._n_rows}: turns count from 1 without gaps"
-            )
-        self._check_order(role)
-        if (system := row.get("system")) and isinstance(system, str) and not self.conversation.system:
-            self.conversation.system = [{"role": "system", "content": unicode_of(system, "system")}]
-        if self.conversation.tools is None:
-            self.conversation.tools = tools_of(row)
-        messages = _messages_of(row)
-        turns = self.conversation.turns
-        if role == "system":
-            self.conversation.system += messages
-        elif role == "assistant":
-            turns[-1].response = messages[0]
-        else:
-            turn = Turn(
-                where, messages, delay_s=seconds_of(row, "delay_seconds"), output_len=_output_len(row)
-            )
-            turn.own = own_fields(row, self._use)
-            turn.unused |= turn.own.unused
-            append(self.conversation, turn)
-        if role == "tool":
-            _check_results(messages, self._calls)
-        self._calls = _calls(row) if role == "assistant" else []
-        self._last_role, self._where = str(role), where
-
-    def _check_order(self, role: object) -> None:
-        if role not in ("system", "user", "assistant", "tool"):
-            raise ValueError(f"role is {excerpt(role)}; must be system, user, assistant or tool")
-        last = self._last_role
-        if role == "system" and last not in ("", "system"):
-            raise ValueError(f"role system follows {last}; it must be the first")
-        if role == "assistant" and last not in _CLIENT_ROLES:
-            raise ValueError(
-                f"role assistant follows {last or 'nothing'}; there is no request that it answers"
-            )
-        if role == "tool" and not self._calls:
-            raise ValueError(f"role tool follows {last or 'nothing'} without tool_calls")
-        if role == "user" and (last == "user" or self._calls):
-            raise ValueError(
-                "role user follows tool_calls without a tool's result"
-                if self._calls
-                else "role user follows user: the response between them is missing"
-            )
-
-    def complete(self) -> Conversation:
-        if not self.conversation.turns:
-            raise ConfigError(f"{self._where}: the conversation has no request of a user")
-        return self.conversation
-
-
-def _messages_of(row: Mapping[str, Any]) -> list[Message]:
-    """Return the messages of a row: one, or one for each result of a tool."""
-    role, results = row["role"], row.get("tool_results")
-    if role == "tool" and results is not None:
-        if not isinstance(results, list) or not results:
-            raise ValueError(f"tool_results is {excerpt(results)}; must be an array of results")
-        messages = []
-        for i, result in enumerate(results):
-            if not isinstance(result, dict) or not isinstance(result.get("tool_call_id"), str):
-                raise ValueError(f"tool_results[{i}] has no tool_call_id, a string")
-            if result.get("content") is None:
-                raise ValueError(f"tool_results[{i}] has no content")
-            messages.append(
-                {"role": "tool", "tool_call_id": result["tool_call_id"], "content": result["content"]}
-            )
-        return messages
-    keys = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
-    message = {key: row[key] for key in keys if row.get(key) is not None}
-    has_calls = role == "assistant" and "tool_calls" in message  # then its text may be missing
-    if not has_calls and not message.get("content"):
-        raise ValueError(f"content is {excerpt(row.get('content'))}; must be text")
-    return chat_of([message], "content")
-
-
-def _calls(row: Mapping[str, Any]) -> list[Any]:
-    calls = row.get("tool_calls")
-    if calls is not None and not isinstance(calls, list):
-        raise ValueError(f"tool_calls is {excerpt(calls)}; must be an array of calls")
-    return calls or []
-
-
-def _check_results(messages: Iterable[Message], calls: Iterable[Any]) -> None:
-    """Raise ValueError for the result of a call that the response before does not have."""
-    known = [call.get("id") for call in calls if isinstance(call, dict)]
-    for message in messages:
-        name = message.get("tool_call_id")
-        if name is not None and None not in known and name not in known:
-            raise ValueError(f"tool_call_id is {excerpt(name)}; the calls before it are {excerpt(known)}")
-
-
 def _ends_with_response(messages: Any) -> bool:
     last = messages[-1] if isinstance(messages, list) and messages else None
     return isinstance(last, dict) and last.get("role") == "assistant"
@@ -444,11 +337,6 @@ def _share_message(message: Any) -> Message:
     if role is None:
         raise ValueError(f"from is {excerpt(message.get('from'))}; must be one of {', '.join(_SHARE_ROLES)}")
     return {"role": role, "content": unicode_of(message["value"], "conversations")}
-
-
-def _output_len(row: Mapping[str, Any]) -> int | None:
-    keys = ("max_new_tokens", *LENGTHS)
-    return next((length_of(row[key], key) for key in keys if row.get(key) not in (None, "")), None)
 
 
 def _time(row: Mapping[str, Any]) -> float | None:

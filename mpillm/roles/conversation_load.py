@@ -109,7 +109,7 @@ class ConversationLoad(Role):
         self.n_started = self.n_ended = self.n_failed = 0  # root conversations
         self.n_branches = 0  # started
         self.root_sessions: dict[int, int] = {}  # by a branch's session
-        # Of root conversations with requests that were not sent, for another reason than an error.
+        # Sessions of root conversations with requests that were not sent for another reason than an error.
         self.cut_sessions: set[int] = set()
         # Requests of started conversations that an error, a limit or the end of the time has left out, with
         # those of their branches.
