@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from mpillm.data.trace_rows import renamed_rows
 from mpillm.data.traces import trace_text, trace_tokens
 
 _ORDER = 5  # random stream of a seed: the order of conversations
+_ENCODE_BATCH = 32  # chats
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,8 @@ def load_conversations(
         rows = renamed_rows(rows, choice.trace_columns, failed)
     conversations = read_conversations(rows, vocab_size, columns, left_out, limits.own_fields, failed)
     if not conversations:
-        raise ConfigError(f"data set {file} is empty")
+        why = "has only rows without output tokens" if failed else "is empty"
+        raise ConfigError(f"data set {file} {why}")
     if choice.order_seed is not None:
         order = np.random.default_rng([choice.order_seed, _ORDER]).permutation(len(conversations))
         conversations = [conversations[i] for i in order]
@@ -187,24 +190,20 @@ def _dataset(
     vocab_size = tokenizer.vocab_size if limits.vocab_size is None else limits.vocab_size
     if are_generated is None:
         are_generated = not all(one.has_responses for root in conversations for one in root.tree())
-    stored, usable = _StoredPrompts(), list[Conversation]()
+    stored, usable = _Prompts(), list[Conversation]()
     for root in conversations:
-        tree = list[tuple[Conversation, Any, list[int]]]()
+        tree = list[tuple[Conversation, _Prompts]]()
         for one in root.tree():
             if not are_generated:
                 _check_responses(one)
             if one.is_tokens:
-                tree.append((one, *_growing_tokens(one, are_generated)))
+                tree.append((one, _growing_tokens(one, are_generated)))
             else:
-                prompts = _prompts(one, tokenizer, vocab_size, are_generated)
-                tree.append((one, prompts, [*map(len, prompts)]))
-        if max_input_len is not None and max(max(n_tokens) for *_, n_tokens in tree) > max_input_len:
+                tree.append((one, _prompts(one, tokenizer, vocab_size, are_generated)))
+        if max_input_len is not None and max(max(prompts.n_tokens) for _, prompts in tree) > max_input_len:
             continue
-        for one, prompts, n_tokens in tree:
-            if one.is_tokens:
-                stored.add_growing(prompts, n_tokens)
-            else:
-                stored.add(prompts)
+        for one, prompts in tree:
+            stored.extend(prompts)
             usable.append(one)
     if not usable:
         raise ConfigError(
@@ -218,7 +217,7 @@ def _dataset(
     counts = [0, *(len(conversation.turns) for conversation in usable)]
     return Dataset(
         name,
-        np.concatenate(stored.prompts),
+        np.concatenate(stored.parts),
         np.array(stored.starts, np.int64),
         np.array(stored.n_tokens, np.int64),
         np.array([limits.max_output_len if n is None else n for n in lengths], np.int64),
@@ -233,48 +232,49 @@ def _dataset(
     )
 
 
-class _StoredPrompts:
-    """Prompts back to back. One that another prompt of the conversation begins with is stored in that one."""
+@dataclass
+class _Prompts:
+    """Prompts back to back. One that the next prompt begins with is stored in that one."""
 
-    def __init__(self) -> None:
-        self.prompts: list[NDArray[np.int32]] = []
-        self.starts: list[int] = []  # by sample, in `prompts`
-        self.n_tokens: list[int] = []
-        self._size = 0
+    parts: list[NDArray[np.int32]] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)  # by sample, in the concatenated parts
+    n_tokens: list[int] = field(default_factory=list)  # by sample
+    size: int = 0  # of all parts
 
-    def add(self, prompts: Sequence[array[int]]) -> None:
-        """Add the prompts of one conversation."""
-        offsets = [0] * len(prompts)
-        last: array[int] = array("i")
-        # Usually a prompt is the beginning of the next one. Then only the last one is stored.
-        for i in reversed(range(len(prompts))):
-            if last[: len(prompts[i])] != prompts[i]:
-                last = prompts[i]
-                self._store(np.frombuffer(last, np.int32))
-            offsets[i] = self._size - len(last)
-        self.starts += offsets
-        self.n_tokens += map(len, prompts)
-
-    def add_growing(self, last: NDArray[np.int32], lengths: Sequence[int]) -> None:
-        """Add the prompts of one conversation, whose last one begins with each other one."""
-        self.starts += [self._size] * len(lengths)
-        self.n_tokens += lengths
-        self._store(last)
-
-    def _store(self, prompt: NDArray[np.int32]) -> None:
-        self.prompts.append(prompt)
-        self._size += len(prompt)
+    def extend(self, others: _Prompts) -> None:
+        """Add other prompts after these."""
+        self.starts += [self.size + start for start in others.starts]
+        self.parts += others.parts
+        self.n_tokens += others.n_tokens
+        self.size += others.size
 
 
-def _growing_tokens(conversation: Conversation, are_generated: bool) -> tuple[NDArray[np.int32], list[int]]:
-    """Return the last prompt of a conversation of token ids, and the length of each prompt.
+def _shared(prompts: Iterable[array[int]]) -> _Prompts:
+    """Return the prompts of one conversation. Only one at a time is in memory without being shared."""
+    shared, last = _Prompts(), np.zeros(0, np.int32)
+    for prompt in prompts:
+        tokens = np.frombuffer(prompt, np.int32)
+        if not np.array_equal(tokens[: len(last)], last):
+            shared.parts.append(last)
+            shared.size += len(last)
+        shared.starts.append(shared.size)
+        shared.n_tokens.append(len(tokens))
+        last = tokens
+    shared.parts.append(last)
+    shared.size += len(last)
+    return shared
+
+
+def _growing_tokens(conversation: Conversation, are_generated: bool) -> _Prompts:
+    """Return the prompts of a conversation of token ids. Its last one begins with each other one.
 
     If responses are generated, the first prompt is in the place of later ones.
     """
     turns = conversation.turns[:1] if are_generated else conversation.turns
     parts = list(token_parts(turns, [turn.response_tokens for turn in turns[:-1]]))
     lengths = np.cumsum([len(part) for part in parts])[::2].tolist()
-    return np.concatenate(parts), lengths + lengths[:1] * (len(conversation.turns) - len(turns))
+    last, n = np.concatenate(parts), len(conversation.turns)
+    return _Prompts([last], [0] * n, lengths + lengths[:1] * (n - len(turns)), len(last))
 
 
 def _check_responses(conversation: Conversation) -> None:
@@ -287,35 +287,61 @@ def _check_responses(conversation: Conversation) -> None:
 
 def _prompts(
     conversation: Conversation, tokenizer: Tokenizer, vocab_size: int, are_generated: bool
-) -> Sequence[array[int]]:
-    """Return the tokens of each request. Raises ConfigError with the request's place.
+) -> _Prompts:
+    """Return the prompts of a conversation of messages. Raises ConfigError with the request's place.
 
     If responses are generated, later requests are not known yet; the first one of the history is in their
     place.
     """
-    turns = conversation.history[:1] if are_generated else conversation.history
-    prompts = list(_encoded(conversation, turns, tokenizer, vocab_size))
-    for turn, tokens in zip(turns, prompts, strict=True):
-        if not tokens or max(tokens) >= vocab_size:
-            problem = f"token {max(tokens)}, the model knows {vocab_size} tokens" if tokens else "no token"
+    history, n = conversation.history, len(conversation.turns)
+    numbers = range(1) if are_generated else range(len(history) - n, len(history))
+    prompts = _shared(
+        _checked(history[numbers.start :], vocab_size, _encoded(conversation, numbers, tokenizer, vocab_size))
+    )
+    if are_generated:
+        prompts.starts, prompts.n_tokens = prompts.starts * n, prompts.n_tokens * n
+    return prompts
+
+
+def _checked(turns: Sequence[Turn], vocab_size: int, prompts: Iterable[array[int]]) -> Iterator[array[int]]:
+    """Yield the prompts. Raises ConfigError with the turn of one that the model does not know."""
+    for turn, tokens in zip(turns, prompts, strict=False):
+        largest = int(np.frombuffer(tokens, np.int32).max(initial=-1))
+        if not 0 <= largest < vocab_size:
+            problem = f"token {largest}, the model knows {vocab_size} tokens" if tokens else "no token"
             raise ConfigError(f"{turn.where}: the tokenizer makes {problem} of the prompt")
-    n = len(conversation.turns)
-    return (prompts + prompts[:1] * (n - len(turns)))[-n:]
+        yield tokens
 
 
 def _encoded(
-    conversation: Conversation, turns: Sequence[Turn], tokenizer: Tokenizer, vocab_size: int
+    conversation: Conversation, numbers: Iterable[int], tokenizer: Tokenizer, vocab_size: int
 ) -> Iterator[array[int]]:
-    responses = conversation.recorded_responses
-    chats = [conversation.messages(responses[:i]) for i, turn in enumerate(turns) if turn.prompt is None]
+    """Yield the tokens of requests. `numbers`: of their turns in the history."""
+    history, responses = conversation.history, conversation.recorded_responses
+    chats = (conversation.messages(responses[:i]) for i in numbers if history[i].prompt is None)
     try:
-        # Without chats, the model needs no chat template, and not even a tokenizer.
-        encoded = iter(tokenizer.encode_chats(chats, conversation.tools) if chats else ())
-        for turn in turns:
+        encoded = _encoded_chats(chats, conversation, tokenizer)
+        for turn in (history[i] for i in numbers):
             if turn.prompt is None:
-                tokens = array("i", next(encoded))
+                tokens = next(encoded)
             else:
-                tokens = tokens_of(turn.prompt, tokenizer, vocab_size, conversation.tools)
+                tokens = tokens_of(turn.prompt, tokenizer, vocab_size, turn.tools)
             yield with_fields(tokens, turn.own.body)
     except ConfigError as error:
         raise ConfigError(f"{conversation.turns[0].where}: {error}", about=["apply_chat_template"]) from error
+
+
+def _encoded_chats(
+    chats: Iterator[list[Message]], conversation: Conversation, tokenizer: Tokenizer
+) -> Iterator[array[int]]:
+    """Yield the tokens of chats. A batch of a tokenizer is on all cores, but takes 36 bytes for each token.
+
+    Without chats, the model needs no chat template, and not even a tokenizer.
+    """
+    if isinstance(tokenizer, ChatRequests):
+        for chat in chats:
+            yield array("i", tokenizer.tokens_of(chat, conversation.tools).tobytes())
+        return
+    while batch := list(itertools.islice(chats, _ENCODE_BATCH)):
+        for tokens in tokenizer.encode_chats(batch, conversation.tools):
+            yield array("i", tokens)

@@ -16,15 +16,18 @@ A conversation is read from one of these rows:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from itertools import count
 from typing import Any
 
 from disagg.errors import ConfigError
 from mpillm.data.branched_rows import BranchedRows, is_branched
 from mpillm.data.conversations import Conversation, Message, Turn, append
+from mpillm.data.message_rows import MessageRows, output_len_of
 from mpillm.data.records import (
     KNOWN,
+    MAX_STAMP_S,
+    WITHOUT_EFFECT,
     Columns,
     Trace,
     body_of,
@@ -35,11 +38,10 @@ from mpillm.data.records import (
     tools_of,
     unicode_of,
 )
-from mpillm.data.row_fields import LENGTHS, FieldUse, OwnFields, own_fields
+from mpillm.data.row_fields import FieldUse, own_fields
 from mpillm.data.weka_traces import add_weka, is_weka
 from mpillm.files import excerpt
 
-_CLIENT_ROLES = ("user", "tool")
 _FLAT = {"conversation_id", "turn", "role"}
 _SHARE_ROLES = {
     "human": "user",
@@ -93,7 +95,7 @@ class _Reader:
         self.branched = BranchedRows()
         self._vocab_size, self._columns = vocab_size, columns
         self._by_name: dict[str, Conversation] = {}  # that further rows may continue
-        self._open: _FlatConversation | None = None
+        self._open: MessageRows | None = None
 
     def add(self, where: str, row: Any) -> None:
         is_flat = isinstance(row, dict) and set(row) >= _FLAT and not row.keys() & {"messages", "prompt"}
@@ -142,7 +144,7 @@ class _Reader:
                 raise ValueError(
                     f"conversation_id {name} is also an earlier conversation's; its rows must be together"
                 )
-            self._open = _FlatConversation(Conversation(name), self._use)
+            self._open = MessageRows(Conversation(name), self._use)
             self._by_name[name] = self._open.conversation
         self._open.add(where, row)
 
@@ -168,10 +170,18 @@ class _Reader:
             append(conversation, Turn(where, pending))
         if not conversation.turns:
             raise ValueError("the conversation has no message of a user")
-        self._set_all(conversation, row)
+        used = {"session_id"}
+        if type(row.get("timestamp")) in (int, float):  # otherwise a date, as a text
+            conversation.turns[0].at_s = _time(row)
+            used.add("timestamp")
+        length = output_len_of(row)
+        for turn in conversation.turns:
+            turn.output_len = length
+            self._set_own(turn, row, used)
 
     def _add_turns(self, where: str, row: Mapping[str, Any]) -> None:
         conversation = self._new(row, ("session_id",))
+        conversation.tools = tools_of(row)
         if not row["turns"]:
             raise ValueError("turns is empty")
         for i, turn in enumerate(row["turns"]):
@@ -188,9 +198,9 @@ class _Reader:
                 [message],
                 delay_s=seconds_of(turn, "delay", unit=1e-3),
                 at_s=_time(turn),
-                output_len=_output_len(turn),
+                output_len=output_len_of(turn),
             )
-            _set_own(one, own_fields({**row, **turn}, self._use))
+            self._set_own(one, {**row, **turn})
             append(conversation, one)
 
     def _add_weka(self, where: str, row: Mapping[str, Any]) -> None:
@@ -210,18 +220,18 @@ class _Reader:
             append(conversation, turn)
         if not conversation.turns:
             raise ValueError("prompt_0 is empty")
-        self._set_all(conversation, row)
+        for turn in conversation.turns:
+            self._set_own(turn, row, set())
         if prefix := next((row[key] for key in _PREFIXES if row.get(key)), None):
             conversation.system = chat_of([{"role": "system", "content": prefix}], "prefix")
         names = sorted(key for key in row if key.startswith("prompt_") and key[7:].isdigit())
         if missing := [key for key in names if int(key[7:]) >= len(conversation.turns) and row[key]]:
             raise ValueError(f"{missing[0]} follows a missing prompt_{len(conversation.turns)}")
 
-    def _set_all(self, conversation: Conversation, row: Mapping[str, Any]) -> None:
-        """Set the row's own fields for each of its requests."""
-        own = own_fields(row, self._use)
-        for turn in conversation.turns:
-            _set_own(turn, own)
+    def _set_own(self, turn: Turn, row: Mapping[str, Any], used: Set[str] = _USED) -> None:
+        """Set the row's own fields for a request, and the names of others that are not `used`."""
+        turn.own = own_fields(row, self._use)
+        turn.unused |= turn.own.unused | (row.keys() & {*WITHOUT_EFFECT} - used)
 
     def _check_columns(self) -> None:
         if self._columns.output_len is not None:
@@ -229,7 +239,8 @@ class _Reader:
 
     def _new(self, row: Mapping[str, Any], keys: Iterable[str]) -> Conversation:
         self._check_columns()
-        name = next((str(row[key]) for key in keys if row.get(key) not in (None, "")), "")
+        named = next(((str(row[key]), key) for key in keys if row.get(key) not in (None, "")), ("", ""))
+        name = unicode_of(*named)
         if name in self._by_name:
             raise ValueError(f"{name} is also the name of an earlier conversation")
         conversation = Conversation(name or f"#{len(self.conversations)}")
@@ -249,14 +260,10 @@ class _Reader:
         )
         if isinstance(sample.prompt, Trace):
             turn.trace, turn.prompt = sample.prompt, None
-        name = tools = None
+        name: Any = None
         if isinstance(row, dict):
-            tools = tools_of(body_of(row))
-            turn.delay_s, turn.at_s, name = (
-                seconds_of(row, "delay", unit=1e-3),
-                _time(row),
-                row.get("session_id"),
-            )
+            turn.tools, name = tools_of(body_of(row)), row.get("session_id")
+            turn.delay_s, turn.at_s = seconds_of(row, "delay", unit=1e-3), _time(row)
             if row.get("message_mode") == "delta":
                 if not isinstance(sample.prompt, list):
                     raise ValueError("message_mode is delta, but the row has no messages")
@@ -264,22 +271,37 @@ class _Reader:
             elif isinstance(sample.prompt, str) and "text_input" in row and name not in (None, ""):
                 turn.added, turn.prompt = [{"role": "user", "content": sample.prompt}], None
         if name in (None, ""):
-            self.conversations.append(Conversation(f"#{len(self.conversations)}", [turn], tools=tools))
+            self.conversations.append(Conversation(f"#{len(self.conversations)}", [turn], tools=turn.tools))
             return
-        conversation = self._by_name.get(str(name))
+        name = unicode_of(str(name), "session_id")
+        conversation = self._by_name.get(name)
         if conversation is None:
-            conversation = self._by_name[str(name)] = Conversation(str(name), tools=tools)
+            conversation = self._by_name[name] = Conversation(name, tools=turn.tools)
             self.conversations.append(conversation)
-        elif (conversation.turns[0].trace is None) != (turn.trace is None):
-            raise ValueError(
-                f"session {name} has rows with input_length and other rows; its rows must be of one form"
-            )
+        else:
+            _check_continues(conversation, turn)
         append(conversation, turn)
 
 
-def _set_own(turn: Turn, own: OwnFields) -> None:
-    turn.own = own
-    turn.unused |= own.unused
+def _check_continues(conversation: Conversation, turn: Turn) -> None:
+    """Raise ValueError if a row cannot continue its session. A complete prompt has the last row's tools."""
+    if (first := _form(conversation.turns[0])) != (form := _form(turn)):
+        raise ValueError(
+            f"session {conversation.name} has rows with {first} and with {form}; its rows must be of one form"
+        )
+    if turn.prompt is not None:
+        turn.tools = turn.tools or conversation.turns[-1].tools
+    elif turn.tools not in (None, conversation.tools):
+        raise ValueError(
+            f"tools are not those of the first row of session {conversation.name}; must be equal, or missing"
+        )
+
+
+def _form(turn: Turn) -> str:
+    """Return what a row of a session gives, in words."""
+    if turn.trace is not None:
+        return "input_length"
+    return "a complete prompt" if turn.prompt is not None else "messages or a text to add"
 
 
 def _aiperf_request(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -303,112 +325,6 @@ def _text_of(turn: Mapping[str, Any], where: str) -> str:
     return unicode_of("\n".join(texts), where)  # as parts of a message's content
 
 
-class _FlatConversation:
-    """A conversation of MLCommons' agentic form, while its rows are read."""
-
-    def __init__(self, conversation: Conversation, use: FieldUse) -> None:
-        self.conversation, self._use = conversation, use
-        self._last_role = ""
-        self._n_rows = 0
-        self._where = ""
-        self._calls: list[Any] = []  # of tools, in the last row
-
-    def add(self, where: str, row: Mapping[str, Any]) -> None:
-        number, role = row.get("turn"), row.get("role")
-        if isinstance(number, str) and number.isdecimal() and len(number) < 20:  # CSV has only text
-            number = int(number)
-        self._n_rows += 1
-        if type(number) is not int or number != self._n_rows:
-            raise ValueError(
-                f"turn is {excerpt(number)}; expected {self._n_rows}: turns count from 1 without gaps"
-            )
-        self._check_order(role)
-        if (system := row.get("system")) and isinstance(system, str) and not self.conversation.system:
-            self.conversation.system = [{"role": "system", "content": unicode_of(system, "system")}]
-        if self.conversation.tools is None:
-            self.conversation.tools = tools_of(row)
-        messages = _messages_of(row)
-        turns = self.conversation.turns
-        if role == "system":
-            self.conversation.system += messages
-        elif role == "assistant":
-            turns[-1].response = messages[0]
-        else:
-            turn = Turn(
-                where, messages, delay_s=seconds_of(row, "delay_seconds"), output_len=_output_len(row)
-            )
-            _set_own(turn, own_fields(row, self._use))
-            append(self.conversation, turn)
-        if role == "tool":
-            _check_results(messages, self._calls)
-        self._calls = _calls(row) if role == "assistant" else []
-        self._last_role, self._where = str(role), where
-
-    def _check_order(self, role: object) -> None:
-        if role not in ("system", "user", "assistant", "tool"):
-            raise ValueError(f"role is {excerpt(role)}; must be system, user, assistant or tool")
-        last = self._last_role
-        if role == "system" and last not in ("", "system"):
-            raise ValueError(f"role system follows {last}; it must be the first")
-        if role == "assistant" and last not in _CLIENT_ROLES:
-            raise ValueError(
-                f"role assistant follows {last or 'nothing'}; there is no request that it answers"
-            )
-        if role == "tool" and not self._calls:
-            raise ValueError(f"role tool follows {last or 'nothing'} without tool_calls")
-        if role == "user" and (last == "user" or self._calls):
-            raise ValueError(
-                "role user follows tool_calls without a tool's result"
-                if self._calls
-                else "role user follows user: the response between them is missing"
-            )
-
-    def complete(self) -> Conversation:
-        if not self.conversation.turns:
-            raise ConfigError(f"{self._where}: the conversation has no request of a user")
-        return self.conversation
-
-
-def _messages_of(row: Mapping[str, Any]) -> list[Message]:
-    """Return the messages of a row: one, or one for each result of a tool."""
-    role, results = row["role"], row.get("tool_results")
-    if role == "tool" and results is not None:
-        if not isinstance(results, list) or not results:
-            raise ValueError(f"tool_results is {excerpt(results)}; must be an array of results")
-        messages = []
-        for i, result in enumerate(results):
-            if not isinstance(result, dict) or not isinstance(result.get("tool_call_id"), str):
-                raise ValueError(f"tool_results[{i}] has no tool_call_id, a string")
-            if result.get("content") is None:
-                raise ValueError(f"tool_results[{i}] has no content")
-            messages.append(
-                {"role": "tool", "tool_call_id": result["tool_call_id"], "content": result["content"]}
-            )
-        return messages
-    keys = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
-    message = {key: row[key] for key in keys if row.get(key) is not None}
-    has_calls = role == "assistant" and "tool_calls" in message  # then its text may be missing
-    if not has_calls and not message.get("content"):
-        raise ValueError(f"content is {excerpt(row.get('content'))}; must be text")
-    return chat_of([message], "content")
-
-
-def _calls(row: Mapping[str, Any]) -> list[Any]:
-    calls = row.get("tool_calls")
-    if calls is not None and not isinstance(calls, list):
-        raise ValueError(f"tool_calls is {excerpt(calls)}; must be an array of calls")
-    return calls or []
-
-
-def _check_results(messages: Iterable[Message], calls: Iterable[Any]) -> None:
-    """Raise ValueError for the result of a call that the response before does not have."""
-    known = [call.get("id") for call in calls if isinstance(call, dict)]
-    for message in messages:
-        name = message.get("tool_call_id")
-        if name is not None and None not in known and name not in known:
-            raise ValueError(f"tool_call_id is {excerpt(name)}; the calls before it are {excerpt(known)}")
-
-
 def _ends_with_response(messages: Any) -> bool:
     last = messages[-1] if isinstance(messages, list) and messages else None
     return isinstance(last, dict) and last.get("role") == "assistant"
@@ -423,11 +339,8 @@ def _share_message(message: Any) -> Message:
     return {"role": role, "content": unicode_of(message["value"], "conversations")}
 
 
-def _output_len(row: Mapping[str, Any]) -> int | None:
-    keys = ("max_new_tokens", *LENGTHS)
-    return next((length_of(row[key], key) for key in keys if row.get(key) not in (None, "")), None)
-
-
 def _time(row: Mapping[str, Any]) -> float | None:
     """Return a row's time stamp, which is in milliseconds, in seconds."""
-    return None if row.get("timestamp") in (None, "") else seconds_of(row, "timestamp", unit=1e-3)
+    if row.get("timestamp") in (None, ""):
+        return None
+    return seconds_of(row, "timestamp", unit=1e-3, max_s=MAX_STAMP_S)

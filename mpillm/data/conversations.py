@@ -31,6 +31,7 @@ class Turn:
     output_len: int | None = None  # tokens
     unused: frozenset[str] = frozenset()  # the row's keys that have no effect
     own: OwnFields = NO_FIELDS
+    tools: list[Any] | None = None  # only of a complete prompt; others have the conversation's
     trace: Trace | None = None  # of the tokens that the request adds, until there are `tokens` or `added`
     # Only in traces and synthetic conversations of token ids, which have no messages:
     tokens: NDArray[np.int32] | None = None  # that the request adds to the conversation

@@ -118,6 +118,10 @@ class Dataset:
         return lengths, ragged_take(self.tokens, self.starts[at], lengths)
 
 
+class PromptTooLong(ConfigError):
+    """A prompt exceeds a limit of the model or of the run."""
+
+
 @dataclass(frozen=True, slots=True)
 class Synthetic:
     """Random prompts: normally distributed lengths, and tokens uniform over `Tokenizer.plain_tokens`.
@@ -297,7 +301,7 @@ def unused_lengths(dataset: Dataset) -> str:
 
 
 def check_lengths(lengths: NDArray[np.int64], limits: PromptLimits, where: Callable[[int], str]) -> None:
-    """Raise ConfigError if the longest prompt exceeds a limit. `where(sample)`: the sample's place."""
+    """Raise PromptTooLong if the longest prompt exceeds a limit. `where(sample)`: the sample's place."""
     for max_length, name, options in _allowed(limits):
         over = np.flatnonzero(lengths > max_length)
         if len(over):
@@ -305,7 +309,7 @@ def check_lengths(lengths: NDArray[np.int64], limits: PromptLimits, where: Calla
             more = ""
             if len(over) > 1:
                 more = f" ({len(over)} of {len(lengths)} samples are too long; this is the longest)"
-            raise ConfigError(
+            raise PromptTooLong(
                 f"{where(worst)}: the prompt has {lengths[worst]} tokens and does not fit {name}{more}",
                 about=options,
             )

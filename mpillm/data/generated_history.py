@@ -27,8 +27,8 @@ class History(Protocol):
     def prompt(self, number: int, responses: Sequence[Any]) -> NDArray[np.int32]:
         """Return the tokens of a conversation's request after `responses`. May take long.
 
-        `number`: of the conversation; `responses`: to the first turns of its history. Raises ConfigError with
-        the place of the turn if the prompt exceeds a limit, or has no tokens.
+        `number`: of the conversation; `responses`: to the first turns of its history. Raises, with the place
+        of the turn, PromptTooLong if the prompt exceeds a limit, and ConfigError if it cannot be made.
         """
 
 
@@ -61,23 +61,17 @@ class GeneratedHistory(History):
         return {"role": "assistant", "content": self._tokenizer.decode(tokens)}
 
     def prompt(self, number: int, responses: Sequence[Message]) -> NDArray[np.int32]:
-        """Do as `History.prompt`. A response with tool calls is the recorded one: their results follow."""
+        """Do as `History.prompt`. All calls of tools are recorded ones, because only their results follow."""
         conversation = self._conversations[number]
         turn = conversation.history[len(responses)]
         try:
             if turn.prompt is not None:
                 vocab_size = self._limits.vocab_size or self._tokenizer.vocab_size
-                own = tokens_of(turn.prompt, self._tokenizer, vocab_size, conversation.tools)
+                own = tokens_of(turn.prompt, self._tokenizer, vocab_size, turn.tools)
                 tokens = np.array(own, np.int32)
             else:
-                messages = conversation.messages(
-                    [
-                        recorded if recorded and recorded.get("tool_calls") else response
-                        for recorded, response in zip(
-                            conversation.recorded_responses, responses, strict=False
-                        )
-                    ]
-                )
+                pairs = zip(conversation.recorded_responses, responses, strict=False)
+                messages = conversation.messages([_with_recorded_calls(*pair) for pair in pairs])
                 tokens = self._encoded(messages, conversation.tools)
         except ConfigError as error:
             raise ConfigError(f"{turn.where}: {error}") from error
@@ -90,3 +84,11 @@ class GeneratedHistory(History):
         if isinstance(self._tokenizer, ChatRequests):  # no list of all bytes, which would delay other threads
             return self._tokenizer.tokens_of(messages, tools)
         return np.array(self._tokenizer.encode_chats([messages], tools)[0], np.int32)
+
+
+def _with_recorded_calls(recorded: Message | None, response: Message) -> Message:
+    if recorded and recorded.get("tool_calls"):
+        return recorded
+    if not response.get("tool_calls"):
+        return response
+    return {"role": "assistant", "content": response.get("content") or ""}

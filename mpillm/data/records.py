@@ -13,10 +13,11 @@ from mpillm.files import excerpt
 
 _KEYS = ("prompt", "input_tokens", "messages", "text")  # of prompts; the first one in a row is used
 # Keys of a request or a trace without effect: the run's options, or LoadGen, determine these
-_WITHOUT_EFFECT = ("timestamp", "delay", "delay_seconds", "session_id", "model", "stream")
+WITHOUT_EFFECT = ("timestamp", "delay", "delay_seconds", "session_id", "model", "stream")
 _MAX_KEYS_LENGTH = 300  # characters of a row's keys in a message
 _MAX_LENGTH = 1 << 40
-_MAX_S = 1e6  # of a delay or a time stamp
+_MAX_S = 1e6  # of a delay
+MAX_STAMP_S = 1e10  # of a time stamp; those of some traces count from 1970
 
 
 class Columns(NamedTuple):
@@ -71,7 +72,7 @@ def sample_of(row: Any, vocab_size: int, columns: Columns = KNOWN, use: FieldUse
     output_len = _output_len(row, columns.output_len)
     row = {key: value for key, value in row.items() if key not in columns}
     own, tools = own_fields(row, use, is_body), tools_of(row)
-    unused = own.unused.union(key for key in _WITHOUT_EFFECT if key in row)
+    unused = own.unused.union(key for key in WITHOUT_EFFECT if key in row)
     if tools and not isinstance(prompt, list):
         tools, unused = None, unused | {"tools"}
     return Sample(prompt, output_len, unused, own, tools)
@@ -216,7 +217,9 @@ def hash_ids_of(row: Mapping[str, Any], name: str = "hash_ids") -> tuple[int, ..
     return tuple(ids)
 
 
-def seconds_of(row: Mapping[str, Any], key: str, where: str = "", unit: float = 1.0) -> float:
+def seconds_of(
+    row: Mapping[str, Any], key: str, where: str = "", unit: float = 1.0, max_s: float = _MAX_S
+) -> float:
     """Return a time of a row in seconds; 0 if it is missing. `unit`: the row's, in seconds.
 
     Raises ValueError that names `where` and `key`.
@@ -228,9 +231,9 @@ def seconds_of(row: Mapping[str, Any], key: str, where: str = "", unit: float = 
         seconds = float(value) * unit if type(value) in (int, float, str) else math.nan  # CSV has only text
     except (ValueError, OverflowError):
         seconds = math.nan
-    if not 0 <= seconds <= _MAX_S:  # or not a number
+    if not 0 <= seconds <= max_s:  # or not a number
         name = f"{where}: {key}" if where else key
-        raise ValueError(f"{name} is {excerpt(value)}; must be a number from 0 to {_MAX_S / unit:g}")
+        raise ValueError(f"{name} is {excerpt(value)}; must be a number from 0 to {max_s / unit:g}")
     return seconds
 
 

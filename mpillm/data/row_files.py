@@ -88,10 +88,7 @@ def read_rows(file: Path, *, may_be_array: bool = False) -> Iterator[Row]:
     check_file(file)
     try:
         with file.open("rb") as stream:
-            if may_be_array and _begins_array(file.name, stream):
-                yield from _array_rows(file, stream)
-            else:
-                yield from _rows(file, file.name, stream)
+            yield from _rows(file, file.name, stream, may_be_array)
     except FileNotFoundError as error:
         siblings = [sibling.name for sibling in file.parent.glob("*")]
         raise ConfigError(f"data set {file} does not exist{nearest(file.name, siblings)}") from error
@@ -99,11 +96,6 @@ def read_rows(file: Path, *, may_be_array: bool = False) -> Iterator[Row]:
         raise ConfigError(f"data set {file} is a directory, not a JSONL file") from error
     except OSError as error:
         raise ConfigError(f"data set {file} cannot be read: {error}") from error
-
-
-def _begins_array(name: str, stream: Any) -> bool:
-    text = stream.peek(1).removeprefix(_BOM).lstrip()
-    return bool(text.startswith(b"[")) and not name.endswith((".txt", ".csv", ".tsv"))
 
 
 def _array_rows(file: Path, stream: IO[bytes]) -> Iterator[Row]:
@@ -117,20 +109,22 @@ def _array_rows(file: Path, stream: IO[bytes]) -> Iterator[Row]:
         raise ConfigError(f"{file}: {error}") from error
 
 
-def _rows(file: Path, name: str, stream: Any, *, is_unpacked: bool = False) -> Iterator[Row]:
+def _rows(
+    file: Path, name: str, stream: Any, may_be_array: bool, *, is_unpacked: bool = False
+) -> Iterator[Row]:
     start = stream.peek(1)
     kind = next((kind for kind in _KINDS if start.startswith(kind.magic)), None)
     if is_unpacked and kind and (kind.name in _OPENERS or kind.name == _ZIP):  # nesting may be endless
         raise ConfigError(f"data set {file}: {kind.name} in a packed file; unpack it first")
     if kind is None:
-        yield from _text_rows(file, name, stream, start)
+        yield from _text_rows(file, name, stream, start, may_be_array)
     elif kind.convert:
         raise ConfigError(_refusal(file, kind.name, kind.convert))
     elif kind.name in _OPENERS:
         with _unpacked(file, _OPENERS[kind.name](stream)) as inner:
-            yield from _rows(file, name.rpartition(".")[0] or name, inner, is_unpacked=True)
+            yield from _rows(file, name.rpartition(".")[0] or name, inner, may_be_array, is_unpacked=True)
     elif kind.name == _ZIP:
-        yield from _zip_rows(file, stream)
+        yield from _zip_rows(file, stream, may_be_array)
     else:
         yield from _table_rows(file, kind.name, stream)
 
@@ -170,7 +164,7 @@ def _unpacked(file: Path, stream: IO[bytes]) -> Iterator[IO[bytes]]:
         yield inner
 
 
-def _zip_rows(file: Path, stream: IO[bytes]) -> Iterator[Row]:
+def _zip_rows(file: Path, stream: IO[bytes], may_be_array: bool) -> Iterator[Row]:
     try:
         with zipfile.ZipFile(stream) as archive:
             members = [member for member in archive.infolist() if not member.filename.endswith("/")]
@@ -180,7 +174,7 @@ def _zip_rows(file: Path, stream: IO[bytes]) -> Iterator[Row]:
                     _refusal(file, f"a zip archive of {names}", "unzip -p {file} MEMBER > prompts.jsonl")
                 )
             with _unpacked(file, archive.open(members[0])) as inner:
-                yield from _rows(file, members[0].filename, inner, is_unpacked=True)
+                yield from _rows(file, members[0].filename, inner, may_be_array, is_unpacked=True)
     except ConfigError:  # a ValueError, from a row
         raise
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
@@ -219,13 +213,18 @@ def _table_rows(file: Path, kind: str, stream: IO[bytes]) -> Iterator[Row]:
         raise ConfigError(f"data set {file}: not {kind} that can be read: {error}") from None
 
 
-def _text_rows(file: Path, name: str, stream: Any, start: bytes) -> Iterator[Row]:
+def _text_rows(file: Path, name: str, stream: Any, start: bytes, may_be_array: bool) -> Iterator[Row]:
     if name.endswith((".csv", ".tsv")):
         yield from _csv_rows(file, stream, "\t" if name.endswith(".tsv") else ",")
         return
     is_text = name.endswith(".txt")
     if not is_text and start.removeprefix(_BOM).lstrip().startswith(b"["):
-        raise ConfigError(not_lines(file, b'"conversations"' in start))
+        if not may_be_array and name != file.name:
+            raise ConfigError(f"data set {file}: a JSON array in a packed file; unpack it first")
+        if not may_be_array:
+            raise ConfigError(not_lines(file, b'"conversations"' in start))
+        yield from _array_rows(file, stream)
+        return
     for number, line in enumerate(stream, 1):
         raw = line.removeprefix(_BOM) if number == 1 else line
         if raw.strip():

@@ -23,7 +23,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from mpillm.data.conversations import Branch, Conversation, Turn, append
-from mpillm.data.records import Trace, hash_ids_of, length_of, seconds_of
+from mpillm.data.records import MAX_STAMP_S, Trace, hash_ids_of, length_of, seconds_of
 from mpillm.files import excerpt
 
 _BLOCK = 64  # tokens per hash, as kv-cache-tester writes them
@@ -118,7 +118,7 @@ def _calls(
         place = f"{where}[{i}]"
         if not isinstance(row, dict):
             raise ValueError(f"{place} is {excerpt(row)}; must be an object")
-        began = seconds_of(row, "t", place)
+        began = seconds_of(row, "t", place, max_s=MAX_STAMP_S)
         if i == 0 and began < start:
             offset = start
         if row.get("type") == _SUB_AGENT and sub_agents is not None:

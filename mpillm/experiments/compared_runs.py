@@ -17,7 +17,6 @@ from mpillm.experiments.intervals import Estimate, by_blocks, difference, per_se
 from mpillm.experiments.table import run_names
 from mpillm.files import read_object
 from mpillm.loadgen.logs import quantile
-from mpillm.report.conversation_figures import turns_of
 from mpillm.report.request_log import read_requests, tpot_s
 from mpillm.report.run_directory import HAS_FIGURES, failures_in
 from mpillm.report.run_environment import ENVIRONMENT, differences
@@ -121,7 +120,7 @@ class ComparedRun:
         """Return the records of first or later turns of conversations; of "all", or "", all records."""
         if turns in ("", "all"):
             return self.rows
-        rows: Rows = self.rows[(turns_of(self.rows) == 0) == (turns == "first")]
+        rows: Rows = self.rows[(self.rows["turn"] == 0) == (turns == "first")]
         return rows
 
     def estimate(self, figure: Figure) -> Estimate | None:

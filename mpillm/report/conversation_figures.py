@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,34 +15,23 @@ from mpillm.report.percentiles import enough, percentiles_ms
 from mpillm.report.request_log import tpot_s
 
 
-def turns_of(rows: NDArray[np.void]) -> NDArray[np.int64]:
-    """Return each request's number in its conversation, from 0. `rows`: records in order of issue."""
-    order = np.argsort(rows["session"], kind="stable")
-    session = rows["session"][order]
-    starts = np.flatnonzero(np.append(True, session[1:] != session[:-1])[: len(rows)])
-    lengths = np.diff(np.append(starts, len(rows)))
-    turns = np.empty(len(rows), np.int64)
-    turns[order] = np.arange(len(rows)) - np.repeat(starts, lengths)
-    return turns
-
-
 def conversation_figures(
     rows: NDArray[np.void], window_s: tuple[float, float], streamed: bool
 ) -> dict[str, Any]:
     """Return the figures of the requests that were issued in the window, for `result.json`.
 
     Args:
-        rows: Records of the test, in order of issue.
+        rows: Records of the test.
         window_s: First and last second of the test whose requests count.
         streamed: First tokens were reported when they came.
     """
     inside = (rows["issued"] >= window_s[0]) & (rows["issued"] <= window_s[1]) & (rows["error"] == 0)
-    turn, rows = turns_of(rows)[inside], rows[inside]
+    rows = rows[inside]
     figures: dict[str, Any] = {
         "window_s": [round(window_s[0], 4), round(window_s[1], 4) if math.isfinite(window_s[1]) else None],
         "requests": len(rows),
     }
-    for name, part in (("first_turns", rows[turn == 0]), ("later_turns", rows[turn > 0])):
+    for name, part in (("first_turns", rows[rows["turn"] == 0]), ("later_turns", rows[rows["turn"] > 0])):
         figures[name] = {
             "requests": len(part),
             "ttft_ms": percentiles_ms(part["ttft"].tolist()) if streamed else None,
@@ -82,21 +71,21 @@ def _interactivity(rows: NDArray[np.void]) -> dict[str, float | None]:
 
 
 def conversation_goodput(
-    rows: NDArray[np.void], n_turns: NDArray[np.int64], limits: Mapping[str, float], seconds: float
+    rows: NDArray[np.void], cut: Collection[int], limits: Mapping[str, float], seconds: float
 ) -> dict[str, Any]:
     """Return for `result.json` how many conversations met `limits` (milliseconds) with every request.
 
-    A conversation counts if all its requests were answered, or one failed. Conversations that
-    `--max_duration` or the model's longest prompt cut off are left out.
+    Cancelled requests have no record, so they do not count.
 
     Args:
         rows: Records of the test.
-        n_turns: Requests of each row's conversation, in the data set.
+        cut: Sessions of conversations that are left out, unless a request failed: `--max_duration` or a
+            prompt that could not be made has cut them off.
         seconds: Length of the test.
     """
-    _, first, number = np.unique(rows["session"], return_index=True, return_inverse=True)
+    sessions, number = np.unique(rows["session"], return_inverse=True)
     failed = np.bincount(number, rows["error"] != 0) > 0
-    counts = failed | (np.bincount(number) >= n_turns[first])
+    counts = failed | ~np.isin(sessions, [*cut])
     good = int((counts & (np.bincount(number, ~is_good(rows, limits)) == 0)).sum())
     n = int(counts.sum())
     return {

@@ -24,13 +24,15 @@ RECORD = np.dtype(
         ("prompt", "<i4"),  # tokens of the prompt, as the instance counted them; -1: unknown
         ("cached", "<i4"),  # those of them that were in a KV cache; -1: unknown
         ("session", "<u4"),  # the same for all requests of one conversation; 0: of no conversation
+        ("turn", "<u4"),  # number of the request in its conversation, from 0
     ]
 )
-"""One request, in the order in which answers came. 40 bytes."""
-MAGIC = b"requests"
-"""The beginning of the file. Older files have neither this nor the last three fields."""
+"""One request, in the order in which answers came. 44 bytes."""
+MAGIC = b"request2"
+"""The beginning of the file. Files of 1.0.0rc1 have neither this nor the last four fields."""
 
-_OLD_RECORD = np.dtype([(name, RECORD[name]) for name in (RECORD.names or ())[:-3]])
+_OLD_RECORD = np.dtype([(name, RECORD[name]) for name in (RECORD.names or ())[:-4]])
+_UNRELEASED = b"requests"  # the beginning of files with records of another size
 _BUFFER_BYTES = 1 << 16
 _LONGEST_S = 1e8  # of a test: 3 years
 # Records are written in batches: creating records takes NumPy 20 µs, however few.
@@ -41,9 +43,10 @@ _ROWS = 4096  # 180 kB, in one batch
 class RequestLog:
     """Writes a record for each answer, in batches; constant size."""
 
-    def __init__(self, folder: Path) -> None:
-        """The file is created with the first record."""
+    def __init__(self, folder: Path, first: NDArray[np.int64] | None = None) -> None:
+        """The file is created with the first record. `first`: see `Turns`; None: no conversations."""
         self._path = folder / REQUESTS
+        self._first = first
         self._file: BinaryIO | None = None
         self._added: list[tuple[NDArray[Any], ...]] = []  # the columns of answers that are not written yet
         self._n_added = 0  # rows in `_added`
@@ -110,6 +113,7 @@ class RequestLog:
         rows["index"], rows["tokens"], rows["error"] = index, tokens, error
         rows["prompt"], rows["cached"] = counts["prompt"], counts["cached"]
         rows["session"] = sessions
+        rows["turn"] = 0 if self._first is None else turns_of(index, self._first)
         with naming(self._path):
             if self._file is None:
                 self._file = self._path.open("wb", buffering=_BUFFER_BYTES)
@@ -144,6 +148,15 @@ def read_requests(folder: Path | str) -> NDArray[np.void]:
     return rows[np.argsort(rows["issued"], kind="stable")]
 
 
+def turns_of(index: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the number of each request in its conversation, from 0.
+
+    `index`: of the requests in the data set; `first`: see `Turns`.
+    """
+    turns: NDArray[np.int64] = index - first[np.searchsorted(first, index, "right") - 1]
+    return turns
+
+
 def tpot_s(rows: NDArray[np.void]) -> NDArray[np.float64]:
     """Return seconds per output token after the first, by request; NaN for answers of one token."""
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -170,6 +183,8 @@ def _records(folder: Path) -> NDArray[np.void]:
         ) from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
+    if data.startswith(_UNRELEASED):
+        raise ConfigError(f"{path}: a version of mpillm wrote it that was never released; repeat the test")
     if data.startswith(MAGIC):
         n = (len(data) - len(MAGIC)) // RECORD.itemsize
         return np.frombuffer(data, RECORD, n, len(MAGIC))

@@ -47,7 +47,7 @@ def columns_of(
     if turns is not None:
         number = np.searchsorted(turns.first, rows["index"], "right") - 1
         columns["conversation"] = [turns.conversations[i].name for i in number.tolist()]
-        columns["turn"] = (rows["index"] - turns.first[number]).tolist()
+        columns["turn"] = rows["turn"].tolist()
         if turns.has_branches:
             parents = [one.parent and one.parent.name for one in turns.conversations]
             columns["parent"] = [parents[i] for i in number.tolist()]

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from disagg.errors import ConfigError
 from mpillm.comms.messages import RequestFlag
 from mpillm.data.conversations import Branch, Message
-from mpillm.data.dataset import Turns
+from mpillm.data.dataset import PromptTooLong, Turns
 from mpillm.data.generated_history import History
 from mpillm.loadgen.sut import Query
 from mpillm.phases import Phase
@@ -109,12 +109,15 @@ class ConversationLoad(Role):
         self.n_started = self.n_ended = self.n_failed = 0  # root conversations
         self.n_branches = 0  # started
         self.root_sessions: dict[int, int] = {}  # by a branch's session
+        # Sessions of root conversations with requests that were not sent for another reason than an error.
+        self.cut_sessions: set[int] = set()
         # Requests of started conversations that an error, a limit or the end of the time has left out, with
         # those of their branches.
         self.n_skipped = 0
         self._n_scheduled = 0  # conversations; `max_s` may prevent some of them from starting
         self.window_s = (shape.ramp_up_s, shape.max_s)
-        """Seconds of the test between ramp-up and drain: while all conversations are open, or arrive."""
+        """Seconds of the test between ramp-up and drain: while all conversations are open, or arrive.
+        Without such a time, all of the test after the ramp-up."""
         self._turns, self._shape = turns, shape
         self._roots = turns.roots
         self._numbers = {id(one): number for number, one in enumerate(turns.conversations)}
@@ -128,8 +131,11 @@ class ConversationLoad(Role):
         self.request_flags = int(RequestFlag.PROMPT_COUNTS | RequestFlag.MAY_BE_REFUSED)
         if history is not None:
             self.request_flags |= RequestFlag.MESSAGE
-        self.outgrown = ""  # the first conversation whose prompt exceeded a limit, and the limit
-        self.n_outgrown = 0  # root conversations
+        self.n_outgrown = 0  # root conversations with a prompt that exceeded a limit
+        self.n_unmade, self.problem = (
+            0,
+            "",
+        )  # other prompts that could not be made, and the first one's problem
         self._messages: dict[int, Message] = {}  # by id, of outstanding requests
         # One thread makes prompts, so that the rank can do other work at that time.
         self._maker = ThreadPoolExecutor(1, "mpillm-history") if history is not None else None
@@ -164,7 +170,7 @@ class ConversationLoad(Role):
             arrivals = np.arange(n) * (shape.ramp_up_s / shape.concurrency)
         else:
             arrivals = self._arrivals()
-            self.window_s = (shape.ramp_up_s, min(shape.max_s, float(arrivals.max())))
+            self._end_window(float(arrivals.max()))
         for at in arrivals.tolist():
             self._start_conversation(at)
 
@@ -218,6 +224,7 @@ class ConversationLoad(Role):
         if at > self._shape.max_s:
             if conversation.turn or conversation.parent is not None:  # its tree has started
                 self._skip(conversation, conversation.turn)
+                self.cut_sessions.add(conversation.tree.session)
             self._join(conversation, at)  # a turn that waits for it has a later time
             return
         heapq.heappush(self._due, (at, next(self._order), conversation))
@@ -269,13 +276,24 @@ class ConversationLoad(Role):
             try:
                 conversation.prompt = future.result()
             except ConfigError as error:
-                self.outgrown = self.outgrown or str(error)
-                self.n_outgrown += not conversation.tree.has_outgrown
-                conversation.tree.has_outgrown = True
-                self._skip(conversation, conversation.turn)
-                self._end(conversation, self._now())
+                self._end_early(conversation, error)
             else:
                 self._schedule(at, conversation)
+
+    def _end_early(self, conversation: _Open, error: ConfigError) -> None:
+        """End a conversation whose next prompt cannot be made."""
+        tree = conversation.tree
+        if isinstance(error, PromptTooLong):
+            self.n_outgrown += not tree.has_outgrown
+            tree.has_outgrown = True
+        else:
+            self.n_failed += not tree.has_failed
+            tree.has_failed = True
+            self.n_unmade += 1
+            self.problem = self.problem or str(error)
+        self.cut_sessions.add(tree.session)
+        self._skip(conversation, conversation.turn)
+        self._end(conversation, self._now())
 
     def quiet_s(self) -> float:
         if not self._due:
@@ -370,7 +388,12 @@ class ConversationLoad(Role):
         if self._n_scheduled < self._shape.n_conversations:
             self._start_conversation(now)
         else:
-            self.window_s = (self.window_s[0], min(self.window_s[1], now))
+            self._end_window(now)
+
+    def _end_window(self, at: float) -> None:
+        start, end = self.window_s
+        if start < at < end:
+            self.window_s = start, at
 
 
 def arrival_times(n: int, rate: float, shape: LoadShape) -> NDArray[np.float64]:

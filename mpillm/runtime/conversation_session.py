@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -131,19 +131,31 @@ class ConversationSession(LoadSession):
             lengths = rows["prompt"]
             result["prompt_tokens"] = {"mean": round(float(lengths.mean()), 2), "max": int(lengths.max())}
         if rows is not None and (limits := self._config.goodput):
-            counts = self._tree_sizes()
-            n_turns = np.repeat(counts, counts)[rows["index"]]
             lasted_s = self._totals.lasted_s
             result["goodput"] = goodput(rows, limits, lasted_s)
             if load.root_sessions:  # a conversation is good together with its branches
                 rows["session"] = [load.root_sessions.get(one, one) for one in rows["session"].tolist()]
-            result["goodput"] |= conversation_goodput(rows, n_turns, limits, lasted_s)
+            result["goodput"] |= conversation_goodput(rows, load.cut_sessions, limits, lasted_s)
         self.check_test(reports)
+        result["doubts"] += _doubts(result["conversations"], load)
         self.keep_reports(reports)
         return f"{load.n_ended} of {load.n_started} conversations ended"
 
     def rows(self, directory: str, facts: Facts | None) -> list[tuple[str, Any]]:
         return conversation_rows(self._record.result, directory, facts)
+
+
+def _doubts(figures: Mapping[str, Any], load: ConversationLoad) -> list[str]:
+    """Return the doubts about the load. `figures`: the entry `conversations` of result.json."""
+    doubts = []
+    if load.n_unmade:
+        doubts.append(f"{load.n_unmade:,} prompts could not be made; the first: {load.problem}")
+    if figures.get("requests") == 0:
+        doubts.append(
+            f"no request was sent after the ramp-up of {load.window_s[0]:g} s (--ramp_up), so the figures of"
+            " turns are empty"
+        )
+    return doubts
 
 
 def load_shape(config: RunConfig, turns: Turns) -> LoadShape:

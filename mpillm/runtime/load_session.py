@@ -52,7 +52,7 @@ class LoadSession(RunSession):
         if config.save_outputs or samples.shows_text:
             path = record.path / "outputs.jsonl" if config.save_outputs else None
             self._outputs = Outputs(samples.dataset, samples.tokenizer, path)
-        self._requests = RequestLog(record.path)
+        self._requests = RequestLog(record.path, None if turns is None else turns.first)
         self._progress_at = self._logged_at = 0.0
 
     @property

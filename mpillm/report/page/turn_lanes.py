@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from mpillm.report.conversation_figures import turns_of
 from mpillm.report.numbers import milliseconds
 from mpillm.report.page.document import escape
 from mpillm.report.page.run_analysis import Facts
@@ -63,11 +62,9 @@ def _first_conversations(rows: NDArray[np.void]) -> tuple[NDArray[np.void], str]
 
 
 def _lanes(rows: NDArray[np.void], first_session: int, start: float, span: float) -> Iterator[str]:
-    turns = turns_of(rows)
     for session in np.unique(rows["session"]).tolist():
         of = rows["session"] == session
-        requests = zip(turns[of].tolist(), rows[of], strict=True)
-        bars = "".join(bar for turn, row in requests for bar in _bar(turn, row, start, span))
+        bars = "".join(bar for row in rows[of] for bar in _bar(row, start, span))
         number, n = session - first_session + 1, int(of.sum())
         box = f'viewBox="0 0 {_WIDTH} 1" preserveAspectRatio="none"'
         yield (
@@ -77,12 +74,12 @@ def _lanes(rows: NDArray[np.void], first_session: int, start: float, span: float
         )
 
 
-def _bar(turn: int, row: np.void, start: float, span: float) -> Iterator[str]:
+def _bar(row: np.void, start: float, span: float) -> Iterator[str]:
     """Yield the bar of a request: a part until its first token, and a part after this."""
     issued, ttft, latency = (float(row[name]) for name in ("issued", "ttft", "latency"))
     scale = _WIDTH / span
     x, width = (issued - start) * scale, max(_MIN_WIDTH, latency * scale)
-    title = f"<title>{escape(_words(turn, row, ttft, latency))}</title>"
+    title = f"<title>{escape(_words(row, ttft, latency))}</title>"
     if row["error"]:
         yield f'<rect class="c5" x="{x:.1f}" width="{width:.1f}" height="1">{title}</rect>'
         return
@@ -93,9 +90,13 @@ def _bar(turn: int, row: np.void, start: float, span: float) -> Iterator[str]:
     yield "</g>"
 
 
-def _words(turn: int, row: np.void, ttft: float, latency: float) -> str:
+def _words(row: np.void, ttft: float, latency: float) -> str:
     """Return a request's figures in words. Turns count from 0, as in --requests_file."""
-    parts = [f"turn {turn}", f"at {_seconds(float(row['issued']))}", f"took {milliseconds(1e3 * latency)}"]
+    parts = [
+        f"turn {row['turn']}",
+        f"at {_seconds(float(row['issued']))}",
+        f"took {milliseconds(1e3 * latency)}",
+    ]
     if not math.isnan(ttft):
         parts.append(f"first token after {milliseconds(1e3 * ttft)}")
     if row["prompt"] >= 0:

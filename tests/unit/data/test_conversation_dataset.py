@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from disagg.errors import ConfigError
 from mpillm.data.chat_request import ChatRequests
 from mpillm.data.conversation_dataset import ConversationChoice, load_conversations
-from mpillm.data.dataset import Dataset, PromptLimits
+from mpillm.data.dataset import Dataset, PromptLimits, load_dataset
 from mpillm.data.generated_history import GeneratedHistory, TokenHistory
 from mpillm.data.tokenizer import ByteTokenizer, NoTokenizer
 
@@ -122,6 +124,8 @@ def test_prompts_with_generated_responses(tmp_path: Path) -> None:
     long = GeneratedHistory(turns.conversations, ByteTokenizer(), LIMITS)
     with_call = bytes(long.prompt(1, [message]).tolist()).decode()
     assert with_call == f"D\n{json.dumps(call)}\nE"  # the recorded call, which the result answers
+    calling = {**message, "content": None, "tool_calls": [call]}
+    assert bytes(long.prompt(0, [calling]).tolist()).decode() == "A\nB"  # without a result of the call
 
 
 def test_a_session_of_a_trace_grows_by_its_rows(tmp_path: Path) -> None:
@@ -173,6 +177,26 @@ def test_a_file_may_be_an_array(tmp_path: Path, indent: int | None) -> None:
     dataset = read_text(tmp_path, json.dumps(rows, indent=indent))
     assert texts(dataset) == ["A", "A\nB\nC"] * 2
     assert dataset.note == "conversations without a user's message, which are left out: 1"
+
+
+def test_an_array_may_be_packed(tmp_path: Path) -> None:
+    file = tmp_path / "f.json.gz"
+    file.write_bytes(gzip.compress(json.dumps([{"id": "x", "messages": CHAT}]).encode()))
+    assert texts(load_conversations(file, ByteTokenizer(), LIMITS)) == ["A", "A\nB\nC"]
+    with pytest.raises(ConfigError, match=r"f.json.gz: a JSON array in a packed file; unpack it first"):
+        load_dataset(file, ByteTokenizer(), LIMITS)
+
+
+def test_long_conversations_take_little_more_memory_than_their_last_prompt(tmp_path: Path) -> None:
+    turns = [{"text": "x" * 4000}] * 64
+    rows = [{"turns": turns, "session_id": str(i)} for i in range(2)]
+    file = tmp_path / "f.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    tracemalloc.start()
+    dataset = load_conversations(file, ChatRequests(), LIMITS)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(dataset) == 128 and most < 30e6, f"{most} bytes"
 
 
 @pytest.mark.parametrize(

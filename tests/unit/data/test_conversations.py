@@ -289,7 +289,25 @@ def test_delta_messages_continue_a_session() -> None:
         ([{"id": 1, "messages": messages("u:A", "a:B")}] * 2, "f.jsonl:2: 1 is also the name of an earlier"),
         (
             [{"session_id": "s", "input_length": 4}, {"session_id": "s", "text_input": "A"}],
-            "f.jsonl:2: session s has rows with input_length and other rows; its rows must be of one form",
+            "f.jsonl:2: session s has rows with input_length and with messages or a text to add; its rows",
+        ),
+        (
+            [
+                {"session_id": "s", "messages": messages("u:A")},
+                {"session_id": "s", "message_mode": "delta", "messages": messages("u:B")},
+            ],
+            "f.jsonl:2: session s has rows with a complete prompt and with messages or a text to add; its",
+        ),
+        (
+            [
+                {"session_id": "s", "message_mode": "delta", "messages": messages("u:A")},
+                {"session_id": "s", "message_mode": "delta", "messages": messages("u:B"), "tools": [CALL]},
+            ],
+            "f.jsonl:2: tools are not those of the first row of session s; must be equal, or missing",
+        ),
+        (
+            [{"session_id": "\ud800", "messages": messages("u:A")}],
+            "f.jsonl:1: session_id has half a surrogate pair at character 1",
         ),
         (
             [{"session_id": "s", "message_mode": "delta", "prompt": "A"}],
@@ -335,3 +353,31 @@ def test_csv_has_only_text() -> None:
     assert prompts(one)[1] == ["u:A", "a:B", "u:C"] and one.turns[1].delay_s == 0.5
     (trace,) = read({"input_length": "9", "timestamp": "1500", "session_id": "", "delay": ""})
     assert (trace.turns[0].at_s, trace.turns[0].trace) == (1.5, Trace(9, ()))
+
+
+def test_each_complete_prompt_has_the_latest_tools() -> None:
+    """As in AIPerf's traces with messages."""
+    first, second = [{"name": "a"}], [{"name": "b"}]
+    rows = [{"session_id": "s", "messages": messages("u:A")} for _ in range(4)]
+    rows[1]["tools"], rows[3]["tools"] = first, second
+    (one,) = read(*rows)
+    assert [turn.tools for turn in one.turns] == [None, first, first, second]
+
+
+def test_messages_with_responses_have_their_own_length_and_arrival() -> None:
+    row = {"messages": messages("u:A", "a:B", "u:C", "a:D"), "max_tokens": 4, "timestamp": 2500, "model": "m"}
+    (one,) = read(row)
+    assert [(turn.output_len, turn.at_s) for turn in one.turns] == [(4, 2.5), (4, None)]
+    assert one.turns[0].unused == {"model"}
+    (dated,) = read({**row, "timestamp": "2023-04-09T00:02:53"})
+    assert dated.turns[0].at_s is None and dated.turns[0].unused == {"model", "timestamp"}
+
+
+def test_turns_have_tools_and_their_other_keys_are_named() -> None:
+    (one,) = read({"session_id": "s", "tools": [{"name": "a"}], "turns": [{"text": "A", "model": "m"}]})
+    assert one.tools == [{"name": "a"}] and one.turns[0].unused == {"model"}
+
+
+def test_time_stamps_may_count_from_1970() -> None:
+    rows = [{"timestamp": 1_700_000_000_000 + t, "input_length": 4} for t in (0, 500)]
+    assert [one.turns[0].at_s for one in read(*rows)] == [1_700_000_000.0, 1_700_000_000.5]

@@ -65,7 +65,7 @@ def conversation_run(path: Path, later_ttft_s: float) -> Path:
     """Make a run of 500 conversations of two turns, 8 at a time. First turns take 0.1 s."""
     run(path, 0.1, scenario="Offline")
     rows = read_rows(path)
-    rows["session"] = 1 + np.arange(len(rows)) // 2
+    rows["session"], rows["turn"] = 1 + np.arange(len(rows)) // 2, np.arange(len(rows)) % 2
     rows["ttft"][1::2] *= later_ttft_s / 0.1
     write_rows(path, rows)
     result = {"samples": len(rows), "status": "MEASURED", "scenario": "Offline", "conversations": {}}

@@ -41,7 +41,7 @@ class Queue:
         for i, issued in enumerate(times.tolist()):
             ended = max(issued, heapq.heappop(free)) + self.service_s
             heapq.heappush(free, ended)
-            rows[i] = (issued, ended - issued, ended - issued, 0, 1, 0, -1, -1, 0)
+            rows[i] = (issued, ended - issued, ended - issued, 0, 1, 0, -1, -1, 0, 0)
         return rows
 
     def test(self, rate: float, full: bool) -> RateTrial:

@@ -40,7 +40,7 @@ def behind(
         begun = max(time, heapq.heappop(free))
         heapq.heappush(free, begun + takes)
         first = first_s if first_s is not None else begun - time + 0.01
-        rows[i] = (time, first if streamed else np.nan, begun - time + takes, 0, 8, 0, -1, -1, 0)
+        rows[i] = (time, first if streamed else np.nan, begun - time + takes, 0, 8, 0, -1, -1, 0, 0)
     return rows
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mpillm.report.conversation_figures import conversation_figures, conversation_goodput, turns_of
+from mpillm.report.conversation_figures import conversation_figures, conversation_goodput
 from mpillm.report.request_log import RECORD
 
 
@@ -20,14 +20,10 @@ def rows_of(*requests: tuple[int, float, float, int]) -> NDArray[np.void]:
         ("session", "ttft", "latency", "tokens"), zip(*requests, strict=True), strict=True
     ):
         rows[name] = values
+    sessions = rows["session"].tolist()
+    rows["turn"] = [sessions[:i].count(session) for i, session in enumerate(sessions)]
     rows["prompt"] = rows["cached"] = -1
     return rows
-
-
-def test_turns_count_in_each_conversation() -> None:
-    rows = rows_of((7, 0.1, 1, 5), (9, 0.1, 1, 5), (7, 0.2, 1, 5), (7, 0.3, 1, 5), (9, 0.4, 1, 5))
-    assert turns_of(rows).tolist() == [0, 0, 1, 2, 1]
-    assert turns_of(rows[:0]).tolist() == []
 
 
 def test_first_and_later_turns() -> None:
@@ -62,16 +58,15 @@ def test_interactivity_of_mlperf_endpoints_and_of_inferencex() -> None:
 
 
 def test_a_good_conversation_meets_the_limits_with_every_request() -> None:
-    """Conversations 1 to 5: good, late once, failed, cut off, and good with one request."""
+    """Conversations 1 to 5: good, late once, failed and cut off, cut off, and good with one request."""
     requests = [(1, 0.1, 1, 5)] * 2 + [(2, 0.1, 1, 5), (2, 0.9, 1, 5), (3, 0.1, 1, 5)]
     rows = rows_of(*requests, (4, 0.1, 1, 5), (5, 0.1, 1, 5))
     rows["error"][4] = 1
-    n_turns = np.array([2, 2, 2, 2, 3, 2, 1])
-    assert conversation_goodput(rows, n_turns, {"ttft": 500}, 10.0) == {
+    assert conversation_goodput(rows, {3, 4}, {"ttft": 500}, 10.0) == {
         "conversations": 4,
         "good_conversations": 2,
         "good_conversations_share": 0.5,
         "good_conversations_per_second": 0.2,
     }
-    cut = conversation_goodput(rows[5:6], n_turns[5:6], {"ttft": 500}, 10.0)
+    cut = conversation_goodput(rows[5:6], {3, 4}, {"ttft": 500}, 10.0)
     assert (cut["conversations"], cut["good_conversations_share"]) == (0, None)

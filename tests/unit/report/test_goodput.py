@@ -16,10 +16,10 @@ from mpillm.report.validity_checks import late_answers
 SERVER = ("--core_type", "dummy", "--scenarios", "Server")
 ROWS = np.array(
     [
-        (0.0, 0.1, 0.5, 0, 5, 0, -1, -1, 0),  # 100 ms per token
-        (0.1, 0.3, 0.4, 0, 5, 0, -1, -1, 0),  # late first token
-        (0.2, 0.1, 0.1, 0, 1, 0, -1, -1, 0),  # one token: no time per token
-        (0.3, 0.1, 0.2, 0, 5, 1, -1, -1, 0),  # an error
+        (0.0, 0.1, 0.5, 0, 5, 0, -1, -1, 0, 0),  # 100 ms per token
+        (0.1, 0.3, 0.4, 0, 5, 0, -1, -1, 0, 0),  # late first token
+        (0.2, 0.1, 0.1, 0, 1, 0, -1, -1, 0, 0),  # one token: no time per token
+        (0.3, 0.1, 0.2, 0, 5, 1, -1, -1, 0, 0),  # an error
     ],
     RECORD,
 )

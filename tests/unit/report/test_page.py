@@ -95,9 +95,9 @@ def run(tmp_path: Path) -> Path:
     write(path / "telemetry.json", telemetry)
     # One with its first token after a second, one whose only token came with its end.
     requests = [
-        (0.0, 1.0, 5.0, 0, 9, 0, -1, -1, 0),
-        (0.0, math.nan, 2.0, 1, 1, 0, -1, -1, 0),
-        (2.5, 0.5, 1.0, 2, 2, 0, -1, -1, 0),
+        (0.0, 1.0, 5.0, 0, 9, 0, -1, -1, 0, 0),
+        (0.0, math.nan, 2.0, 1, 1, 0, -1, -1, 0, 0),
+        (2.5, 0.5, 1.0, 2, 2, 0, -1, -1, 0, 0),
     ]
     write_rows(path, np.array(requests, RECORD))
     return path

@@ -110,6 +110,22 @@ def test_a_file_of_an_older_mpillm(tmp_path: Path) -> None:
     ]
 
 
+def test_a_file_of_a_version_that_was_never_released(tmp_path: Path) -> None:
+    (tmp_path / "requests.bin").write_bytes(b"requests" + bytes(40))
+    with pytest.raises(ConfigError, match=r"requests\.bin: a version .* never released; repeat the test"):
+        read_requests(tmp_path)
+
+
+def test_turns_are_those_of_the_data_set(tmp_path: Path) -> None:
+    """The first request of the second conversation was cancelled, so it has no record."""
+    log = RequestLog(tmp_path, np.array([0, 2, 5]))
+    for index in (1, 3, 0, 4):
+        log.add_one(1.0 + index, 1.5 + index, 9.0, index, 2, False, session=1 + (index > 1))
+    log.close()
+    rows = read_requests(tmp_path)
+    assert rows["index"].tolist() == [0, 1, 3, 4] and rows["turn"].tolist() == [0, 1, 1, 2]
+
+
 def test_a_test_without_answers_has_no_file(tmp_path: Path) -> None:
     log = RequestLog(tmp_path)
     log.flush()

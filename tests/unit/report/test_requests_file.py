@@ -18,7 +18,7 @@ from mpillm.report.request_log import RECORD
 from mpillm.report.requests_file import check_requests_file, columns_of, write_requests_file
 
 ROWS = np.array(
-    [(0.5, 0.25, 1.25, 2, 5, 0, 9, 8, 0), (1.0, math.nan, 0.5, 0, 1, 1, -1, -1, 0)],
+    [(0.5, 0.25, 1.25, 2, 5, 0, 9, 8, 0, 1), (1.0, math.nan, 0.5, 0, 1, 1, -1, -1, 0, 0)],
     RECORD,
 )
 TURNS = Turns([Conversation("a"), Conversation("b")], np.array([0, 1, 3]), np.zeros(3), np.full(3, np.nan))

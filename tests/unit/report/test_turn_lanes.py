@@ -34,6 +34,7 @@ def many(n_conversations: int, n_turns: int) -> NDArray[np.void]:
     rows = np.zeros(n_conversations * n_turns, RECORD)
     rows["issued"] = np.arange(len(rows))
     rows["session"] = 1000 + np.repeat(np.arange(n_conversations), n_turns)
+    rows["turn"] = np.tile(np.arange(n_turns), n_conversations)
     rows["ttft"], rows["latency"], rows["tokens"], rows["prompt"] = 0.25, 0.5, 9, -1
     return rows
 

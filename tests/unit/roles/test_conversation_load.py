@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from disagg.errors import ConfigError
 from mpillm.data.conversations import Branch, Conversation, Turn
-from mpillm.data.dataset import Turns
+from mpillm.data.dataset import PromptTooLong, Turns
 from mpillm.roles import conversation_load
 from mpillm.roles.conversation_load import ConversationLoad, LoadShape, arrival_times
 
@@ -108,6 +108,15 @@ def test_conversations_start_evenly_over_the_ramp_up(clock: Clock) -> None:
     assert load.window_s[0] == 2.0
 
 
+def test_without_a_time_between_ramp_up_and_drain_the_rest_of_the_test_counts(clock: Clock) -> None:
+    load = ConversationLoad(turns([1] * 4), LoadShape(4, concurrency=4, ramp_up_s=2.0))
+    Driven(load, clock, 0.1).run()
+    assert load.window_s == (2.0, math.inf)
+    together = ConversationLoad(turns([3, 1], at=[5.0] * 4), LoadShape(2, max_s=60.0))
+    Driven(together, clock, 1.0)
+    assert together.window_s == (0.0, 60.0)
+
+
 def test_arrivals_at_a_rate_do_not_wait_for_responses(clock: Clock) -> None:
     n, rate = 2000, 50.0
     load = ConversationLoad(turns([1] * 10), LoadShape(n, rate=rate, seed=3))
@@ -197,19 +206,23 @@ def test_conversations_that_arrive_after_the_end_do_not_start(clock: Clock) -> N
 class Echo:
     """A history whose prompts are the number of the conversation and of the responses before."""
 
+    def __init__(self, error: ConfigError | None = None) -> None:
+        self.error = error  # of each third prompt
+
     def message(self, tokens: Any) -> dict[str, Any]:
         return {"content": tokens.tolist()}
 
     def prompt(self, number: int, responses: list[dict[str, Any]]) -> Any:
-        if number == 1 and len(responses) == 2:
-            raise ConfigError("f.jsonl:9: the prompt does not fit")
+        if len(responses) == 2 and self.error is not None:
+            raise self.error
         return np.array([number, *(token for one in responses for token in one["content"])], np.int32)
 
 
 def test_prompts_of_generated_responses(clock: Clock) -> None:
     woken = threading.Semaphore(0)
     shape = LoadShape(2, concurrency=2)
-    load = ConversationLoad(turns([2, 3], {1: 1.5}), shape, cast("Any", Echo()), woken.release)
+    too_long = PromptTooLong("f.jsonl:9: the prompt does not fit")
+    load = ConversationLoad(turns([2, 3], {1: 1.5}), shape, cast("Any", Echo(too_long)), woken.release)
     load.start()
 
     def issued() -> dict[int, tuple[int, list[int] | None]]:
@@ -240,7 +253,21 @@ def test_prompts_of_generated_responses(clock: Clock) -> None:
     assert issued() == {} and not load.finished
     load.complete([4], NONE, [0], [0], False)
     assert load.finished and (load.n_ended, load.n_failed, load.n_outgrown, load.n_skipped) == (2, 0, 1, 1)
-    assert load.outgrown == "f.jsonl:9: the prompt does not fit"
+    assert load.problem == "" and len(load.cut_sessions) == 1
+
+
+def test_a_prompt_that_the_template_refuses_is_not_too_long(clock: Clock) -> None:
+    woken = threading.Semaphore(0)
+    echo = Echo(ConfigError("f.jsonl:9: the chat template fails"))
+    load = ConversationLoad(turns([3]), LoadShape(1, concurrency=1), cast("Any", echo), woken.release)
+    load.start()
+    for id_ in (1, 2):
+        load.poll()
+        load.complete([id_], np.zeros(1, np.int32), [0], [1], False)
+        assert woken.acquire(timeout=60)
+    load.poll()
+    assert load.finished and (load.n_ended, load.n_failed, load.n_outgrown, load.n_skipped) == (1, 1, 0, 1)
+    assert (load.n_unmade, load.problem) == (1, "f.jsonl:9: the chat template fails")
 
 
 def conversation(name: str, n_turns: int, *branches: tuple[Conversation, int, int | None]) -> Conversation:
