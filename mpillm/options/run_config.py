@@ -70,6 +70,11 @@ class RunConfig(Values, AllFields):
         return bool(self.harness == CONVERSATIONS)
 
     @property
+    def allows_cached_prompts(self) -> bool:
+        """Whether servers may have prompts in a prefix cache. MLPerf's rule is for LoadGen's single prompts."""
+        return bool(self.enable_kv_cache_reuse) or self.has_conversations
+
+    @property
     def benchmark(self) -> str | None:
         """The workload's name, for a command that has at most one workload."""
         return self.benchmarks[0] if self.benchmarks else None

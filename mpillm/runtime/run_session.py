@@ -153,7 +153,7 @@ class RunSession(ABC):
         """Add the checks of the servers' answers to the result; return the doubts about the test."""
         result, workload = self._record.result, config.workload
         rules = {
-            "reuse_allowed": config.enable_kv_cache_reuse,
+            "reuse_allowed": config.allows_cached_prompts,
             "speculation_forbidden": workload is not None and not allows_speculation(workload),
         }
         if checks := server_checks(result, **rules):

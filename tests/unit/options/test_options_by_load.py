@@ -109,3 +109,9 @@ def test_serve_names_options_of_runs_and_refuses_none() -> None:
     assert check_unused(config, "serve") == [
         "no effect on serve (it is for run): --max_local_prefill_length 64"
     ]
+
+
+def test_only_conversations_may_find_their_prompts_in_a_cache() -> None:
+    assert parse_run([*CONVERSATIONS]).allows_cached_prompts
+    assert not parse_run([]).allows_cached_prompts
+    assert parse_run(["--enable_kv_cache_reuse", "true"]).allows_cached_prompts
