@@ -71,7 +71,7 @@ class RunConfig(Values, AllFields):
 
     @property
     def allows_cached_prompts(self) -> bool:
-        """Whether servers may have prompts in a prefix cache. MLPerf's rule is for LoadGen's single prompts."""
+        """Whether a prefix cache is allowed. MLPerf forbids one for LoadGen's single prompts."""
         return bool(self.enable_kv_cache_reuse) or self.has_conversations
 
     @property
