@@ -125,6 +125,24 @@ class RunFiles:
         ranks = self.plan.get("ranks")
         return [rank for rank in ranks if isinstance(rank, dict)] if isinstance(ranks, list) else []
 
+    def computing(self) -> tuple[int, str]:
+        """Return the number of GPUs of the run and "GPU", or of ranks with an instance and "rank".
+
+        The GPUs of servers that the run has not started are not known.
+        """
+        gpus = {
+            (rank.get("node"), device)
+            for rank in self.plan_ranks
+            for device in (rank.get("device"), *(rank.get("server_devices") or ()))
+            if device is not None
+        }
+        if gpus:
+            return len(gpus), "GPU"
+        has_gpus = any(one.get("gpus") for one in self.machines.values() if isinstance(one, dict))
+        is_client = any(self.value(name) for name in SERVERS)
+        workers = sum(rank.get("instance") is not None for rank in self.plan_ranks)
+        return workers, "GPU" if has_gpus and not is_client else "rank"
+
     def instances(self) -> dict[int, PlannedInstance]:
         """Return the plan's instances, by index."""
         members: dict[int, list[dict[str, Any]]] = {}

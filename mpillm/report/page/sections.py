@@ -163,8 +163,9 @@ def tiles(facts: Facts, price: float | None) -> str:
     if (tokens := result.get("tokens")) and (energy := facts.energy()):
         cells.append(("energy per token", f"{energy.total / tokens:.2f} J", f"{energy.total:,.0f} J", ""))
     if price is not None and (cost := facts.cost_per_million_tokens(price)) is not None:
-        unit = "GPUs" if facts.gpu_ranks else "worker ranks (no GPU)"
-        cells.append(("per million tokens", f"{cost:.2f}", f"{facts.n_paid} {unit} at {price:g} an hour", ""))
+        n, of = facts.run.computing()
+        unit = "GPUs" if of == "GPU" else "worker ranks (no GPU)"
+        cells.append(("per million tokens", f"{cost:.2f}", f"{n} {unit} at {price:g} an hour", ""))
     cells_html = "".join(
         f'<div class="{kind}"><dt>{escape(label)}</dt><dd>{value}</dd>'
         f'<dd class="note">{escape(note)}</dd></div>'

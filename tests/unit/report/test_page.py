@@ -59,7 +59,10 @@ def run(tmp_path: Path) -> Path:
         },
     )
     roles = (["harness", "leader"], None), (["ctx"], 0), (["gen"], 1)
-    plan = [{"rank": r, "roles": role, "node": "n0", "instance": i} for r, (role, i) in enumerate(roles)]
+    plan = [
+        {"rank": r, "roles": role, "node": "n0", "instance": i, "device": i}
+        for r, (role, i) in enumerate(roles)
+    ]
     write(path / "plan.json", {"world_size": 3, "ranks": plan})
     rows = [
         {
@@ -121,6 +124,16 @@ def test_a_person_reads_verdict_bottleneck_limits_and_cost(run: Path) -> None:
     ):
         assert part in said
     assert "What is missing" not in said
+
+
+def test_the_price_is_that_of_all_gpus_of_a_server(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", result={"tokens_per_second": 1000.0, "samples": 10, "test_s": 10.0})
+    ranks = [
+        {"rank": 0, "roles": ["harness"], "node": "n0", "instance": None, "device": None},
+        {"rank": 1, "roles": ["executor"], "node": "n0", "instance": 0, "server_devices": [0, 1, 2, 3]},
+    ]
+    write(path / "plan.json", {"world_size": 2, "ranks": ranks})
+    assert "per million tokens 4.00 4 GPUs at 3.6 an hour" in words(write_page(path, price_per_gpu_hour=3.6))
 
 
 @pytest.mark.parametrize(("knows_steps", "share"), [(True, "computing"), (False, "holding requests")])
