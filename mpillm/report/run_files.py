@@ -92,6 +92,11 @@ class RunFiles:
         return "conversations" in self.result
 
     @property
+    def leaves_out_failed(self) -> bool:
+        """Whether the figures leave out failed requests: those of LoadGen's tests do not."""
+        return "harness" in self.result
+
+    @property
     def all_at_once(self) -> bool:
         """Whether every request existed when the test started: LoadGen's Offline."""
         return self.result.get("scenario") == "Offline" and not self.has_conversations
