@@ -102,6 +102,15 @@ def test_the_message_names_the_loads() -> None:
     )
 
 
+def test_conversations_by_time_stamps_have_no_ramp_up() -> None:
+    options = [*CONVERSATIONS, "--scenarios=Server", "--ramp_up=60"]
+    with pytest.raises(ConfigError, match=r"--ramp_up 60\.0 has no effect without --server_target_qps"):
+        parse_run(options)
+    for args in ([*options, "--server_target_qps=5"], [*CONVERSATIONS, "--ramp_up=60"]):
+        assert not check_unused(parse_run(args), "run")
+    find_max_qps.parse(["-n=2", *CONVERSATIONS, "--goodput=ttft:5", "--ramp_up=60", "--burstiness=2"])
+
+
 def test_a_search_for_the_rate_of_conversations_uses_min_duration() -> None:
     _, args, config = find_max_qps.parse(["-n=2", *CONVERSATIONS, "--goodput=ttft:5", "--min_duration=40"])
     assert config.min_duration == 40 and "--min_duration=40" in args
