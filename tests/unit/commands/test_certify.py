@@ -18,7 +18,7 @@ URL = ("--trtllm_server_urls", "h:1")
         SERVER,
         (*SERVER, "--tensor_parallelism", "4", "--clients_per_server", "2", "--server_nodes", "2"),
         (*SERVER, "--mode", "disaggregated", "--num_ctx_servers", "1", "--gen_tp_size", "2"),
-        (*SERVER, "--on_instance_loss", "restart"),
+        (*SERVER, "--on_instance_loss", "restart", "--server_args", "--enforce-eager "),
         (*URL, "--cache_salt", "test", "--profile", "true", "--reset_prefix_cache", "true"),
         (*URL, "--endpoint_type", "chat", "--extra_headers", '{"X-Tenant": "a"}'),
         ("--harness_type", "triton"),
