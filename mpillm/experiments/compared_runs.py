@@ -119,7 +119,8 @@ class ComparedRun:
     @property
     def _counts(self) -> NDArray[np.bool_]:
         """By record: whether it counts in the figures, as in result.json."""
-        return (self.rows["error"] == 0) | (not self.files.leaves_out_failed)
+        counts: NDArray[np.bool_] = (self.rows["error"] == 0) | (not self.files.leaves_out_failed)
+        return counts
 
     @property
     def counted(self) -> Rows:

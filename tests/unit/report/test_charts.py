@@ -33,7 +33,7 @@ def test_requests_that_no_instance_has_taken_wait(tmp_path: Path) -> None:
     assert queued == [0.0, 1000 - 64 - 128, 700 - 64 - 100]
 
 
-EMPTY_CDF = {name: {"ms": [], "share": []} for name in ("ttft", "tpot", "latency")}
+EMPTY_CDF: dict[str, Any] = {name: {"ms": [], "share": []} for name in ("ttft", "tpot", "latency")}
 FLAT = {"seconds": [0.0, 5.0], "issued": [0, 0], "samples": [0, 0], "tokens": [0, 0]}
 
 
