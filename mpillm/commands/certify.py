@@ -8,11 +8,14 @@ from pathlib import Path
 from disagg.errors import ConfigError
 from launch.default_paths import RUNS
 from mpillm.commands import mpirun
+from mpillm.core_names import DUMMY
 from mpillm.errors import ExitCode
 from mpillm.files import as_writable, as_written, write_json
 from mpillm.options import json_output
 from mpillm.options.command_line import Parser
-from mpillm.options.fields import FIELDS
+from mpillm.options.field import Field
+from mpillm.options.fields import FIELDS, SIZES
+from mpillm.options.fields.effects import DISAGG
 from mpillm.options.fields.mpirun_options import MPIRUN_OPTIONS
 from mpillm.options.fields.results import OutputFields
 from mpillm.options.values import Values, collect
@@ -23,12 +26,23 @@ from mpillm.report.run_files import RunFiles
 from mpillm.report.run_list import run_path
 
 FOLDER = "certify"  # default run directory, in the original one
+
+
+def _is_for_dummy(field: Field) -> bool:
+    return any(not use.cores or {*DUMMY}.intersection(use.cores) for use in field.effect.uses)
+
+
 # Options of the core. Options of the dummy core and the layout of instances remain.
 _CORE_GROUPS = ("checkpoint", "build", "harness", "triton", "server", "model")
 _CORE_OPTIONS = {
-    *("core_type", "core_options"),
-    *(field.name for field in FIELDS if field.group in _CORE_GROUPS),
-} - {"enable_chunked_context", "max_batch_size", "max_num_tokens", "max_seq_len"}
+    *("core_type", "core_options", "harness_type", "use_triton", "on_instance_loss"),
+    *(field.name for field in FIELDS if field.group in _CORE_GROUPS or not _is_for_dummy(field)),
+} - {"max_batch_size", "max_seq_len"}
+# With --server, a rank is the client of a server, which has this layout.
+_SERVER_LAYOUT = {
+    *("mode", "disagg_config", *SIZES),
+    *(field.name for field in FIELDS if field.effect is DISAGG),
+}
 
 
 class _Options(Values):
@@ -36,6 +50,12 @@ class _Options(Values):
 
     log_dir = OutputFields.log_dir
     mpirun_options = MPIRUN_OPTIONS
+
+
+def on_dummy(args: Sequence[str], n_tokens: int) -> list[str]:
+    """Return options of a run with the dummy core in place of its own; `n_tokens`: of each answer."""
+    names = _CORE_OPTIONS | (_SERVER_LAYOUT if "--server" in args[::2] else set())
+    return [*without(args, names), "--core_type", "dummy", "--core_options", f"output_mean:{n_tokens}"]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
         length = max(1, round(run.result["tokens"] / run.result["samples"]))
     argv, _ = repeated(run)
     folder = Path(options.log_dir or run.path / FOLDER)
-    argv = [*without(argv, _CORE_OPTIONS), "--core_type", "dummy", "--core_options", f"output_mean:{length}"]
+    argv = on_dummy(argv, length)
     argv += ["--log_dir", str(folder), *(["--force"] if options.log_dir is None else [])]
     code = mpirun.main(["-n", str(run.world_size), *options.mpirun_options, "run", *argv])
     if code != ExitCode.DONE:

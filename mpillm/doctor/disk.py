@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from mpillm.doctor.findings import Line, Status, World, size
 
@@ -18,6 +19,11 @@ _WRITE_S = 1.0
 _MIN_FREE = 100_000_000  # bytes
 _FREE_GOOD = 1_000_000_000
 _RATE_GOOD = 20_000_000  # bytes per second: logs and answers of a fast run
+
+DISK_S = 5.0
+"""Time for a file system to answer."""
+
+T = TypeVar("T")
 
 NAME = "run directory"
 SHARED = "shared folder"
@@ -57,6 +63,22 @@ def disk_facts(log_dir: Path) -> DiskFacts:
         return DiskFacts(str(folder), "", shutil.disk_usage(folder).free, rate)
     except OSError as error:
         return DiskFacts(str(folder), error.strerror or str(error), 0, 0.0)
+
+
+def within(seconds: float, work: Callable[[], T]) -> T | None:
+    """Return the result of `work`; None after `seconds`, and the thread of `work` is left behind."""
+    done: list[T] = []
+    thread = threading.Thread(target=lambda: done.append(work()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return done[0] if done else None
+
+
+def disk_line(
+    log_dir: Path, facts_of: Callable[[Path], DiskFacts] = disk_facts, seconds: float = DISK_S
+) -> Line:
+    """Return the line of the run directory's disk, which may hang."""
+    return run_directory(within(seconds, lambda: facts_of(log_dir)))
 
 
 def run_directory(facts: DiskFacts | None) -> Line:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import enum
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from launch.siblings import describe_rank
 from mpillm.comms.messages import Message, object_message
@@ -19,6 +18,7 @@ from mpillm.comms.start import node_name
 from mpillm.comms.tags import Tag
 from mpillm.comms.transport import Transport
 from mpillm.doctor import disk, gpus, installed, launch_checks, limits, network
+from mpillm.doctor.disk import within
 from mpillm.doctor.findings import Line, Status, World, judge
 from mpillm.doctor.gpu_links import nccl_link
 from mpillm.doctor.gpus import GpuFacts
@@ -85,10 +85,7 @@ PROBE_RESULT: Message[ProbeResult] = object_message(Tag.RESULTS)
 _FACTS_S = 8.0  # hosts that share cores start slowly
 _STEP_S = 4.0
 _NCCL_S = 12.0
-_DISK_S = 5.0
 _MIN_LOCAL_RATE = 500e6  # bytes per second between ranks of one node
-
-T = TypeVar("T")
 
 
 def own_facts(listener: network.KeyServer) -> RankFacts:
@@ -112,20 +109,6 @@ def local_lines(facts: Mapping[int, RankFacts], world: World) -> list[Line]:
         *judge(limits.CHECKS, {rank: own.limits for rank, own in facts.items()}, world),
         *judge(installed.CHECKS, {rank: own.packages for rank, own in facts.items()}, world),
     ]
-
-
-def disk_line(log_dir: Path) -> Line:
-    """Return the line of the run directory's disk, which may hang."""
-    return disk.run_directory(within(_DISK_S, lambda: disk.disk_facts(log_dir)))
-
-
-def within(seconds: float, work: Callable[[], T]) -> T | None:
-    """Return the result of `work`; None after `seconds`, and the thread of `work` is left behind."""
-    done: list[T] = []
-    thread = threading.Thread(target=lambda: done.append(work()), daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return done[0] if done else None
 
 
 class RankExam:
@@ -209,7 +192,7 @@ class Rank0Exam:
         lines += self._between_nodes(world)
         lines += self._between_ranks(world)
         lines += self._nccl_lines(world)
-        lines.append(disk_line(log_dir))
+        lines.append(disk.disk_line(log_dir))
         return world, lines + self._shared_lines(world, log_dir)
 
     def end(self) -> bool:
@@ -273,7 +256,7 @@ class Rank0Exam:
         others = [rank for rank in world.first_ranks().values() if rank and rank not in self.silent]
         if not others:
             return []
-        beacon = within(_DISK_S, lambda: disk.Beacon.light(log_dir))
+        beacon = within(disk.DISK_S, lambda: disk.Beacon.light(log_dir))
         if beacon is None:
             return []  # the line of the disk has the reason
         try:
@@ -281,7 +264,7 @@ class Rank0Exam:
             seen = self._request_all(dict.fromkeys(others, look), _STEP_S)
             return disk.shared_lines(beacon.path.parent, seen, world)
         finally:
-            within(_DISK_S, beacon.put_out)
+            within(disk.DISK_S, beacon.put_out)
 
     def _between_ranks(self, world: World) -> list[Line]:
         pairs = [pair for pair in neighbours(world) if not self.silent.intersection(pair)]

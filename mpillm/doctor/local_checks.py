@@ -22,7 +22,7 @@ def lines_alone(error: EveryRankError, log_dir: Path) -> list[Line]:
     lines += judge(limits.CHECKS, {0: own}, world)
     lines += judge(installed.CHECKS, {0: installed.package_facts()}, world)
     lines += gpus.driver({0: gpus.gpu_facts()}, world)
-    return [*lines, disk.run_directory(disk.disk_facts(log_dir))]
+    return [*lines, disk.disk_line(log_dir)]
 
 
 def explain(cause: str, limit_facts: Callable[[], limits.LimitFacts] = limits.limit_facts) -> str:

@@ -165,7 +165,7 @@ def _distributions(runs: Sequence[ComparedRun], names: Sequence[str]) -> list[Ch
     for key, of in LATENCIES.items():
         if runs[0].files.all_at_once and key != "TPOT":  # only shows a sample's position in the queue
             continue
-        values = [1e3 * of(run.rows) for run in runs]
+        values = [1e3 * of(run.counted) for run in runs]
         values = [np.sort(one[np.isfinite(one)]) for one in values]
         if not all(map(len, values)) or not max(one[-1] for one in values):
             continue  # all tokens arrive together

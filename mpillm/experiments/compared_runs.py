@@ -116,12 +116,26 @@ class ComparedRun:
     def scenario(self) -> str:
         return str(self.files.result.get("scenario"))
 
-    def _of_turns(self, turns: str) -> Rows:
-        """Return the records of first or later turns of conversations; of "all", or "", all records."""
-        if turns in ("", "all"):
-            return self.rows
-        rows: Rows = self.rows[(self.rows["turn"] == 0) == (turns == "first")]
+    @property
+    def _counts(self) -> NDArray[np.bool_]:
+        """By record: whether it counts in the figures, as in result.json."""
+        counts: NDArray[np.bool_] = (self.rows["error"] == 0) | (not self.files.leaves_out_failed)
+        return counts
+
+    @property
+    def counted(self) -> Rows:
+        """The records that count in latencies."""
+        rows: Rows = self.rows[self._counts]
         return rows
+
+    def _of_turns(self, turns: str) -> Rows:
+        """Return the counted records; of "first", "later" or "all" turns, those in the window of turns."""
+        rows = self.counted
+        if not turns:
+            return rows
+        start, end = self.files.result["conversations"].get("window_s") or (0.0, None)
+        rows = rows[(rows["issued"] >= start) & (rows["issued"] <= (math.inf if end is None else end))]
+        return rows if turns == "all" else rows[(rows["turn"] == 0) == (turns == "first")]
 
     def estimate(self, figure: Figure) -> Estimate | None:
         """Return a figure; None if it is meaningless for this run."""
@@ -134,7 +148,7 @@ class ComparedRun:
             starts = np.where(np.isnan(self.rows["ttft"]), ended, issued + self.rows["ttft"])
             # Exclude a load client's start, which is the time before its first request.
             since = float(issued.min(initial=math.inf)) if "harness" in self.files.result else 0.0
-            estimate = per_second(starts, ended, figure.of(self.rows), since)
+            estimate = per_second(starts, ended, figure.of(self.rows) * self._counts, since)
             if isinstance(reported := self.files.result.get(figure.rate), (int, float)):
                 estimate = replace(estimate, value=reported)
         else:

@@ -19,7 +19,7 @@ from mpillm.options.columns import indented
 from mpillm.options.fields import BY_NAME
 from mpillm.report.numbers import rate_text
 from mpillm.report.run_directory import HAS_FIGURES, MEASURED
-from mpillm.report.run_files import SERVERS, RunFiles
+from mpillm.report.run_files import RunFiles
 
 Grid = dict[str, list[str]]
 
@@ -133,7 +133,7 @@ def figures(run: RunFiles) -> dict[str, Any]:
     Tokens per second per user: 1 / (mean time per output token of the requests).
     """
     result = run.result
-    n, of = _computing(run)
+    n, of = run.computing()
     tpot, ttft = result.get("tpot_ms") or {}, result.get("ttft_ms") or {}
     per = result["tokens_per_second"] / n if n else None
     return {
@@ -148,25 +148,6 @@ def figures(run: RunFiles) -> dict[str, Any]:
         **conversation_values(result),
         "doubts": list(result.get("doubts") or []),
     }
-
-
-def _computing(run: RunFiles) -> tuple[int, str]:
-    """Return the number of GPUs of the run and "GPU", or of ranks with an instance and "rank".
-
-    The GPUs of servers that the run has not started are not known.
-    """
-    gpus = {
-        (rank.get("node"), device)
-        for rank in run.plan_ranks
-        for device in (rank.get("device"), *(rank.get("server_devices") or ()))
-        if device is not None
-    }
-    if gpus:
-        return len(gpus), "GPU"
-    has_gpus = any(one.get("gpus") for one in run.machines.values() if isinstance(one, dict))
-    is_client = any(run.value(name) for name in SERVERS)
-    workers = sum(rank.get("instance") is not None for rank in run.plan_ranks)
-    return workers, "GPU" if has_gpus and not is_client else "rank"
 
 
 def pareto(points: Sequence[Mapping[str, Any]], per_user: str = PER_USER) -> list[int]:

@@ -123,7 +123,13 @@ def integers(text: str) -> tuple[int, ...]:
     return tuple(map(positive, text.split(",")))
 
 
-@expects("words as in a shell", shlex.join)
+def _shell_text(args: Sequence[str]) -> str:
+    text = shlex.join(args)
+    # argparse takes a text without a blank for one of its own options.
+    return f"{text} " if text.startswith("-") and " " not in text else text
+
+
+@expects("words as in a shell", _shell_text)
 def shell_args(text: str) -> tuple[str, ...]:
     """Arguments as in a shell, quoted if they contain blanks."""
     args = tuple(shlex.split(text))

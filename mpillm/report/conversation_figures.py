@@ -15,6 +15,20 @@ from mpillm.report.percentiles import enough, percentiles_ms
 from mpillm.report.request_log import tpot_s
 
 
+def answered_figures(rows: NDArray[np.void], seconds: float, streamed: bool) -> dict[str, Any]:
+    """Return the throughput and the latencies of the requests that did not fail, for `result.json`.
+
+    `rows`: records of the test, which took `seconds`. `streamed`: see `conversation_figures`.
+    """
+    rows = rows[rows["error"] == 0]
+    return {
+        "samples_per_second": round(len(rows) / seconds, 4) if seconds > 0 else 0.0,
+        "ttft_ms": percentiles_ms(rows["ttft"].tolist()) if streamed else None,
+        "tpot_ms": percentiles_ms(tpot_s(rows).tolist()) if streamed else None,
+        "latency_ms": percentiles_ms(rows["latency"].tolist()),
+    }
+
+
 def conversation_figures(
     rows: NDArray[np.void], window_s: tuple[float, float], streamed: bool
 ) -> dict[str, Any]:

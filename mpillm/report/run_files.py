@@ -92,6 +92,11 @@ class RunFiles:
         return "conversations" in self.result
 
     @property
+    def leaves_out_failed(self) -> bool:
+        """Whether the figures leave out failed requests: those of LoadGen's tests do not."""
+        return "harness" in self.result
+
+    @property
     def all_at_once(self) -> bool:
         """Whether every request existed when the test started: LoadGen's Offline."""
         return self.result.get("scenario") == "Offline" and not self.has_conversations
@@ -124,6 +129,24 @@ class RunFiles:
         """Return the plan's ranks: rank, node, roles, instance, device, tp_rank, pp_rank."""
         ranks = self.plan.get("ranks")
         return [rank for rank in ranks if isinstance(rank, dict)] if isinstance(ranks, list) else []
+
+    def computing(self) -> tuple[int, str]:
+        """Return the number of GPUs of the run and "GPU", or of ranks with an instance and "rank".
+
+        The GPUs of servers that the run has not started are not known.
+        """
+        gpus = {
+            (rank.get("node"), device)
+            for rank in self.plan_ranks
+            for device in (rank.get("device"), *(rank.get("server_devices") or ()))
+            if device is not None
+        }
+        if gpus:
+            return len(gpus), "GPU"
+        has_gpus = any(one.get("gpus") for one in self.machines.values() if isinstance(one, dict))
+        is_client = any(self.value(name) for name in SERVERS)
+        workers = sum(rank.get("instance") is not None for rank in self.plan_ranks)
+        return workers, "GPU" if has_gpus and not is_client else "rank"
 
     def instances(self) -> dict[int, PlannedInstance]:
         """Return the plan's instances, by index."""

@@ -144,7 +144,11 @@ class Timeline:
         if not self._tracks:
             return None
         tracks = list(self._tracks.values())
-        prompt, generated = (sum(rates) for rates in zip(*(track.rates() for track in tracks), strict=True))
+        seconds = max(track.seconds for track in tracks)  # a lost instance computes nothing after its end
+        prompt, generated = (
+            sum(counts) / seconds if seconds > 0 else 0.0
+            for counts in zip(*(track.recent[-1][1:] for track in tracks), strict=True)
+        )
         prompt_now, generated_now = (
             sum(rates) for rates in zip(*(track.rates_now() for track in tracks), strict=True)
         )

@@ -15,13 +15,15 @@ from mpillm.comms.messages import DrainReport
 from mpillm.comms.rank0_control import Rank0Control
 from mpillm.data.dataset import Turns
 from mpillm.options.run_config import RunConfig
-from mpillm.programs.load_clients.kind import LATENCIES
 from mpillm.programs.load_clients.kinds import CONVERSATIONS
 from mpillm.report.console import Console
-from mpillm.report.conversation_figures import conversation_figures, conversation_goodput
+from mpillm.report.conversation_figures import (
+    answered_figures,
+    conversation_figures,
+    conversation_goodput,
+)
 from mpillm.report.goodput import goodput
 from mpillm.report.page.run_analysis import Facts
-from mpillm.report.percentiles import enough
 from mpillm.report.request_log import read_requests
 from mpillm.report.result import conversation_rows
 from mpillm.report.run_directory import MEASURED, RunRecord
@@ -108,9 +110,9 @@ class ConversationSession(LoadSession):
         result, load = self._record.result, self._load
         assert load is not None
         result |= {"status": MEASURED, **self.figures(reports)}
-        n = self._totals.samples
-        result |= {name: enough(latency, n) for name in LATENCIES if (latency := result[name]) is not None}
         rows = read_requests(self._record.path) if self._totals.samples else None
+        if rows is not None:
+            result |= answered_figures(rows, self._totals.lasted_s, result["streamed"])
         result["conversations"] = {
             "started": load.n_started,
             "ended": load.n_ended,
@@ -137,7 +139,7 @@ class ConversationSession(LoadSession):
                 rows["session"] = [load.root_sessions.get(one, one) for one in rows["session"].tolist()]
             result["goodput"] |= conversation_goodput(rows, load.cut_sessions, limits, lasted_s)
         self.check_test(reports)
-        result["doubts"] += _doubts(result["conversations"], load)
+        result["doubts"] += _doubts(result, load)
         self.keep_reports(reports)
         return f"{load.n_ended} of {load.n_started} conversations ended"
 
@@ -145,12 +147,14 @@ class ConversationSession(LoadSession):
         return conversation_rows(self._record.result, directory, facts)
 
 
-def _doubts(figures: Mapping[str, Any], load: ConversationLoad) -> list[str]:
-    """Return the doubts about the load. `figures`: the entry `conversations` of result.json."""
+def _doubts(result: Mapping[str, Any], load: ConversationLoad) -> list[str]:
+    """Return the doubts about the load. `result`: contents of result.json."""
     doubts = []
+    if n := result["errors"]:
+        doubts.append(f"{n:,} of {result['samples']:,} requests failed")
     if load.n_unmade:
         doubts.append(f"{load.n_unmade:,} prompts could not be made; the first: {load.problem}")
-    if figures.get("requests") == 0:
+    if result["conversations"].get("requests") == 0:
         doubts.append(
             f"no request was sent after the ramp-up of {load.window_s[0]:g} s (--ramp_up), so the figures of"
             " turns are empty"

@@ -16,7 +16,7 @@ from mpillm.report.request_log import read_requests
 from tests.helpers.answers import wait_for_answers
 from tests.helpers.instance_loss import GRACE, signal_rank
 from tests.helpers.responses_server import TEXT, responses
-from tests.helpers.scripted_server import ScriptedServer
+from tests.helpers.scripted_server import MODEL, Reply, Request, ScriptedServer, good, plain
 from tests.helpers.support import DONE, ROOT, USAGE, Ended, Starter
 
 DELAY_S = 0.05
@@ -139,6 +139,22 @@ def test_messages_for_a_chat_server(one: Starter, talks: Path) -> None:
     (server,) = result["per_instance"][0]["servers"]
     assert (server["answers"], server["generated_tokens"], result["tokens"]) == (6, 36, 36)
     assert result["prompt_tokens"]["max"] > 0  # as the server counts
+
+
+def test_failed_requests_are_in_no_latency_and_make_the_test_doubtful(one: Starter) -> None:
+    def refuse_long(request: Request) -> Reply:
+        if len(request.json["prompt"]) < 30:
+            return good(request)
+        return plain({"error": {"message": "too long"}}, "400 Bad Request")
+
+    models = {"/v1/models": lambda _: plain({"data": [{"id": MODEL}]})}
+    words = (*CONVERSATIONS[:-1], "--synthetic_conversations", "turns=3,input=20,output=6", "--seed", 1)
+    with ScriptedServer(refuse_long, models) as server:
+        options = ("--url", f"127.0.0.1:{server.port}", "--num_conversations", 4, "--history", "recorded")
+        result = one.run(2, *words, *options, core="trtllm_endpoint").must(DONE).result
+    assert (result["samples"], result["errors"]) == (8, 4)
+    assert "4 of 8 requests failed" in result["doubts"]
+    assert result["samples_per_second"] == pytest.approx(4 / result["test_s"], rel=0.01)
 
 
 SHAPE = "turns=2-4,input=12:3,output=6,delay=0-0.05,system=16,groups=2,prefix=8"

@@ -32,6 +32,12 @@ from mpillm.options.trace_columns import trace_columns
 from mpillm.programs.load_clients.kinds import CONVERSATIONS, KINDS
 from mpillm.workloads.rounds import ROUNDS
 
+# find-max-qps sets the rate of each test.
+_AT_A_RATE = (
+    Use((RUN,), loads=(CONVERSATIONS,), needs=("server_target_qps", ANY)),
+    Use((FIND_MAX_QPS,), loads=(CONVERSATIONS,)),
+)
+
 
 def or_conversations(*scenarios: str) -> Effect:
     """Return the effect of an option that LoadGen uses in these scenarios, and conversations in all."""
@@ -165,7 +171,7 @@ class ConversationFields(Options, group="conversations", effect=OF_CONVERSATIONS
         " vLLM's benchmark. 1: Poisson; less: bursts; inf: constant intervals",
         shape_of_gamma,
         default=1.0,
-        effect=used_by(commands=[RUN], loads=[CONVERSATIONS], needs=("server_target_qps", ANY)),
+        effect=Effect(_AT_A_RATE),
     )
     trace_speed = option("divides time stamps and delays of the data set", rate, default=1.0)
     shuffle = option(
@@ -205,7 +211,8 @@ class ConversationFields(Options, group="conversations", effect=OF_CONVERSATIONS
     )
     ramp_up = option(
         "seconds over which the first conversations start, or over which the rate of server_target_qps grows"
-        " linearly; figures leave this time out",
+        " linearly; only the figures of turns and the interactivity leave this time out",
         not_negative,
         default=0.0,
+        effect=Effect((*_AT_A_RATE, Use((RUN,), scenarios=("Offline",), loads=(CONVERSATIONS,)))),
     )

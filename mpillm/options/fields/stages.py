@@ -8,6 +8,7 @@ from mpillm.options.fields.effects import (
     BUILT,
     MODELS,
     OF_OWN_LOADS,
+    OWN_LOADS,
     RUN,
     SERVE,
     STAGES,
@@ -35,6 +36,8 @@ _OF_CONVERSATIONS = Effect(
         Use((SERVE,), (*TRTLLM_ENDPOINT, *TRTLLM_DISAGG)),
     )
 )
+# A load client sends its own requests to servers, unless these are disaggregated.
+_OF_OWN_REQUESTS = Effect((*used_by(*TRTLLM_ENDPOINT, loads=OWN_LOADS).uses, *used_by(*TRTLLM_DISAGG).uses))
 
 
 class CheckpointFields(Options, group="checkpoint"):
@@ -98,25 +101,25 @@ class HarnessFields(Options, group="harness"):
         " OpenAI's form for chats or for responses",
         choices=("completions", "chat", "responses"),
         default="completions",
-        effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG, commands=[RUN]),
+        effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG, commands=[RUN], loads=OWN_LOADS),
     )
     extra_body = option(
         'fields that are added to each request, as JSON: {"priority": 1}',
         body_fields,
         default={},
-        effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG),
+        effect=_OF_OWN_REQUESTS,
     )
     extra_headers = option(
         'headers that are added to each request, as JSON: {"X-Tenant": "a"}',
         headers,
         default={},
-        effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG),
+        effect=_OF_OWN_REQUESTS,
     )
     endpoint_path = option(
         "the path of requests after the URL's, in place of /v1/completions, /v1/chat/completions or"
         " /v1/responses",
         url_path,
-        effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG),
+        effect=_OF_OWN_REQUESTS,
     )
     insecure = option(
         "do not check the certificates of servers behind TLS",
@@ -134,7 +137,7 @@ class HarnessFields(Options, group="harness"):
         "names of LoRA adapters, or of other models, at the server: requests, or conversations, take turns"
         " with them [default: one model, see --core_options model:NAME]",
         model_names,
-        effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG, commands=[RUN]),
+        effect=used_by(*TRTLLM_ENDPOINT, *TRTLLM_DISAGG, commands=[RUN], loads=OWN_LOADS),
     )
     show_steady_state_progress = option(
         "also show the throughput of the last 30 seconds in the progress line",

@@ -100,6 +100,8 @@ def next_step(facts: Facts, options: list[str]) -> tuple[str, str]:
         return "Repeat it:", again
     if any(doubt.startswith("disturbed") for doubt in run.doubts):
         return "Repeat it on a quiet machine:", again
+    if status == "INVALID" and run.result.get("loadgen_result") == "VALID":
+        return "Remove the cause of the refusal, then repeat it:", again
     ranks = ["-n", str(run.result.get("world_size", 2))]
     if run.result.get("scenario") == "Server":
         others = without(options, ["server_target_qps", "scenarios"])

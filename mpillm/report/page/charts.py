@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpillm.report.numbers import milliseconds
-from mpillm.report.page.run_analysis import Facts, floats, limits_ms
+from mpillm.report.page.run_analysis import Facts, bypasses_ranks, floats, limits_ms
 
 _MAX_POINTS = 600
 _MAX_SERIES = 16  # of the most loaded instances; more lines would be indistinguishable
@@ -115,7 +115,7 @@ def _queued(
 
 def _answered(facts: Facts) -> Chart | None:
     progress = facts.run.telemetry.get("progress") or {}
-    if len(progress.get("seconds") or ()) < 2:
+    if len(progress.get("seconds") or ()) < 2 or bypasses_ranks(facts.run.result):
         return None
     seconds = floats(progress["seconds"])
     step = max(1.0, facts.test_s / _MAX_POINTS)

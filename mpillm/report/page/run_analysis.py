@@ -172,26 +172,28 @@ class Facts:
             notes.append(f"Ended early, {ended_by}{cut}.")
         return notes
 
-    @property
-    def gpu_ranks(self) -> list[int]:
-        return [rank for rank, noted in self.noted.items() if (noted.get("samples") or {}).get("gpu")]
-
-    @property
-    def n_paid(self) -> int:
-        """The number of GPUs or, without GPUs, worker ranks: the unit of the price."""
-        return len(self.gpu_ranks) or sum(len(one.ranks) for one in self.instances.values())
-
     def cost_per_million_tokens(self, price_per_gpu_hour: float) -> float | None:
-        """Return what a million answer tokens cost at this throughput; None without tokens."""
+        """Return what a million answer tokens cost at this throughput; None without tokens.
+
+        Without GPUs, each worker rank has the price.
+        """
         rate = _number(self.run.result.get("tokens_per_second"))
-        return price_per_gpu_hour * self.n_paid / 3600 / rate * 1e6 if rate else None
+        return price_per_gpu_hour * self.run.computing()[0] / 3600 / rate * 1e6 if rate else None
 
     def cdf(self) -> dict[str, Any]:
-        """Return the distributions of `telemetry.json` or, if it has none, of `requests.bin`."""
+        """Return the distributions of `telemetry.json`, or of `requests.bin`.
+
+        `telemetry.json` counts failed requests, and only those that came through this run's ranks.
+        """
         cdf = self.run.telemetry.get("cdf")
-        if cdf or not (self.run.path / REQUESTS).exists():
+        if (cdf and not self.run.leaves_out_failed) or not (self.run.path / REQUESTS).exists():
             return cdf or {}
         rows = read_requests(self.run.path)
+        if self.run.leaves_out_failed:
+            rows = rows[rows["error"] == 0]
+        if not self.run.result.get("streamed", True):  # times of first tokens are unknown
+            rows = rows.copy()
+            rows["ttft"] = np.nan
         shares = np.linspace(0, 1, _SHARES + 1)[1:]
         return {
             name: {"ms": (1e3 * np.quantile(known, shares)).tolist(), "share": shares.tolist()}

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from disagg import ranges
 from mpillm.report.numbers import milliseconds, short
 from mpillm.report.page import svg
 from mpillm.report.page.document import escape, link, section, table
@@ -17,6 +18,7 @@ from mpillm.report.run_files import SERVERS, RunFiles
 from mpillm.report.speculation import speculation_rows
 from mpillm.report.validity_checks import failed_checks, unchecked
 
+_MAX_RANGES = 8  # of an instance's ranks
 _MAX_CARDS = 128
 _MAX_LOGS = 256
 _MAX_SERVERS = 4
@@ -163,8 +165,9 @@ def tiles(facts: Facts, price: float | None) -> str:
     if (tokens := result.get("tokens")) and (energy := facts.energy()):
         cells.append(("energy per token", f"{energy.total / tokens:.2f} J", f"{energy.total:,.0f} J", ""))
     if price is not None and (cost := facts.cost_per_million_tokens(price)) is not None:
-        unit = "GPUs" if facts.gpu_ranks else "worker ranks (no GPU)"
-        cells.append(("per million tokens", f"{cost:.2f}", f"{facts.n_paid} {unit} at {price:g} an hour", ""))
+        n, of = facts.run.computing()
+        unit = "GPUs" if of == "GPU" else "worker ranks (no GPU)"
+        cells.append(("per million tokens", f"{cost:.2f}", f"{n} {unit} at {price:g} an hour", ""))
     cells_html = "".join(
         f'<div class="{kind}"><dt>{escape(label)}</dt><dd>{value}</dd>'
         f'<dd class="note">{escape(note)}</dd></div>'
@@ -218,7 +221,7 @@ def _card(one: InstanceFacts, is_worst: bool) -> str:
     share = "" if one.share is None else f"<b>{100 * one.share:.0f} %</b> {one.share_of}"
     waited = "" if not one.waited else f"requests waited {100 * one.waited:.0f} % of the time"
     notes = " · ".join(filter(None, (share, waited)))
-    ranks = f"rank {one.ranks[0]}" if len(one.ranks) == 1 else f"ranks {one.ranks[0]} to {one.ranks[-1]}"
+    ranks = f"rank{'s' * (len(one.ranks) > 1)} {ranges(one.ranks, ', ', _MAX_RANGES)}"
     flag = _FAILED if one.failed else '<em class="flag">bottleneck</em>' if is_worst else ""
     lost = '<em class="flag">lost</em>' if one.lost else ""
     level = 0 if one.load is None else min(4, int(5 * one.load))

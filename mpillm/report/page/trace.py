@@ -46,7 +46,7 @@ def events(run: RunFiles) -> Iterator[dict[str, Any]]:
     run = facts.run
     phases = [phase for noted in facts.noted.values() for phase in noted.get("phases") or []]
     zero = min([0.0, *(start for _, start, _ in phases)])
-    names = {one.ranks[0] + i: one.name for one in facts.instances.values() for i in range(len(one.ranks))}
+    names = {rank: one.name for one in facts.instances.values() for rank in one.ranks}
     roles = {one.get("rank"): " + ".join(one.get("roles") or []) for one in run.plan_ranks}
     kinds = run.telemetry.get("kinds") or []
 

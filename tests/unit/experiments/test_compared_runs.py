@@ -88,6 +88,49 @@ def test_conversations_are_compared_by_turns(tmp_path: Path) -> None:
     assert not [one for one in figures if "turns" in one or "interactivity" in one]
 
 
+def figures_of(path: Path) -> dict[str, float]:
+    """Return the figures of a run, as `compare` has them."""
+    assert main(["compare", str(path), str(path), "--output", "out.json"]) == 0
+    figures = json.loads(Path("out.json").read_text())["figures"]
+    return {one["figure"]: one["runs"][0]["value"] for one in figures if one["runs"][0]}
+
+
+def failing(path: Path) -> Path:
+    """Let every tenth request of a run fail after 30 s."""
+    rows = read_rows(path)
+    rows["error"][::10], rows["latency"][::10], rows["tokens"][::10] = 1, 30.0, 0
+    write_rows(path, rows)
+    return path
+
+
+def test_failed_requests_are_left_out_where_the_run_leaves_them_out(tmp_path: Path) -> None:
+    loadgen, client = (failing(run(tmp_path / name, 0.1)) for name in ("loadgen", "client"))
+    result = json.loads((client / "result.json").read_text())
+    write(client / "result.json", {**result, "harness": {"name": "aiperf"}, "samples_per_second": 7.0})
+    assert figures_of(client)["latency p99"] < 1e3 and figures_of(client)["samples/s"] == 7
+    assert main(["compare", str(client), str(client), "--log_dir", "page"]) == 0
+    charts = {
+        one["name"]: one for one in json.loads(embedded(Path("page/compare.html").read_text()))["charts"]
+    }
+    assert charts["cdf-latency"]["x"][-1] < 1e3
+    assert figures_of(loadgen)["latency p99"] == pytest.approx(30e3), "LoadGen counts them"
+
+
+def test_the_figures_of_turns_are_those_of_their_window(tmp_path: Path) -> None:
+    path = conversation_run(tmp_path / "a", 0.05)
+    rows = read_rows(path)
+    rows["issued"] = np.arange(len(rows)) / len(rows)
+    late = rows["issued"] > 0.5
+    rows["ttft"][late], rows["latency"][late] = 9.0, 10.0
+    write_rows(path, rows)
+    result = json.loads((path / "result.json").read_text())
+    write(path / "result.json", {**result, "conversations": {"window_s": [0.0, 0.5]}})
+    figures = figures_of(path)
+    assert figures["TTFT mean, first turns"] < 200 and figures["TTFT mean, later turns"] < 200
+    assert figures["interactivity, tokens/s"] > 11 / 0.3
+    assert figures["TTFT mean"] > 1e3, "the figures of the whole test"
+
+
 def test_the_page_shows_options_figures_and_distributions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,6 +51,11 @@ TABLE: dict[str, tuple[set[str], tuple[str, ...]]] = {
     "request_cancellation_rate": ({"conversations"}, ()),
     "request_cancellation_delay": ({"conversations"}, ("--request_cancellation_rate=5",)),
     "ramp_up": ({"conversations"}, ()),
+    "endpoint_type": (OWN, ("--url=h:1",)),
+    "extra_body": (OWN, ("--url=h:1",)),
+    "extra_headers": (OWN, ("--url=h:1",)),
+    "endpoint_path": (OWN, ("--url=h:1",)),
+    "lora_modules": (OWN, ("--url=h:1",)),
     "save_outputs": (OWN, ()),
     "requests_file": (OWN, ()),
     "show_steady_state_progress": (OWN, ()),
@@ -59,7 +64,7 @@ TABLE: dict[str, tuple[set[str], tuple[str, ...]]] = {
         ("--mode=disaggregated", "--enable_kv_cache_reuse=true"),
     ),
 }
-_TEXTS = {"audit_conf": __file__, "history": "generated", "requests_file": "a.csv"}
+_TEXTS = {"audit_conf": __file__, "history": "generated", "requests_file": "a.csv", "endpoint_type": "chat"}
 _OF_A_TEST = ("test", "other harness", "conversations")
 
 
@@ -97,11 +102,25 @@ def test_the_message_names_the_loads() -> None:
     )
 
 
+def test_conversations_by_time_stamps_have_no_ramp_up() -> None:
+    options = [*CONVERSATIONS, "--scenarios=Server", "--ramp_up=60"]
+    with pytest.raises(ConfigError, match=r"--ramp_up 60\.0 has no effect without --server_target_qps"):
+        parse_run(options)
+    for args in ([*options, "--server_target_qps=5"], [*CONVERSATIONS, "--ramp_up=60"]):
+        assert not check_unused(parse_run(args), "run")
+    find_max_qps.parse(["-n=2", *CONVERSATIONS, "--goodput=ttft:5", "--ramp_up=60", "--burstiness=2"])
+
+
 def test_a_search_for_the_rate_of_conversations_uses_min_duration() -> None:
     _, args, config = find_max_qps.parse(["-n=2", *CONVERSATIONS, "--goodput=ttft:5", "--min_duration=40"])
     assert config.min_duration == 40 and "--min_duration=40" in args
     with pytest.raises(ConfigError, match=r"--min_query_count 7 has no effect with --harness conversations"):
         find_max_qps.parse(["-n=2", *CONVERSATIONS, "--goodput=ttft:5", "--min_query_count=7"])
+
+
+def test_a_load_client_of_disaggregated_servers_uses_the_runs_endpoint_and_its_requests() -> None:
+    options = ["--trtllm_server_urls=h:1,h:2", "--mode=disaggregated", "--core_type=trtllm_disagg"]
+    parse_run([*CLIENT, *options, '--extra_headers={"X-Tenant": "a"}', "--endpoint_path=/v2"])
 
 
 def test_serve_names_options_of_runs_and_refuses_none() -> None:

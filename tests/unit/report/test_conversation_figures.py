@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mpillm.report.conversation_figures import conversation_figures, conversation_goodput
+from mpillm.report.conversation_figures import answered_figures, conversation_figures, conversation_goodput
 from mpillm.report.request_log import RECORD
 
 
@@ -24,6 +24,16 @@ def rows_of(*requests: tuple[int, float, float, int]) -> NDArray[np.void]:
     rows["turn"] = [sessions[:i].count(session) for i, session in enumerate(sessions)]
     rows["prompt"] = rows["cached"] = -1
     return rows
+
+
+def test_failed_requests_have_no_latency_and_no_throughput() -> None:
+    rows = rows_of(*[(1, math.nan, 0.001, 0)] * 100, *[(2, 0.1, 2.0, 11)] * 20)
+    rows["error"][:100] = 1
+    figures = answered_figures(rows, 10.0, True)
+    assert figures["samples_per_second"] == 2 and figures["latency_ms"]["p50"] == 2000
+    assert figures["ttft_ms"]["p90"] == pytest.approx(100) and figures["ttft_ms"]["p99"] is None
+    assert answered_figures(rows, 10.0, False)["ttft_ms"] is None
+    assert answered_figures(rows[:100], 10.0, True)["latency_ms"] is None
 
 
 def test_first_and_later_turns() -> None:

@@ -59,7 +59,10 @@ def run(tmp_path: Path) -> Path:
         },
     )
     roles = (["harness", "leader"], None), (["ctx"], 0), (["gen"], 1)
-    plan = [{"rank": r, "roles": role, "node": "n0", "instance": i} for r, (role, i) in enumerate(roles)]
+    plan = [
+        {"rank": r, "roles": role, "node": "n0", "instance": i, "device": i}
+        for r, (role, i) in enumerate(roles)
+    ]
     write(path / "plan.json", {"world_size": 3, "ranks": plan})
     rows = [
         {
@@ -121,6 +124,16 @@ def test_a_person_reads_verdict_bottleneck_limits_and_cost(run: Path) -> None:
     ):
         assert part in said
     assert "What is missing" not in said
+
+
+def test_the_price_is_that_of_all_gpus_of_a_server(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", result={"tokens_per_second": 1000.0, "samples": 10, "test_s": 10.0})
+    ranks = [
+        {"rank": 0, "roles": ["harness"], "node": "n0", "instance": None, "device": None},
+        {"rank": 1, "roles": ["executor"], "node": "n0", "instance": 0, "server_devices": [0, 1, 2, 3]},
+    ]
+    write(path / "plan.json", {"world_size": 2, "ranks": ranks})
+    assert "per million tokens 4.00 4 GPUs at 3.6 an hour" in words(write_page(path, price_per_gpu_hour=3.6))
 
 
 @pytest.mark.parametrize(("knows_steps", "share"), [(True, "computing"), (False, "holding requests")])
@@ -213,6 +226,28 @@ def test_the_trace_has_a_process_per_rank(run: Path) -> None:
     assert [e["ph"] for e in events if e["name"] == "request"] == ["s", "f", "s", "s", "f"]
     lanes = [e["tid"] for e in events if e["name"] == "to first token"]
     assert lanes[2] == lanes[1] != lanes[0], "the third began after the second had ended"
+
+
+def test_an_instance_with_a_gap_between_its_ranks(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run", result={"test_s": 10.0, "samples": 1})
+    ranks = [{"rank": 0, "roles": ["harness"], "node": "n0", "instance": None}]
+    ranks += [{"rank": r, "roles": ["executor"], "node": "n0", "instance": (r - 1) % 2} for r in (1, 2, 3, 4)]
+    write(path / "plan.json", {"world_size": 5, "ranks": ranks})
+    write(path / "telemetry.json", {"ranks": {str(rank): noted(EMPTY) for rank in range(5)}})
+    said = words(write_page(path))
+    assert "executor 0 ranks 1, 3" in said and "executor 1 ranks 2, 4" in said
+    events = json.loads((path / "trace.json").read_text())["traceEvents"]
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert names == ["rank 0 harness", *(f"rank {r} executor {(r - 1) % 2}" for r in (1, 2, 3, 4))]
+
+
+@pytest.mark.parametrize("scenario", ["Offline", "Server"])
+def test_a_test_that_only_the_checks_refuse_needs_no_advice_of_loadgen(tmp_path: Path, scenario: str) -> None:
+    result = {"status": "INVALID", "loadgen_result": "VALID", "scenario": scenario, "test_s": 10.0}
+    result["server_checks"] = {"no_cached_prompts": "9 prompt tokens came from a prefix cache"}
+    said = words(write_page(make_run(tmp_path / "run", result=result)))
+    assert "Remove the cause of the refusal, then repeat it: python -m mpillm rerun" in said
+    assert "LoadGen's advice" not in said
 
 
 FILES = (

@@ -33,6 +33,11 @@ def test_the_same_options(tmp_path: Path) -> None:
     assert (sorted(words), notes) == (sorted(WORDS), [])
 
 
+def test_a_single_argument_of_a_server_is_given_again(tmp_path: Path) -> None:
+    words, notes = options_again(recorded(tmp_path / "run", "--server=vllm", "--server_args=--enforce-eager"))
+    assert parse_run(words).server_args == ("--enforce-eager",) and notes == []
+
+
 def test_names_that_mean_more_are_given_again(tmp_path: Path) -> None:
     """The accuracy target comes with a benchmark's name, and Interactive names another workload."""
     said = ["--core_type", "dummy", "--benchmarks", "llama3.1-8b", "--scenarios", "Interactive"]

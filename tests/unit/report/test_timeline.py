@@ -55,6 +55,19 @@ def test_rates_of_the_whole_test_and_of_its_last_seconds(tmp_path: Path) -> None
     assert timeline.summary(7) is None
 
 
+def test_the_mean_of_the_test_includes_the_time_after_a_loss() -> None:
+    """Two instances generate 100 tokens a second; one is lost after 10 of 100 s."""
+    timeline = Timeline([0, 1], None)
+    for second in range(1, 101):
+        timeline.add(0, second, Metrics(0, 100 * second, 1, 0))
+        if second <= 10:
+            timeline.add(1, second, Metrics(0, 100 * second, 1, 0))
+        if second == 10:
+            timeline.lose(1)
+    now = timeline.total_metrics()
+    assert now is not None and (now.generated, now.generated_now) == pytest.approx((110, 100))
+
+
 @pytest.mark.parametrize(("n_instances", "interval"), [(1, 1.0), (64, 1.0), (256, 4.0)])
 def test_a_line_a_second_for_each_instance_and_fewer_of_many(
     tmp_path: Path, n_instances: int, interval: float
