@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -183,7 +184,8 @@ def test_a_context_is_kept_until_it_is_fetched(context: Any) -> None:
     core.memory.moved = {ID: CACHE}
     context.poll()
     assert last_rows(context) == [first] and not context.done("drain")
-    assert np.array_equal(fetch("127.0.0.1", store.port, store.key(ID), len(CACHE), 10.0), CACHE)
+    cache = fetch("127.0.0.1", store.port, store.key(ID), len(CACHE), time.monotonic() + 60.0)
+    assert np.array_equal(cache, CACHE)
     wait_until(lambda: context.poll() or len(last_rows(context)) > 1, "the end of the request", 10)
     assert last_rows(context) == [first, (ID, [TOKEN], int(FINAL))] and context.done("drain")
     assert context._not_fetched == 0
