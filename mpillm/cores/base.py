@@ -126,6 +126,8 @@ class LLMCore(ABC):
     takes_text: ClassVar[bool] = False
     # Follows the sampling options of each request, which may be other ones than the run's.
     samples_each: ClassVar[bool] = True
+    # Ends each answer at the request's own maximum of tokens, which may be less than --max_output_len.
+    lengths_each: ClassVar[bool] = True
     # Answers requests with `logprobs` with LOGPROBS rows.
     gives_logprobs: ClassVar[bool] = False
     # Reports the number of reused KV cache blocks to requests with TIMES.

@@ -38,6 +38,8 @@ class Detokenizer:
         self._tokens += tokens
         text, end = self._certain()
         if len(text) <= len(self._context_text):
+            if end > self._read:
+                self._drop_silent()
             return ""
         piece = text[len(self._context_text) :]
         self._context, self._read = self._read, end
@@ -55,6 +57,16 @@ class Detokenizer:
         if n - self._read <= _MAX_PENDING:
             return "", self._read
         return self._tokenizer.decode(self._tokens[self._context :]), n
+
+    def _drop_silent(self) -> None:
+        """Drop new tokens that never have a text, such as repeated end tokens.
+
+        Otherwise each later token decodes all of them again. Two of a token are decoded, because
+        SentencePiece drops the first space of a text.
+        """
+        new = self._tokens[self._read :]
+        texts = {token: self._tokenizer.decode([token, token]) for token in {*new}}
+        self._tokens[self._read :] = [token for token in new if texts[token]]
 
     def end(self) -> str:
         """Return the text of the delayed tokens."""

@@ -25,13 +25,14 @@ _PATTERNS = {  # regular expressions that split a text into words, by GGUF's nam
     "qwen2": _SPLIT_PATTERN.format(digits=""),
     "gpt-4o": _CASES,
 }
+_ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe"}
 _PLAIN = ("gpt-2", "smollm", "default")
 
 
 def tokenizer_of(metadata: Metadata) -> Any:
     """Build the tokenizer. Raises ConfigError for an unknown kind, KeyError for a missing value."""
     values, source = metadata.values, metadata.source
-    kind, splitter = values.get("tokenizer.ggml.model"), values.get("tokenizer.ggml.pre", "default")
+    kind, splitter = values.get("tokenizer.ggml.model"), _splitter(metadata)
     if kind == "gpt2" and splitter in (*_PLAIN[:2], *_PATTERNS):
         tokenizer = _byte_level(metadata, str(splitter))
     elif kind == "llama" and splitter == "default":
@@ -43,6 +44,11 @@ def tokenizer_of(metadata: Metadata) -> Any:
         )
     _add_special(tokenizer, metadata)
     return tokenizer
+
+
+def _splitter(metadata: Metadata) -> Any:
+    name = metadata.values.get("tokenizer.ggml.pre", "default")
+    return _ALIASES.get(name, name) if isinstance(name, str) else name
 
 
 def _byte_level(metadata: Metadata, splitter: str) -> Any:
@@ -129,8 +135,8 @@ def _add_special(tokenizer: Any, metadata: Metadata) -> None:
         [AddedToken(token, special=False, normalized=True) for token, kind in pairs if kind == _USER_DEFINED]
     )
     bos = metadata.token("bos")
-    # llama.cpp adds the BOS token to SentencePiece's texts unless the file forbids it.
-    default = metadata.values.get("tokenizer.ggml.model") == "llama"
+    # llama.cpp adds the BOS token to texts of SentencePiece and of Llama 3 unless the file forbids it.
+    default = metadata.values.get("tokenizer.ggml.model") == "llama" or _splitter(metadata) == "llama-bpe"
     if metadata.values.get("tokenizer.ggml.add_bos_token", default) and bos is not None:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]

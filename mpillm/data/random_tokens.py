@@ -58,13 +58,13 @@ def _text_tokens(file: Path, tokenizer: Tokenizer, vocab_size: int) -> NDArray[n
     try:
         with file.open("rb") as stream:
             content = stream.read(_MAX_TEXT + 1)
+        if len(content) > _MAX_TEXT:  # and its last character may be cut
+            raise ConfigError(f"--synthetic_text {file}: more than {_MAX_TEXT >> 20} MiB")
         text = content.decode()
     except OSError as error:
         raise ConfigError(f"--synthetic_text {file}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"--synthetic_text {file}: not UTF-8 text") from None
-    if len(content) > _MAX_TEXT:
-        raise ConfigError(f"--synthetic_text {file}: more than {_MAX_TEXT >> 20} MiB")
     tokens = np.array(tokenizer.encode_plain(text), np.int32)
     if not len(tokens) or tokens.max() >= vocab_size:
         raise ConfigError(

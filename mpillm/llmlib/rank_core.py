@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from disagg.errors import ConfigError
+from disagg.errors import ConfigError, about
 from mpillm.comms.messages import Batch, RequestFlag, ResponseFlag
 from mpillm.cores.base import CoreConfig, Credits, LLMCore
 from mpillm.cores.clients import Answers
@@ -28,7 +29,9 @@ _DECLARED = ("uses_gpus", "needs_model", "engine_stages", "servers", "framework"
 class RankCore(LLMCore):
     """Base of the classes of `rank_core`. In an instance of several ranks, the root rank has the cores."""
 
-    samples_each = False  # the interface has no options of one request
+    # The interface has no options of one request.
+    samples_each = False
+    lengths_each = False
 
     backend: ClassVar[type[Backend]]
     backend_kwargs: ClassVar[dict[str, Any]]  # from a harness operation; --core_options override them
@@ -46,7 +49,8 @@ class RankCore(LLMCore):
 
     @classmethod
     def check(cls, config: CoreConfig) -> None:
-        """Raise ConfigError if there are fewer cores than instances."""
+        """Raise ConfigError for stop words that a request cannot have, or fewer cores than instances."""
+        _check_stop_words(config.engine.stop_words)
         with config.settings.autoapply():
             n = n_cores(cls.backend, {**cls.backend_kwargs, **config.options})
         if n < config.n_instances:
@@ -106,7 +110,7 @@ class RankCore(LLMCore):
 
     def enqueue(self, requests: Batch) -> None:
         offsets = requests.offsets().tolist()
-        stop = next((list(word) for word in self.config.engine.stop_words if not isinstance(word, str)), None)
+        stop = next((list(word) for word in self.config.engine.stop_words), None)
         self.server.issue_queries(
             [
                 LLMRequest(
@@ -141,6 +145,21 @@ class RankCore(LLMCore):
         )
         self._with_first_token.discard(request_id)
         self._answers.add(request_id, flags, output_tokens)
+
+
+def _check_stop_words(words: Sequence[str | Sequence[int]]) -> None:
+    """Raise ConfigError for stop words that do not fit `LLMRequest.stop_tokens`."""
+    with about("stop_words"):
+        for word in words:
+            if isinstance(word, str):
+                raise ConfigError(
+                    f"--stop_words {word!r}: a request of llmlib has tokens, not text; give the word as an"
+                    " array of token ids"
+                )
+        if len(words) > 1:
+            raise ConfigError(
+                f"--stop_words: {len(words)} words, but a request of llmlib has one (stop_tokens); give one"
+            )
 
 
 @cache

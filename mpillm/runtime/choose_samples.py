@@ -48,6 +48,27 @@ def load_samples(
     `config`.
     """
     core_class = BackendRegistry.get(config.core_type)
+    dataset, tokenizer = _load_samples(config, core_class, models, run_directory)
+    if not core_class.lengths_each and _has_own_lengths(dataset, config):
+        note = (
+            f"its output lengths have no effect: --core_type {config.core_type} answers with up to"
+            f" --max_output_len {config.max_output_len} tokens"
+        )
+        dataset = replace(dataset, note="; ".join(filter(None, [dataset.note, note])))
+    return dataset, tokenizer
+
+
+def _has_own_lengths(dataset: Dataset, config: RunConfig) -> bool:
+    lengths = dataset.output_lengths
+    return lengths is not None and bool(np.any(lengths < config.max_output_len))
+
+
+def _load_samples(
+    config: RunConfig,
+    core_class: type[LLMCore],
+    models: Sequence[ModelLimits | None],
+    run_directory: Callable[[], Path],
+) -> tuple[Dataset, Tokenizer]:
     tokenizer = tokenizer_of(config)
     limits = limits_of(config, [model for model in models if model is not None])
     if limits.vocab_size is not None and limits.end_ids and max(limits.end_ids) >= limits.vocab_size:

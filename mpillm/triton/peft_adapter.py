@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from disagg.errors import ConfigError
 from mpillm.engine.extras.lora import MODULES
-from mpillm.files import check_files, excerpt
+from mpillm.files import LFS_POINTER, check_files, excerpt, lfs_hint
 
 _MODULE_OF = {
     "q_proj": "attn_q",
@@ -53,6 +53,8 @@ def convert(folder: Path, dtype: str) -> tuple[NDArray[Any], NDArray[np.int32]]:
         if rank < 1 or not math.isfinite(alpha):
             raise ValueError(f"r {rank}, lora_alpha {alpha}")
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    except ConfigError:
+        raise
     except OSError as error:
         raise ConfigError(f"{error.filename or folder}: cannot be read: {error.strerror or error}") from error
     except (ArithmeticError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
@@ -85,8 +87,21 @@ def convert(folder: Path, dtype: str) -> tuple[NDArray[Any], NDArray[np.int32]]:
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     if (path := folder / "adapter_model.safetensors").is_file():
+        _check_pointer(path)
         return load_file(path)
-    tensors: dict[str, torch.Tensor] = torch.load(
-        folder / "adapter_model.bin", map_location="cpu", weights_only=True
-    )
+    _check_pointer(path := folder / "adapter_model.bin")
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:  # noqa: BLE001 - a damaged pickle raises any; its text recommends unsafe loading
+        tensors = None
+    if not isinstance(tensors, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in tensors.items()
+    ):
+        raise ConfigError(f"{path}: damaged, or not PyTorch's file of tensors")
     return tensors
+
+
+def _check_pointer(path: Path) -> None:
+    with path.open("rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise ConfigError(f"{path}: {lfs_hint(path.parent)}")

@@ -102,6 +102,9 @@ class BuiltInCore(LLMCore):
         offsets = batch.offsets().tolist()
         for row, start, end in zip(batch.rows, offsets, offsets[1:], strict=False):
             id_, answer = int(row["id"]), batch.tokens[start:end].tolist()
+            request = self._open.get(id_)  # None: dropped
+            if row["flags"] & ResponseFlag.ERROR and request is not None:
+                raise RuntimeError(f"request {request.request_id} has failed; the log has the reason")
             if row["flags"] & ResponseFlag.FINAL:
                 del self._sizes[id_]
                 has_first = id_ in self._with_first_token

@@ -1,15 +1,17 @@
 """``bench core-model``: load on the engine's model, without text, like benchmark_core_model.py.
 
-The load goes over gRPC or HTTP to a tritonserver. ``-i mpi`` runs the same lengths and rate through MPI, with
-LoadGen and the embedded engine.
+The load goes over gRPC or HTTP to a tritonserver. ``-i mpi`` runs the same requests and rate through MPI,
+with LoadGen and the embedded engine.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,11 +24,9 @@ from mpillm.options.field import option
 from mpillm.options.parsers import boolean, not_negative, positive, seconds, shell_args
 from mpillm.options.values import Values
 from mpillm.runtime.whole_runs import run_once
+from mpillm.triton.bench.load_request import LoadRequest, lengths
 from mpillm.triton.bench.report import statistics_of, table
 from mpillm.triton.client.prompts_file import TOKENS_PER_WORD, read_prompts
-
-if TYPE_CHECKING:
-    from mpillm.triton.bench.load import LoadRequest
 
 WORKLOADS = ("dataset", "token_norm_dist")
 
@@ -140,8 +140,6 @@ def _report(config: Options, statistics: dict[str, Any]) -> None:
 
 
 def _requests(config: Options, random: np.random.Generator) -> list[LoadRequest]:
-    from mpillm.triton.bench.load import LoadRequest, lengths
-
     longest = config.max_input_len or sys.maxsize
     if config.workload == "token_norm_dist":
         inputs = lengths(config.input_mean, config.input_stdev, config.num_requests, random)
@@ -168,42 +166,30 @@ def _requests(config: Options, random: np.random.Generator) -> list[LoadRequest]
 
 
 def _through_mpi(config: Options) -> int:
-    """Run the same lengths and rate without a server. LoadGen's arrivals are exponential."""
+    """Run the same requests and rate without a server. LoadGen's arrivals are exponential."""
     if config.workload != "token_norm_dist":
         raise ConfigError("-i mpi: only supports the workload token_norm_dist", about=["workload"])
     if config.time_delay_dist == "constant" and config.request_rate > 0:
         raise ConfigError("-i mpi: LoadGen's arrivals are exponential", about=["time_delay_dist"])
     if not config.model_path:
         raise ConfigError("-i mpi needs --model_path", about=["model_path"])
-    n = config.num_requests
-    values: dict[str, object] = {
-        "model_path": config.model_path,
-        "dataset": "synthetic",
-        "num_samples": n,
-        "input_mean": config.input_mean,
-        "input_stdev": config.input_stdev,
-        "output_mean": config.output_mean,
-        "output_stdev": config.output_stdev,
-        "max_output_len": int(config.output_mean + 6 * config.output_stdev),
-        "min_query_count": n,
-        "min_duration": 0,
-    }
-    if config.request_rate > 0:
-        values |= {"scenarios": "Server", "server_target_qps": config.request_rate}
-    if config.concurrency:
-        values["max_batch_size"] = config.concurrency
-    result = run_once(
-        config.ranks,
-        *(word for name, value in values.items() for word in (f"--{name}", str(value))),
-        *config.run_options,
-    )
+    for name in ("url", "streaming"):
+        if config.is_user_set(name):
+            raise ConfigError(f"-i mpi: there is no server, so --{name} has no effect", about=[name])
+    requests = _requests(config, np.random.default_rng(config.seed))
+    with tempfile.TemporaryDirectory(prefix="mpillm-bench-") as folder:
+        file = Path(folder) / "requests.jsonl"
+        file.write_text("".join(map(_row, requests)), encoding="utf-8")
+        values = run_values(config, requests, file)
+        words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+        result = run_once(config.ranks, *words, *config.run_options)
     latency = result["latency_ms"]
     statistics = {
         "requests": result["samples"],
         "errors": result["errors"],
         "requests_per_second": result["samples_per_second"],
         "tokens_per_second": result["tokens_per_second"],
-        "input_tokens": config.input_mean,
+        "input_tokens": float(np.mean([len(request.prompt) for request in requests])),
         "output_tokens": result["tokens_per_second"] / result["samples_per_second"],
         "total_ms": 1e3 * result["samples"] / result["samples_per_second"],
         "sum_ms": latency["mean"] * result["samples"],
@@ -212,6 +198,29 @@ def _through_mpi(config: Options) -> int:
         "ttft": result["ttft_ms"],
         "itl": result["tpot_ms"],
     }
-    print(f"[INFO] Start benchmarking on {n} prompts, through MPI.")
+    print(f"[INFO] Start benchmarking on {len(requests)} prompts, through MPI.")
     _report(config, statistics)
     return ExitCode.TEST_FAILED if result["errors"] else ExitCode.DONE
+
+
+def _row(request: LoadRequest) -> str:
+    row = {"input_tokens": request.prompt.tolist(), "output_tokens": request.output_len, "ignore_eos": True}
+    return json.dumps(row) + "\n"
+
+
+def run_values(config: Options, requests: Sequence[LoadRequest], file: Path) -> dict[str, object]:
+    """Return the options of a run of the requests in `file`."""
+    values: dict[str, object] = {
+        "model_path": config.model_path,
+        "dataset_path": file,
+        "max_output_len": max(request.output_len for request in requests),
+        "min_query_count": len(requests),
+        "min_duration": 0,
+        "seed": config.seed,
+        "stall_timeout": config.stream_timeout,
+    }
+    if config.request_rate > 0:
+        values |= {"scenarios": "Server", "server_target_qps": config.request_rate}
+    if config.concurrency:
+        values["max_batch_size"] = config.concurrency
+    return values

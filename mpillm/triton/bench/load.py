@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from launch.safe_text import one_line
 from mpillm.experiments.loadtest.load_test import Record
 from mpillm.files import excerpt
+from mpillm.triton.bench.load_request import LoadRequest
 from mpillm.triton.client.connection import InferError
 from mpillm.triton.client.kserve_http import KServeConnection
 from mpillm.triton.core.stream import InferStream, StreamPool, open_channel
@@ -23,13 +24,6 @@ from mpillm.triton.core.tensors import NO_END, InferParams, is_last, request_of,
 from mpillm.triton.core.triton_ready import TritonError, find_models, until_ready
 
 _LOOK_S = 1.0
-
-
-class LoadRequest(NamedTuple):
-    """A prompt, and the length of its answer, which no token ends."""
-
-    prompt: NDArray[np.int32]
-    output_len: int
 
 
 class Target(NamedTuple):
@@ -193,8 +187,3 @@ def arrival_times(n: int, rate: float, is_constant: bool, random: np.random.Gene
         return np.zeros(n)
     delays = np.full(n, 1 / rate) if is_constant else random.exponential(1 / rate, n)
     return np.cumsum(delays)
-
-
-def lengths(mean: float, stdev: float, n: int, random: np.random.Generator) -> list[int]:
-    """Draw `n` lengths from a normal distribution, rounded up, at least 1."""
-    return [max(1, int(value)) for value in np.ceil(random.normal(mean, stdev, n)).tolist()]

@@ -98,6 +98,7 @@ class GrpcConnection:
             raise InferError(f"{url}: {error}") from None
         self._responses: _Responses = queue.SimpleQueue()
         self._has_stream = False
+        self._call: Any = None  # the last plain call
         self._is_decoupled: dict[str, bool] = {}  # by model
         self._n_outstanding = 0
 
@@ -147,29 +148,32 @@ class GrpcConnection:
         if stop is not None and not request_id:
             request_id = uuid.uuid4().hex  # a stop names the request by its id
         decoupled = self._decoupled(model)
-        self._send(model, tensors, outputs, request_id)
         finals, expected = 0, 1  # counts of final responses
-        while finals < expected:
-            if stop is not None and time.monotonic() >= stop_at:
-                stop_at = math.inf
-                if stop.by_cancel:
-                    self._cancel(decoupled)
-                    raise InferError("the request is cancelled", CANCELLED)
-                self._send_stop(model, request_id)
-                expected = 2
-            result = self._next(min(end, stop_at))
-            if result is None:
-                if time.monotonic() >= end:
-                    raise self._silent(model)
-                continue
-            response = result.get_response()
-            with as_answer(self.url):
-                values = {output.name: result.as_numpy(output.name) for output in response.outputs}
-            is_last = not decoupled or response.parameters["triton_final_response"].bool_param
-            finals += is_last
-            self._n_outstanding -= is_last
-            if values or expected == 2:
-                yield values
+        try:
+            self._send(model, tensors, outputs, request_id)
+            while finals < expected:
+                if stop is not None and time.monotonic() >= stop_at:
+                    stop_at = math.inf
+                    if stop.by_cancel:
+                        raise InferError("the request is cancelled", CANCELLED)
+                    self._send_stop(model, request_id)
+                    expected = 2
+                result = self._next(min(end, stop_at))
+                if result is None:
+                    if time.monotonic() >= end:
+                        raise self._silent(model)
+                    continue
+                response = result.get_response()
+                with as_answer(self.url):
+                    values = {output.name: result.as_numpy(output.name) for output in response.outputs}
+                is_last = not decoupled or response.parameters["triton_final_response"].bool_param
+                finals += is_last
+                self._n_outstanding -= is_last
+                if values or expected == 2:
+                    yield values
+        finally:
+            if finals < expected:
+                self._drop(decoupled)
 
     def _silent(self, model: str) -> InferError:
         return InferError(f"{self.url}: {model} has not answered within {self._timeout_s:g} s")
@@ -203,11 +207,12 @@ class GrpcConnection:
             self._next(time.monotonic())  # raises the error that ended the stream, if there is one
             raise InferError(f"{self.url}: {error}") from None
 
-    def _cancel(self, decoupled: bool) -> None:
-        """Cancel open requests; drop their responses."""
+    def _drop(self, decoupled: bool) -> None:
+        """Cancel open requests. Their late responses must not answer the next request."""
+        by_cancel = self._n_outstanding > 0
         if decoupled:
-            self._end_stream(by_cancel=True)
-        else:
+            self._end_stream(by_cancel)
+        elif by_cancel and self._call is not None:
             self._call.cancel()
         self._responses, self._n_outstanding = queue.SimpleQueue(), 0
 

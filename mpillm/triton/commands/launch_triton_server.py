@@ -123,6 +123,12 @@ def _repository(options: _Options) -> Repository:
             f"--tensorrt_llm_model_name {','.join(unknown)}: {options.model_repo} has no such model"
         )
     names = names or repo.parallel or ["tensorrt_llm"]
+    if options.world_size > 1 and not any(name in repo.ranks for name in names):
+        raise ConfigError(
+            f"--world_size {options.world_size}: {options.model_repo} has no model with several ranks, or"
+            " named tensorrt_llm; name the engine's model with --tensorrt_llm_model_name",
+            about=["world_size"],
+        )
     several = options.world_size if not options.multi_model else max(2, needed)
     ranks = {name: several if name in names else 1 for name in repo.ranks}
     return repo._replace(ranks=ranks)

@@ -79,6 +79,9 @@ _SPECIAL: dict[str, float] = {
     "return_generation_logits": 0,
     "beam_width": 1,
 }
+_MAX_COUNT = 2**31 - 1
+_MAX_FLOAT = float(np.finfo(np.float32).max)
+_MAX_LEN_PENALTY = 30.0  # a beam search computes length ** len_penalty, which must not overflow
 NO_END = -1  # `end_id` if no token ends the output
 OWN_END = -2  # `end_id` for the model's own end tokens, which are also the default; an ensemble must send one
 
@@ -141,6 +144,9 @@ def read(
         value = tensors.get(name)
         return default if value is None or value.size == 0 else convert(value.reshape(-1)[0])
 
+    def number_in(name: str, low: float, high: float, default: float) -> float:
+        return _in_range(name, number(name, float, default), low, high)
+
     ids = tensors.get("input_ids")
     if ids is None or not ids.size:
         raise RequestError(f"input_ids: it is missing or empty{_OTHER_NUMPY}")
@@ -149,17 +155,18 @@ def read(
         raise RequestError(f"input_lengths {length}: there are {ids.size} input_ids{_OTHER_NUMPY}")
     prompt = ids.reshape(-1)[:length].tolist()
     max_output = number("request_output_len", int, 0)
-    if not prompt:
+    if length < 1:
         raise RequestError(f"input_lengths: must be at least 1{_OTHER_NUMPY}")
     if max_output < 1:
         raise RequestError(f"request_output_len {max_output}: must be at least 1{_OTHER_NUMPY}")
+    _in_range("request_output_len", max_output, 1, _MAX_COUNT)
     top_k, top_p = number("runtime_top_k", int, None), number("runtime_top_p", float, 1.0)
-    temperature = number("temperature", float, 1.0)
+    temperature = number_in("temperature", 0, _MAX_FLOAT, 1.0)
     if top_k is None and not 0 < top_p < 1:
         top_k = 1  # without either, TensorRT-LLM is greedy
     greedy = top_k == 1 or temperature == 0
     end_id = number("end_id", int, OWN_END)
-    n_before_end = number("min_tokens", int, 0)
+    n_before_end = int(number_in("min_tokens", 0, _MAX_COUNT, 0))
     extras, because = _request_extras(tensors, temperature or 1.0)
     if extras is not None and not takes_extras:
         raise RequestError(f"{because}: the embedded engine has it only without pipeline parallelism")
@@ -179,7 +186,8 @@ def read(
                 f"beam_width {extras.beam_width}: the model's max_beam_width is {max_beam_width}"
             )
         _check_beams(tensors, temperature, greedy=greedy)
-        extras.length_penalty = number("len_penalty", float, extras.length_penalty)
+        limit = _MAX_LEN_PENALTY
+        extras.length_penalty = number_in("len_penalty", -limit, limit, extras.length_penalty)
         extras.early_stopping = number("early_stopping", bool, extras.early_stopping)
         extras.ends = None if end_id == OWN_END else (end_id,) if end_id >= 0 else ()
     return PromptRequest(
@@ -213,6 +221,10 @@ def _request_extras(tensors: Tensors, temperature: float) -> tuple[RequestExtras
         return None, ""
     if (penalty := values.get("repetition_penalty", 1.0)) <= 0:
         raise RequestError(f"repetition_penalty {penalty:g}: must be above 0")
+    for name, value in values.items():
+        _in_range(name, value, -_MAX_FLOAT, _MAX_FLOAT)
+    if bias is not None and not np.all(bias < np.inf):
+        raise RequestError("embedding_bias: must be numbers below infinity")
     # The engine applies these penalties before it divides by the temperature, TensorRT-LLM after it.
     return RequestExtras(
         bias.reshape(-1).astype(np.float32) if bias is not None and "embedding_bias" in names else None,
@@ -224,6 +236,12 @@ def _request_extras(tensors: Tensors, temperature: float) -> tuple[RequestExtras
         keeps_generation_logits=bool(values.get("return_generation_logits")),
         beam_width=max(1, int(values.get("beam_width", 1))),
     ), names[0]
+
+
+def _in_range(name: str, value: float, low: float, high: float) -> float:
+    if not low <= value <= high:  # also if it is not a number
+        raise RequestError(f"{name} {value:g}: must be from {low:g} to {high:g}")
+    return value
 
 
 def _check_beams(tensors: Tensors, temperature: float, *, greedy: bool) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpillm.data.detokenizer import Detokenizer, StopStrings
-from mpillm.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from mpillm.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, Tokens
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\ufffd"), max_size=30)
 
@@ -38,6 +38,7 @@ def file_tokenizer(folder: Path, kind: str) -> FileTokenizer:
             decoders.Strip(" ", 1, 0),
         ]
         made.decoder = decoders.Sequence(steps)
+    made.add_special_tokens(["<end>"])
     file = folder / f"{kind}.json"
     made.save(str(file))
     assert json.loads(file.read_text())
@@ -64,6 +65,44 @@ def test_pieces_are_whole_characters_and_make_the_text(
         pieces.append(detokenizer.add(tokens[at : at + n]))
         at += n
     assert "\ufffd" not in "".join(pieces)
+    assert "".join([*pieces, detokenizer.end()]) == tokenizer.decode(tokens)
+
+
+class Counted(FileTokenizer):
+    """Counts the tokens that it decodes."""
+
+    n_decoded = 0
+
+    def decode(self, tokens: Tokens, keep_special: bool = False) -> str:
+        self.n_decoded += len(tokens)
+        return super().decode(tokens, keep_special)
+
+
+@pytest.mark.parametrize("text", ["", "a b"])
+@pytest.mark.parametrize("kind", ["bytes", "fallback"])
+def test_many_tokens_without_text(tmp_path: Path, kind: str, text: str) -> None:
+    """Such as end tokens that do not end the answer: the work per token does not grow."""
+    file_tokenizer(tmp_path, kind)
+    tokenizer = Counted(tmp_path / f"{kind}.json")
+    end, n = tokenizer.encode_text("<end>")[-1], 200
+    detokenizer = Detokenizer(tokenizer)
+    tokens = [*tokenizer.encode_plain(text), *[end] * n, *tokenizer.encode_plain(" b")]
+    pieces = [detokenizer.add([token]) for token in tokens]
+    assert tokenizer.n_decoded < 20 * n
+    assert "".join(pieces) == tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "fallback"])
+@given(text=TEXT, data=st.data())
+def test_tokens_without_text_between_others(
+    kind: str, tmp_path_factory: pytest.TempPathFactory, text: str, data: st.DataObject
+) -> None:
+    tokenizer = file_tokenizer(tmp_path_factory.mktemp("tokenizer"), kind)
+    end, tokens = tokenizer.encode_text("<end>")[-1], tokenizer.encode_plain(text)
+    for _ in range(data.draw(st.integers(1, 4))):
+        tokens.insert(data.draw(st.integers(0, len(tokens))), end)
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.add([token]) for token in tokens]
     assert "".join([*pieces, detokenizer.end()]) == tokenizer.decode(tokens)
 
 

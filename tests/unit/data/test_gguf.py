@@ -148,6 +148,17 @@ def test_converted_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("pre", "has_bos"), [("llama-bpe", True), ("llama3", True), ("llama-v3", True), ("qwen2", False)]
+)
+def test_llama_3_begins_with_a_bos_token(tmp_path: Path, pre: str, has_bos: bool) -> None:
+    """As in llama.cpp, if the file does not say so."""
+    write_gguf(tmp_path / "m.gguf", llama_weights(), pre=pre)
+    convert(tmp_path / "m.gguf", tmp_path)
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.encode("ab").tokens == ["<|im_start|>"] * has_bos + ["ab"]
+
+
+@pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"architecture": "falcon"}, "architecture 'falcon'"),

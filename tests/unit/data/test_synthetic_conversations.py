@@ -192,7 +192,14 @@ def test_prompts_of_a_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "why"), [(b"", "no token"), (b"\xff", "not UTF-8 text"), (None, "No such file or directory")]
+    ("content", "why"),
+    [
+        (b"", "no token"),
+        (b"\xff", "not UTF-8 text"),
+        ("é".encode() * ((1 << 24) + 1), "more than 32 MiB"),  # the limit is inside a character
+        (None, "No such file or directory"),
+    ],
+    ids=["empty", "bytes", "large", "missing"],
 )
 def test_a_text_that_cannot_be_used(tmp_path: Path, content: bytes | None, why: str) -> None:
     file = tmp_path / "book.txt"

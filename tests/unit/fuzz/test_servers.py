@@ -293,6 +293,9 @@ class Answered(GrpcConnection):
     def __exit__(self, *_: object) -> None:
         """Nothing is open."""
 
+    def _end_stream(self, by_cancel: bool) -> None:
+        """There is no stream."""
+
     def _decoupled(self, model: str) -> bool:
         return True
 

@@ -11,10 +11,20 @@ import numpy as np
 import pytest
 
 from disagg.errors import ConfigError
+from mpillm.comms.messages import RESPONSE, Batch, ResponseFlag
+from mpillm.cores import base as ranks
 from mpillm.cores.base import short_requests
 from mpillm.cores.dummy import answer_tokens
 from mpillm.cores.registry import BackendRegistry
-from mpillm.llmlib import LLMCore, LLMRequest, LLMServerFactory, harness_op, launch_server
+from mpillm.llmlib import (
+    HarnessConfig,
+    LLMCore,
+    LLMRequest,
+    LLMServerFactory,
+    LLMServerProgressDisplay,
+    harness_op,
+    launch_server,
+)
 from mpillm.llmlib.cores.built_in import BuiltInCore, built_in, core_of_ranks
 from mpillm.llmlib.cores.dummy import DummyCore
 from mpillm.options.fields import AllFields
@@ -80,6 +90,45 @@ def test_the_engine_answers() -> None:
     _, all_of_them = answers("torch", values, PROMPTS)
     assert all(1 <= len(answer) <= 6 for answer in all_of_them.values()) and len(all_of_them) == len(PROMPTS)
     assert all_of_them[100] == one[100], "batching changes no greedy answer"
+
+
+class Failing(ranks.LLMCore):
+    """Answers each request with an error."""
+
+    def load(self) -> None:
+        self.ids: list[int] = []
+
+    def run_health_check(self) -> None: ...
+
+    def credits(self) -> ranks.Credits:
+        return ranks.Credits(64, 1 << 20)
+
+    def enqueue(self, requests: Batch) -> None:
+        self.ids += requests.rows["id"].tolist()
+
+    def has_work(self) -> bool:
+        return bool(self.ids)
+
+    def poll_responses(self) -> Batch:
+        flags = int(ResponseFlag.FINAL | ResponseFlag.ERROR)
+        rows, self.ids = [(id_, 0, flags) for id_ in self.ids], []
+        return Batch(np.array(rows, RESPONSE), np.zeros(0, np.int32))
+
+
+def test_a_failed_request_is_not_a_short_answer() -> None:
+    with Configuration({AllFields.max_output_len: 2}, options={}).autoapply():
+        core = BuiltInCore(
+            Failing(ranks.CoreConfig("failing")),
+            seed=0,
+            name="failing-0",
+            complete_callback=lambda **_: None,
+            harness_config=HarnessConfig(),
+            progress_display=LLMServerProgressDisplay(total=1),
+        )
+    core.enqueue([LLMRequest(7, [1, 2])])
+    with pytest.raises(RuntimeError, match=r"core failing-0 failed: RuntimeError: request 7 has failed"):
+        core.flush()
+    core.end(abandon=True)
 
 
 def test_what_needs_ranks_says_so() -> None:

@@ -282,6 +282,20 @@ def test_a_registered_class_and_what_it_declares() -> None:
         core.check(CoreConfig("x", settings=Configuration(), engine=engine_config(core_options={"n": 0})))
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (((7,), (8, 9)), "2 words, but a request of llmlib has one"),
+        (("end",), "'end': a request of llmlib has tokens, not text"),
+    ],
+)
+def test_stop_words_that_a_request_cannot_have(words: tuple[Any, ...], message: str) -> None:
+    core = BackendRegistry.get(f"{__name__}:NeedsModel")
+    core.check(CoreConfig("x", settings=Configuration(), engine=engine_config(stop_words=((8, 9),))))
+    with pytest.raises(ConfigError, match=f"^--stop_words.*{message}"):
+        core.check(CoreConfig("x", settings=Configuration(), engine=engine_config(stop_words=words)))
+
+
 class Lacking(LLMCore):
     def run_health_check(self) -> None: ...
 

@@ -260,6 +260,14 @@ def test_which_cores_follow_fields_of_rows(tmp_path: Path, words: tuple[str, ...
     assert (dataset.sample(0)[0] == 255) == (use == "ALL")
 
 
+@pytest.mark.parametrize(("output", "is_noted"), [(5, True), (40, False)])
+def test_lengths_that_a_core_cannot_follow(tmp_path: Path, output: int, is_noted: bool) -> None:
+    synthetic = ("--dataset", "synthetic", "--output_mean", output, "--max_output_len", 40)
+    dataset = load(tmp_path, "--core_type", "examples.llmlib_harness:EchoCore", *synthetic)
+    assert ("its output lengths have no effect: --core_type" in dataset.note) == is_noted
+    assert "lengths" not in load(tmp_path, *DUMMY, *synthetic).note
+
+
 def test_prompts_of_a_chat_endpoint_are_messages(tmp_path: Path) -> None:
     """Also where the model has a tokenizer: the server applies the chat template, and counts tokens."""
     chat = ("--url", "h:1", "--endpoint_type", "chat")

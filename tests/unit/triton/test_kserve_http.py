@@ -10,7 +10,8 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from mpillm.triton.bench.load import LoadRequest, Target, over_http
+from mpillm.triton.bench.load import Target, over_http
+from mpillm.triton.bench.load_request import LoadRequest
 from mpillm.triton.client.connection import InferError
 from mpillm.triton.client.kserve_http import KServeConnection
 from tests.helpers.endless_server import ENDLESS, OK, endless_server

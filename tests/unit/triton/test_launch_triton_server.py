@@ -89,6 +89,7 @@ def test_one_server(printed: Print, monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "says"),
     [
         (["--world_size=2", "--multi-model"], "with --multi_model the models start their ranks"),
+        (["--world_size=2"], "--world_size 2: repo has no model with several ranks, or named tensorrt_llm"),
         (["--world_size=2", "--no-mpi"], "without MPI there is one rank"),
         (["--tensorrt_llm_model_name=lama"], "--tensorrt_llm_model_name lama: repo has no such model"),
         (["--model_repo=other"], "--model_repo: other has no model in it"),

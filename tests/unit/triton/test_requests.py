@@ -82,6 +82,17 @@ def test_values_that_ask_for_nothing_are_taken() -> None:
         ({"lora_weights": [[1.0]]}, "lora_weights: the embedded engine has it only on CPUs"),
         ({"runtime_top_p_decay": [0.5]}, "runtime_top_p_decay: the embedded engine"),
         ({"repetition_penalty": [0.0]}, "repetition_penalty 0: must be above 0"),
+        ({"repetition_penalty": [np.nan]}, "repetition_penalty nan: must be from"),
+        ({"presence_penalty": [-np.inf]}, "presence_penalty -inf: must be from"),
+        ({"embedding_bias": [np.nan, 0.0]}, "embedding_bias: must be numbers below infinity"),
+        ({"temperature": [-0.5]}, "temperature -0.5: must be from 0 to"),
+        ({"temperature": [np.nan]}, "temperature nan: must be from 0 to"),
+        ({"min_tokens": [-1]}, "min_tokens -1: must be from 0 to"),
+        ({"min_tokens": [1 << 40]}, r"min_tokens 1.09951e\+12: must be from 0 to"),
+        ({"beam_width": [2], "len_penalty": [1100.0]}, "len_penalty 1100: must be from -30 to 30"),
+        ({"beam_width": [2], "len_penalty": [-1100.0]}, "len_penalty -1100: must be from -30 to 30"),
+        ({"request_output_len": [1 << 40]}, r"request_output_len 1.09951e\+12: must be from 1 to"),
+        ({"input_lengths": [-1]}, "input_lengths: must be at least 1"),
         ({"request_output_len": [0]}, "request_output_len 0: must be at least 1"),
         ({"input_lengths": [0]}, "input_lengths: must be at least 1"),
         ({"input_lengths": [5]}, "input_lengths 5: there are 4 input_ids"),
@@ -93,6 +104,11 @@ def test_values_that_ask_for_nothing_are_taken() -> None:
 def test_what_is_refused(tensors: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=f"^{message}|{message}"):
         asked(**tensors)
+
+
+def test_a_bias_that_forbids_a_token() -> None:
+    extras = asked(embedding_bias=[0.0, -np.inf]).extras
+    assert extras is not None and extras.bias is not None and extras.bias.tolist() == [0, -np.inf]
 
 
 def test_weights_without_an_id_are_of_their_request() -> None:
