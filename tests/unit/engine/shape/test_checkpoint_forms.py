@@ -25,7 +25,7 @@ from mpillm.engine.shape.entries import is_linear  # noqa: E402
 from mpillm.engine.shape.layout import RankLayout  # noqa: E402
 from mpillm.engine.tensors.rounding import dequantize_blocks  # noqa: E402
 from mpillm.engine.weights.quantize import quantize  # noqa: E402
-from mpillm.engine.weights.rank_weights import Shards  # noqa: E402
+from mpillm.engine.weights.rank_weights import Shards, open_weights  # noqa: E402
 from mpillm.engine.weights.sources import Checkpoint  # noqa: E402
 from tests.helpers.families import make_family  # noqa: E402
 from tests.helpers.oracle import expected_tokens  # noqa: E402
@@ -52,13 +52,13 @@ BLOCKS = {
 FORMS = ("compressed-tensors", "modelopt", "modelopt in config.json", "blocks")
 PROMPTS = [[3 + (7 * i + j) % 300 for j in range(3 + 5 * i)] for i in range(6)]
 
-
+EXPERT = dict.fromkeys(("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"), "mlp.experts.3.down_proj")
 SHAPE = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 32}
 
 
-def make(form: str, folder: Path, family: str = "LlamaForCausalLM") -> dict[str, Any]:
+def make(form: str, folder: Path, family: str = "LlamaForCausalLM", **shape: int) -> dict[str, Any]:
     """Write a checkpoint, and in `floats` beside it what its numbers stand for, which is returned."""
-    make_family(family, folder / "floats", **SHAPE)
+    make_family(family, folder / "floats", **SHAPE | shape)
     floats, there = load_file(folder / "floats/model.safetensors"), {}
     for name, x in sorted(floats.items()):
         if not is_linear(name):
@@ -135,6 +135,38 @@ def test_families_that_are_published_in_blocks(tmp_path: Path, family: str) -> N
     assert answer(make_core(tmp_path, dtype="float32"), make_batch(PROMPTS)) == wanted
     found = answer(make_core(tmp_path, dtype="float32", quantization="int8"), make_batch(PROMPTS))
     assert sum(a[:1] == b[:1] for a, b in zip(found, wanted, strict=True)) >= len(PROMPTS) - 2
+
+
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [
+        ("LlamaForCausalLM", "int4"),
+        ("Qwen3MoeForCausalLM", "mxfp4"),
+        ("DeepseekV3ForCausalLM", "mxfp4"),
+    ],
+)
+def test_blocks_are_rounded_as_their_floats_are(tmp_path: Path, family: str, quantization: str) -> None:
+    """At load and in an engine."""
+    shape = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
+    make("blocks", tmp_path, family, **shape | ({"moe_intermediate_size": 192} if family in EXPERT else {}))
+    options: dict[str, Any] = {"quantization": quantization, "dtype": "float32"}
+    build(tmp_path, engine := tmp_path / "engine", tp_size=2, **options)
+    infos = [
+        model_info(engine_config(folder, tp_size=2, tp_rank=1, **options, **more))
+        for folder, more in (
+            (tmp_path / "floats", {}),
+            (tmp_path, {}),
+            (tmp_path, {"engine_dir": str(engine)}),
+        )
+    ]
+    wanted, *found = (open_weights(info, info.layout, "cpu", dummy=False) for info in infos)
+    for part in ("self_attn.o_proj", EXPERT.get(family, "mlp.down_proj")):
+        for weights in found:
+            for mine, theirs in zip(
+                weights.matrix(f"model.layers.1.{part}"), wanted.matrix(f"model.layers.1.{part}"), strict=True
+            ):
+                assert (mine is None) == (theirs is None)
+                assert mine is None or torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
 
 
 def test_blocks_are_multiplied_as_in_transformers() -> None:
