@@ -281,6 +281,39 @@ def test_scales_of_a_kv_cache(tmp_path: Path) -> None:
     answer(make_core(tmp_path, dtype="float32"), make_batch(PROMPTS))
 
 
+@pytest.mark.parametrize("form", ["modelopt in config.json", "blocks"])
+def test_scales_of_a_kv_cache_in_the_format_of_vllm(tmp_path: Path, form: str) -> None:
+    """`kv_cache_scheme` may also be a word."""
+    make(form, tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    blocks = {"weight_block_size": BLOCKS["weight_block_size"]} if form == "blocks" else {}
+    for scheme in ("static", STATIC):
+        raw["quantization_config"] = {"quant_method": "fp8", "kv_cache_scheme": scheme, **blocks}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        with pytest.raises(ConfigError, match=r"no tensor model.layers.0.self_attn.k_scale"):
+            model_info(core_config(tmp_path))
+    names = [f"model.layers.{layer}.self_attn.{kind}_scale" for layer in range(3) for kind in "kv"]
+    scales = {name: torch.tensor(0.5 + i) for i, name in enumerate(names)}
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | scales, file, {"format": "pt"})
+    info = model_info(core_config(tmp_path))
+    assert info.kv_dtype == "fp8"
+    found = open_weights(info, info.layout, "cpu", dummy=False).kv_scales(range(3))
+    assert found is not None and found[:, :, 0].flatten().tolist() == [0.5, 1.5, 2.5, 3.5, 4.5, 5.5]
+
+
+@pytest.mark.parametrize("method", ["fp8", "awq"])
+def test_kv_cache_schemes_that_are_refused(tmp_path: Path, method: str) -> None:
+    make("blocks", tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 32}
+    for scheme, message in (("dynamic", 'kv_cache_scheme "dynamic"'), ({"num_bits": 4}, "num_bits 4")):
+        raw["quantization_config"]["kv_cache_scheme"] = scheme
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        with pytest.raises(ConfigError, match=message):
+            model_info(core_config(tmp_path))
+
+
 def test_they_are_not_quantised_again(tmp_path: Path) -> None:
     for form, what in (("blocks", "blocks"), ("modelopt", "fp8")):
         make(form, tmp_path / form)
