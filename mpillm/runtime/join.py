@@ -5,6 +5,7 @@ This module does not use MPI. It writes only the data set of a scaled-down workl
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -171,6 +172,7 @@ def plan_run(config: RunConfig | None, reports: dict[int, JoinReport], *, serves
     with config.explained():
         cores = with_settings(config, plan, cores)
         models = [core_class.check(core) for core in cores]
+    notes += _stop_word_lines(config, models[0])
     _check_abilities(config, core_class, plan, cores)
     check_handoff(cores, models)
     yaml = effective_yaml(config, yaml, plan, cores)
@@ -206,6 +208,17 @@ def _check_abilities(
     name = "enable_max_num_tokens_tuning"
     if not core_class.tunes_steps and any(core.engine.enable_max_num_tokens_tuning for core in cores):
         raise ConfigError(f"--{name} has no effect on the {config.core_type} core", about=[name])
+
+
+def _stop_word_lines(config: RunConfig, model: Any) -> list[str]:
+    """Return a line for each stop word in text that the core compares as tokens."""
+    words = zip(config.stop_words or (), getattr(model, "stop_words", ()), strict=False)
+    return [
+        f"--stop_words {json.dumps(word)} ends an answer as tokens {list(tokens)}, not where other tokens"
+        " make the same text"
+        for word, tokens in words
+        if isinstance(word, str)
+    ]
 
 
 def _why_a_loss_ends_it(plan: WorldPlan, mpi: str, on_gpus: bool, serves: bool) -> str:

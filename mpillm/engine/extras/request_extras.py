@@ -13,6 +13,7 @@ prompt and the output so far.
 
 from __future__ import annotations
 
+import copy
 import functools
 import secrets
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from torch import Tensor
 from mpillm.engine.extras.beams import Beams
 from mpillm.engine.extras.lora import Adapter
 from mpillm.engine.extras.step_extras import StepExtras
+from mpillm.engine.extras.token_counts import TokenCounts
 from mpillm.engine.schedule.sequence import Sequence
 from mpillm.engine.schedule.step import Span, Step
 from mpillm.engine.shape.engine_config import SchedulerConfig
@@ -62,6 +64,9 @@ class RequestExtras:
 
     more_slots: list[int] = field(default_factory=list)  # of the beams after the first
     error: str = ""  # why the engine has refused the request
+
+    _counts: TokenCounts | None = None  # of the prompt, and without beams of the first output tokens
+    _n_counted: int = 0  # of these output tokens
 
     @property
     def n_slots(self) -> int:
@@ -194,11 +199,22 @@ class RequestExtras:
         if self.bias is not None:
             logits += to_device(self.bias, logits.device)
         if self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty:
-            counted = np.unique([*prompt, *output], return_counts=True)
-            seen, counts = (to_device(numbers, logits.device) for numbers in counted)
+            counted = self._counts_of(prompt, output)
+            seen, counts = (to_device(each, logits.device) for each in (counted.seen, counted.counts))
             of_seen, penalty = logits[seen], self.repetition_penalty
             of_seen = torch.where(of_seen < 0, of_seen * penalty, of_seen / penalty)
             logits[seen] = of_seen - self.presence_penalty - self.frequency_penalty * counts
+
+    def _counts_of(self, prompt: List[int], output: List[int]) -> TokenCounts:
+        if self._counts is None:
+            self._counts = TokenCounts(prompt)
+        if self.beams is not None:  # they continue each other's outputs
+            of_beam = copy.copy(self._counts)
+            of_beam.add(output)
+            return of_beam
+        self._counts.add(output[self._n_counted :])
+        self._n_counted = len(output)
+        return self._counts
 
 
 def _ends_with(prompt: List[int], output: List[int], tokens: List[int]) -> bool:

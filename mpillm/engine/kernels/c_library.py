@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -25,22 +26,27 @@ INT, POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
 def compiler() -> str | None:
-    """Return the path of the C compiler, or None if there is none."""
-    return shutil.which(os.environ.get("CC", "cc"))
+    """Return the command of the C compiler, its path and any arguments, or None if there is none."""
+    try:
+        program, *arguments = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    except ValueError:  # a quote without an end
+        return None
+    path = shutil.which(program)
+    return None if path is None else shlex.join((path, *arguments))
 
 
 def c_library(source: Path, *defined: str) -> ctypes.CDLL | None:
     """Compile `source` with macros (``NAME=VALUE``), or load it from the cache; return None if that fails."""
-    if (compiler_path := compiler()) is None:
+    if (command := compiler()) is None:
         _log.warning("there is no C compiler for %s, so steps take longer", source.name)
         return None
     flags = (*_FLAGS, *(f"-D{macro}" for macro in defined))
     try:
-        return _compiled(compiler_path, source, flags)
+        return _compiled(command, source, flags)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home folder
         message = error.stderr.decode() if isinstance(error, subprocess.CalledProcessError) else str(error)
         _log.warning(
-            "%s is not compiled, so steps take longer: %s: %s", source.name, compiler_path, message.strip()
+            "%s is not compiled, so steps take longer: %s: %s", source.name, command, message.strip()
         )
         return None
 
@@ -58,11 +64,13 @@ def address(x: Tensor) -> int:
     return x.data_ptr()
 
 
-def _compiled(compiler_path: str, source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
-    """Compile with `compiler_path`, in half a second, and cache the result for this kind of CPU."""
+def _compiled(command: str, source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
+    """Compile with `command`, in half a second, and cache the result for this kind of CPU."""
+    program, *arguments = shlex.split(command)
+    flags = (*arguments, *flags)
     # The source with its includes, and the compiler's own macros: the compiler's version and the CPU's
     # instructions.
-    about = _output_of(compiler_path, *flags, "-dD", "-E", "-P", str(source))
+    about = _output_of(program, *flags, "-dD", "-E", "-P", str(source))
     name = hashlib.sha256(about + " ".join(flags).encode()).hexdigest()[:32]
     folder = cache_folder()
     library = folder / f"{name}.so"
@@ -70,7 +78,7 @@ def _compiled(compiler_path: str, source: Path, flags: tuple[str, ...]) -> ctype
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             output = Path(scratch) / library.name
-            _output_of(compiler_path, *flags, str(source), "-o", str(output), "-lm")
+            _output_of(program, *flags, str(source), "-o", str(output), "-lm")
             output.replace(library)  # atomic: other ranks may load it
     return ctypes.CDLL(str(library))
 

@@ -124,15 +124,17 @@ def parse_quantization(raw: Raw, source: Path, more: Sequence[str]) -> Quantizat
     if not isinstance(method, str) or method not in methods:
         raise refuse("quant_method", method, ", ".join(methods))
     quantized = methods[method](config, refuse)
+    if _has_kv_scales(config, refuse):
+        quantized = quantized._replace(kv_cache="fp8")
     if quantized.weights == "int4" and not more:  # the family's checkpoints have other tensors, or experts
         raise refuse("format", config.get("format"), ", ".join(map(json.dumps, _FORMATS.values())))
     return quantized
 
 
 def _compressed(config: Raw, refuse: _Refuse) -> Quantization:
-    groups, kv_algorithm = config.get("config_groups"), _kv_algorithm(config, refuse)
-    if groups == {} and kv_algorithm != "none":
-        return Quantization("none", kv_algorithm)
+    groups = config.get("config_groups")
+    if groups == {} and config.get("kv_cache_scheme") is not None:
+        return Quantization()
     named = groups if isinstance(groups, dict) else {}
     if len(named) != 1 or not all(isinstance(group, dict) for group in named.values()):
         raise refuse("config_groups", groups, "one group")
@@ -143,13 +145,13 @@ def _compressed(config: Raw, refuse: _Refuse) -> Quantization:
     if "lm_head" not in (config.get("ignore") or ()):
         raise refuse("ignore", config.get("ignore"), 'a list with "lm_head" in it')
     if config["format"] == _PACKED:
-        return _packed(group, weights, kv_algorithm, refuse)
+        return _packed(group, weights, refuse)
     _check(weights, refuse, "weights.", type=tuple(_TYPES))
     _check_numbers(weights, weights["type"], tuple(_STRATEGIES), refuse, "weights.")
-    return Quantization(_TYPES[weights["type"]], kv_algorithm, _STRATEGIES[weights["strategy"]])
+    return Quantization(_TYPES[weights["type"]], stored=_STRATEGIES[weights["strategy"]])
 
 
-def _packed(group: Raw, weights: Raw, kv_algorithm: str, refuse: _Refuse) -> Quantization:
+def _packed(group: Raw, weights: Raw, refuse: _Refuse) -> Quantization:
     """Read `pack-quantized`, with inputs in their original order and no rounding of activations."""
     _check(group, refuse, format=(None, _PACKED), input_activations=(None,))
     values = {"symmetric": True, "dynamic": False, "strategy": "group", **weights}
@@ -160,7 +162,7 @@ def _packed(group: Raw, weights: Raw, kv_algorithm: str, refuse: _Refuse) -> Qua
     is_grouped = values["strategy"] == "group"
     _check(values, refuse, "weights.", group_size=GROUPS[:-1] if is_grouped else (None, -1))
     form: Stored = "packed symmetric" if values["symmetric"] else "packed"
-    return Quantization("int4", kv_algorithm, form, values["group_size"] if is_grouped else -1)
+    return Quantization("int4", stored=form, group=values["group_size"] if is_grouped else -1)
 
 
 def _modelopt(config: Raw, refuse: _Refuse) -> Quantization:
@@ -173,7 +175,7 @@ def _modelopt(config: Raw, refuse: _Refuse) -> Quantization:
     cache = config.get("kv_cache_quant_algo")
     if cache not in (None, "FP8"):
         raise refuse("kv_cache_quant_algo", cache, 'null, "FP8"')
-    return Quantization("fp8", "fp8" if cache else _kv_algorithm(config, refuse), "matrix")
+    return Quantization("fp8", "fp8" if cache else "none", "matrix")
 
 
 def _fp8(config: Raw, refuse: _Refuse) -> Quantization:
@@ -210,15 +212,17 @@ def _mxfp4(config: Raw, refuse: _Refuse) -> Quantization:
     return Quantization(stored="mxfp4")
 
 
-def _kv_algorithm(config: Raw, refuse: _Refuse) -> str:
-    if (scheme := config.get("kv_cache_scheme")) is None:
-        return "none"
+def _has_kv_scales(config: Raw, refuse: _Refuse) -> bool:
+    """Return whether the checkpoint has scales for a KV cache in fp8."""
+    scheme = config.get("kv_cache_scheme")
+    if scheme in (None, "static"):  # "static": of vLLM's `fp8`
+        return scheme is not None
     if not isinstance(scheme, dict):
-        raise refuse("kv_cache_scheme", scheme, "null, or an object")
+        raise refuse("kv_cache_scheme", scheme, 'null, "static", or an object')
     # ModelOpt leaves out the values of fp8's usual form.
     numbers, strategies = {"strategy": "tensor"} | scheme, ("tensor", "attn_head")
     _check_numbers(numbers, "float", strategies, refuse, "kv_cache_scheme.")
-    return "fp8"
+    return True
 
 
 def _check_numbers(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from disagg.errors import ConfigError, about, nearest
@@ -85,28 +85,28 @@ def max_rows(config: EngineConfig) -> int:
 
 
 def draft_config(config: EngineConfig) -> EngineConfig | None:
-    """Return the configuration of the draft model, which is on one rank; None if the instance needs none."""
+    """Return the configuration of the draft model, which is on one rank; None if the instance needs none.
+
+    It names each value that the target model shares with it. Other options are the target's own.
+    """
     how = read_speculation(config)
     if how is None or how.decoding_type != DRAFT_TARGET:
         return None
     longest = config.max_seq_len
     if longest is not None:
         longest = min(longest, load_model_config(how.speculative_model).max_position_embeddings)
-    return replace(
-        config,
-        role="executor",
+    return EngineConfig(
+        scheduler=config.scheduler,
         model_path=how.speculative_model,
-        engine_dir=None,
-        quantization="auto",
-        kv_cache_dtype="auto",
+        load_format=config.load_format,
+        dtype=config.dtype,
         max_seq_len=longest,
+        kv_cache_tokens=config.kv_cache_tokens,
+        kv_cache_free_gpu_mem_fraction=config.kv_cache_free_gpu_mem_fraction,
         end_ids=(),
-        stop_words=(),
-        speculative_config=None,
-        tp_size=1,
-        pp_size=1,
-        ep_size=1,
-        tp_rank=0,
-        pp_rank=0,
+        instance=config.instance,
+        gpu=config.gpu,
+        gpu_bytes=config.gpu_bytes,
+        n_threads=config.n_threads,
         node_ranks=max(1, config.node_ranks // (config.tp_size * config.pp_size)),  # one per instance
     )

@@ -61,7 +61,6 @@ def draft_worker(config: EngineConfig, info: ModelInfo) -> Worker:
     """Return a warmed-up worker of the draft model. Both arguments are the draft model's."""
     if config.gpu_bytes is None:
         return Worker.on_cpu(config, info, Groups())
-    config = replace(config, core_options={})  # they are the target model's
     n_decode_rows = DraftModel.decode_rows(config.scheduler)
     worker = Worker.on_gpu(config, info, Groups(), n_decode_rows=n_decode_rows)
     worker.warm_up(config.scheduler.max_num_tokens)

@@ -141,7 +141,7 @@ class Shards(Weights):
         rows, columns = self._layout.part(name, self.config)
         scales: Tensor | None = None
         if self._quantization == "int4" or (self._quantization == "mxfp4" and is_experts(name)):
-            if self.config.stored != "rows":
+            if self.config.quantization == "int4" or self.config.stored == "mxfp4":
                 names = blocks_name(name), scale_name(name)
                 weight, scales = (self._source.get(each, rows, columns).to(self.device) for each in names)
                 return self._in_order(name, weight), self._in_order(name, scales)

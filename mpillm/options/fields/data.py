@@ -69,7 +69,8 @@ class GenerationFields(Options, group="generation"):
     end_ids = option("token ids that end an answer [default: the model's]", token_ids)
     stop_words = option(
         "an answer ends after any of these: one word, or a JSON array of words and of token ids,"
-        ' such as ["###", [13, 13]]',
+        ' such as ["###", [13, 13]]. The embedded engine compares tokens: a word stands for the tokens that'
+        " the tokenizer makes of it alone",
         parse_stop_words,
     )
     beam_width = option(

@@ -181,6 +181,16 @@ def test_who_wants_tuned_steps_hears_what_it_needs() -> None:
         plan_run(config, joined(config, 2))
 
 
+def test_the_tokens_of_a_stop_word_are_named() -> None:
+    """Its text ends no answer in which it has other tokens."""
+    torch = ["--model_path", "tiny-llama", "--load_format", "dummy", "--dataset", "synthetic"]
+    config = parse_run([*torch, "--stop_words", r'["#\n", [5]]'])
+    (note,) = [note for note in plan_run(config, joined(config, 2)).notes if "stop_words" in note]
+    assert note.startswith(r'--stop_words "#\n" ends an answer as tokens [35, 10], not where other tokens')
+    config = parse_run([*torch, "--stop_words", "[[5]]"])
+    assert not any("stop_words" in note for note in plan_run(config, joined(config, 2)).notes)
+
+
 def test_who_asks_to_outlive_a_loss_hears_that_it_is_impossible() -> None:
     """The default of `serve` is told in the plan, an option that was given is an error."""
     why = "Some MPI 1 does not outlive a lost rank; Open MPI 5 does (ULFM)"

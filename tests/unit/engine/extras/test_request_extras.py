@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from mpillm.engine.extras.request_extras import RequestExtras
+from mpillm.engine.schedule.sampling_params import SamplingParams
+from mpillm.engine.schedule.sequence import Sequence
 from tests.helpers.extras_checks import (
     AS_ON_A_GPU,
     N_OUTPUT,
@@ -91,3 +93,33 @@ def test_more_rows_than_are_chosen_at_once(folder: Path, oracle: Oracle, on: dic
     assert found[2] == oracle.tokens(PROMPTS[2], N_OUTPUT)
     assert found[3] == oracle.tokens(PROMPTS[3], N_OUTPUT, bad_words_ids=[[8]])
     assert len(extras_by_id[3].generation_logits) == N_OUTPUT
+
+
+def counted_anew(extras: RequestExtras, logits: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    """Return logits with the penalties of all `tokens`."""
+    seen, counts = (torch.from_numpy(x) for x in np.unique(tokens, return_counts=True))
+    changed, of_seen, penalty = logits.clone(), logits[seen], extras.repetition_penalty
+    of_seen = torch.where(of_seen < 0, of_seen * penalty, of_seen / penalty)
+    changed[seen] = of_seen - extras.presence_penalty - extras.frequency_penalty * counts
+    return changed
+
+
+@pytest.mark.parametrize("beam_width", [1, 3])
+def test_penalties_have_the_bits_of_a_count_of_all_tokens(beam_width: int) -> None:
+    """The prompt is counted once; beams change places."""
+    random = torch.Generator().manual_seed(1)
+    prompt = torch.randint(50, (400,), generator=random).tolist()
+    extras = RequestExtras(
+        repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25, beam_width=beam_width
+    )
+    sequence = Sequence(0, prompt.copy(), 64, 0, SamplingParams())
+    extras.prepare(sequence, set(), tokens_per_block=8)
+    for step in range(12):
+        beams = [sequence.output] if extras.beams is None else [b.tokens for b in extras.beams.running]
+        for beam, output in enumerate(beams):
+            logits = torch.randn(64, generator=random)
+            wanted = counted_anew(extras, logits, prompt + output)
+            extras._adjust(sequence, beam, logits)
+            assert torch.equal(logits, wanted)
+        sequence.prompt.clear()
+        sequence.output.append(7 * step % 64)

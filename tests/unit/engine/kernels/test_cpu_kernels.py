@@ -134,3 +134,20 @@ def test_they_are_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     for _ in range(2):
         assert cpu_kernels.__wrapped__(torch.float32, 16, 5) is not None
     assert len(list((tmp_path / "mpillm").iterdir())) == 1
+
+
+@needs_cc
+def test_a_compiler_with_arguments(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The arguments are the compiler's, and other arguments give another library."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for command in ("cc", "cc -fno-strict-aliasing"):
+        monkeypatch.setenv("CC", command)
+        assert cpu_kernels.__wrapped__(torch.float32, 16, 5) is not None
+    assert len(list((tmp_path / "mpillm").iterdir())) == 2
+    for command, cause in (("cc -no-such-argument", "-no-such-argument"), ("cc 'a", "no C compiler")):
+        caplog.clear()
+        monkeypatch.setenv("CC", command)
+        assert cpu_kernels.__wrapped__(torch.float32, 16, 5) is None
+        assert cause in caplog.text

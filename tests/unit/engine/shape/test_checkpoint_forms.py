@@ -25,7 +25,7 @@ from mpillm.engine.shape.entries import is_linear  # noqa: E402
 from mpillm.engine.shape.layout import RankLayout  # noqa: E402
 from mpillm.engine.tensors.rounding import dequantize_blocks  # noqa: E402
 from mpillm.engine.weights.quantize import quantize  # noqa: E402
-from mpillm.engine.weights.rank_weights import Shards  # noqa: E402
+from mpillm.engine.weights.rank_weights import Shards, open_weights  # noqa: E402
 from mpillm.engine.weights.sources import Checkpoint  # noqa: E402
 from tests.helpers.families import make_family  # noqa: E402
 from tests.helpers.oracle import expected_tokens  # noqa: E402
@@ -52,13 +52,13 @@ BLOCKS = {
 FORMS = ("compressed-tensors", "modelopt", "modelopt in config.json", "blocks")
 PROMPTS = [[3 + (7 * i + j) % 300 for j in range(3 + 5 * i)] for i in range(6)]
 
-
+EXPERT = dict.fromkeys(("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"), "mlp.experts.3.down_proj")
 SHAPE = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 32}
 
 
-def make(form: str, folder: Path, family: str = "LlamaForCausalLM") -> dict[str, Any]:
+def make(form: str, folder: Path, family: str = "LlamaForCausalLM", **shape: int) -> dict[str, Any]:
     """Write a checkpoint, and in `floats` beside it what its numbers stand for, which is returned."""
-    make_family(family, folder / "floats", **SHAPE)
+    make_family(family, folder / "floats", **SHAPE | shape)
     floats, there = load_file(folder / "floats/model.safetensors"), {}
     for name, x in sorted(floats.items()):
         if not is_linear(name):
@@ -135,6 +135,38 @@ def test_families_that_are_published_in_blocks(tmp_path: Path, family: str) -> N
     assert answer(make_core(tmp_path, dtype="float32"), make_batch(PROMPTS)) == wanted
     found = answer(make_core(tmp_path, dtype="float32", quantization="int8"), make_batch(PROMPTS))
     assert sum(a[:1] == b[:1] for a, b in zip(found, wanted, strict=True)) >= len(PROMPTS) - 2
+
+
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [
+        ("LlamaForCausalLM", "int4"),
+        ("Qwen3MoeForCausalLM", "mxfp4"),
+        ("DeepseekV3ForCausalLM", "mxfp4"),
+    ],
+)
+def test_blocks_are_rounded_as_their_floats_are(tmp_path: Path, family: str, quantization: str) -> None:
+    """At load and in an engine."""
+    shape = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
+    make("blocks", tmp_path, family, **shape | ({"moe_intermediate_size": 192} if family in EXPERT else {}))
+    options: dict[str, Any] = {"quantization": quantization, "dtype": "float32"}
+    build(tmp_path, engine := tmp_path / "engine", tp_size=2, **options)
+    infos = [
+        model_info(engine_config(folder, tp_size=2, tp_rank=1, **options, **more))
+        for folder, more in (
+            (tmp_path / "floats", {}),
+            (tmp_path, {}),
+            (tmp_path, {"engine_dir": str(engine)}),
+        )
+    ]
+    wanted, *found = (open_weights(info, info.layout, "cpu", dummy=False) for info in infos)
+    for part in ("self_attn.o_proj", EXPERT.get(family, "mlp.down_proj")):
+        for weights in found:
+            for mine, theirs in zip(
+                weights.matrix(f"model.layers.1.{part}"), wanted.matrix(f"model.layers.1.{part}"), strict=True
+            ):
+                assert (mine is None) == (theirs is None)
+                assert mine is None or torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
 
 
 def test_blocks_are_multiplied_as_in_transformers() -> None:
@@ -247,6 +279,39 @@ def test_scales_of_a_kv_cache(tmp_path: Path) -> None:
     info = model_info(core_config(tmp_path))
     assert (info.kv_dtype, info.quantization) == ("fp8", "fp8")
     answer(make_core(tmp_path, dtype="float32"), make_batch(PROMPTS))
+
+
+@pytest.mark.parametrize("form", ["modelopt in config.json", "blocks"])
+def test_scales_of_a_kv_cache_in_the_format_of_vllm(tmp_path: Path, form: str) -> None:
+    """`kv_cache_scheme` may also be a word."""
+    make(form, tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    blocks = {"weight_block_size": BLOCKS["weight_block_size"]} if form == "blocks" else {}
+    for scheme in ("static", STATIC):
+        raw["quantization_config"] = {"quant_method": "fp8", "kv_cache_scheme": scheme, **blocks}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        with pytest.raises(ConfigError, match=r"no tensor model.layers.0.self_attn.k_scale"):
+            model_info(core_config(tmp_path))
+    names = [f"model.layers.{layer}.self_attn.{kind}_scale" for layer in range(3) for kind in "kv"]
+    scales = {name: torch.tensor(0.5 + i) for i, name in enumerate(names)}
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | scales, file, {"format": "pt"})
+    info = model_info(core_config(tmp_path))
+    assert info.kv_dtype == "fp8"
+    found = open_weights(info, info.layout, "cpu", dummy=False).kv_scales(range(3))
+    assert found is not None and found[:, :, 0].flatten().tolist() == [0.5, 1.5, 2.5, 3.5, 4.5, 5.5]
+
+
+@pytest.mark.parametrize("method", ["fp8", "awq"])
+def test_kv_cache_schemes_that_are_refused(tmp_path: Path, method: str) -> None:
+    make("blocks", tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 32}
+    for scheme, message in (("dynamic", 'kv_cache_scheme "dynamic"'), ({"num_bits": 4}, "num_bits 4")):
+        raw["quantization_config"]["kv_cache_scheme"] = scheme
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        with pytest.raises(ConfigError, match=message):
+            model_info(core_config(tmp_path))
 
 
 def test_they_are_not_quantised_again(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from mpillm.cores.torch_core import TorchCore
 from mpillm.engine.shape.engine_config import EngineConfig
 from mpillm.engine.shape.memory import load_bytes
 from mpillm.engine.shape.model_info import check_model, model_info
+from mpillm.engine.shape.speculative_config import draft_config
+from mpillm.engine.speculation.check_speculation import check_speculation
 from tests.helpers.engine_configs import engine_config
 
 GIB = 2**30
@@ -79,6 +81,32 @@ def test_a_draft_model_must_fit_beside_the_model(node: Any) -> None:
     with pytest.raises(ConfigError, match=r"llama3.2-1b does not fit: .* of the model that it guesses for"):
         TorchCore.check(CoreConfig("torch", guessing))
     check_model(guessing)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_host_cache_gb": 1.0, "enable_kv_cache_reuse": True},
+        {
+            "core_options": {"use_fp8_context_fmha": True},
+            "gpu_bytes": 80 << 30,
+            "quantization": "fp8",
+            "kv_cache_dtype": "fp8",
+        },
+        {"acceptance_length": 2.0},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_the_model_are_not_those_of_its_draft_model(options: dict[str, Any]) -> None:
+    """Such as memory of the host, which the draft model never uses."""
+    draft = {"decoding_type": "Draft_Target", "max_draft_len": 2, "speculative_model": "llama3.2-1b"}
+    target = config("llama3.2-1b", max_seq_len=512, speculative_config=draft, **options)
+    check_speculation(target, model_info(target))
+    drafting = draft_config(target)
+    assert drafting is not None
+    assert (drafting.core_options, drafting.acceptance_length) == ({}, None)
+    assert model_info(drafting).host_blocks == 0
+    assert model_info(drafting).kv_dtype == "bfloat16"
 
 
 def test_a_model_that_does_not_fit(node: Any) -> None:
