@@ -110,7 +110,7 @@ class RankCore(LLMCore):
 
     def enqueue(self, requests: Batch) -> None:
         offsets = requests.offsets().tolist()
-        stop = next((list(word) for word in self.config.engine.stop_words), None)
+        stop = next((list(word) for word in self.config.engine.stop_words if not isinstance(word, str)), None)
         self.server.issue_queries(
             [
                 LLMRequest(

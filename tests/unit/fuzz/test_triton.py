@@ -26,6 +26,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from disagg.errors import ConfigError
 from mpillm.triton import pbtxt
 from mpillm.triton.bench import load
+from mpillm.triton.bench.load_request import LoadRequest
 from mpillm.triton.bench.report import statistics_of, table
 from mpillm.triton.client.client_options import load_array
 from mpillm.triton.client.token_client import _tokens_of
@@ -230,7 +231,7 @@ def test_what_a_tritonserver_says_before_a_test(
         triton_ready.until_ready("a:1", channel, 0.005)
 
 
-REQUESTS = [load.LoadRequest(np.array([5, 6], np.int32), 4) for _ in range(3)]
+REQUESTS = [LoadRequest(np.array([5, 6], np.int32), 4) for _ in range(3)]
 
 
 @fuzz(
