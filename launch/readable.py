@@ -1,4 +1,4 @@
-"""Wait for data on file descriptors of any number: `select` refuses those above 1,023."""
+"""Wait for data on file descriptors of any number."""
 
 from __future__ import annotations
 
@@ -15,10 +15,17 @@ _Source = TypeVar("_Source", bound="int | _HasDescriptor")
 
 
 def readable(sources: Sequence[_Source], seconds: float) -> list[_Source]:
-    """Wait up to `seconds`; return the sources that have data or are at their end, in their order."""
-    poll, by_fd = select.poll(), dict[int, _Source]()
+    """Wait up to `seconds`; return the sources that have data or are at their end, in their order.
+
+    `poll` takes any descriptor, but rounds the time up to a millisecond, by which a request would be late.
+    """
+    seconds = max(0.0, seconds)
+    try:
+        return select.select(sources, [], [], seconds)[0]
+    except ValueError:  # a descriptor above 1,023
+        poll, by_fd = select.poll(), dict[int, _Source]()
     for source in sources:
         fd = source if isinstance(source, int) else source.fileno()
         by_fd[fd] = source
         poll.register(fd, select.POLLIN)
-    return [by_fd[fd] for fd, _ in poll.poll(max(0.0, seconds) * 1000)]
+    return [by_fd[fd] for fd, _ in poll.poll(seconds * 1000)]

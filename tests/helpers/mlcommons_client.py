@@ -21,10 +21,10 @@ n = config["settings"]["runtime"]["n_samples_to_issue"]
 folder = pathlib.Path(config["report_dir"])
 (folder / "performance").mkdir(parents=True)
 (folder / "config.yaml").write_text(yaml.safe_dump(config | {{"resolved": True}}))
-told = {{"avg": 1e6, "total": 1e6 * n, "percentiles": {{"50.0": 1e6, "90.0": 2e6, "99.0": 3e6}}}}
+latency = {{"avg": 1e6, "total": 1e6 * n, "percentiles": {{"50.0": 1e6, "90.0": 2e6, "99.0": 3e6}}}}
 summary = dict(version="0.1.0", git_sha=None, n_samples_issued=n, n_samples_completed=n)
 summary |= dict(n_samples_failed={failed}, duration_ns=n * {ns}, complete=True, state="complete", tps=8.0)
-summary |= dict(ttft=told, tpot=told, latency=told)
+summary |= dict(ttft=latency, tpot=latency, latency=latency)
 summary |= dict(output_sequence_lengths={{"total": 8 * n, "percentiles": {{}}}})
 (folder / "performance" / "result_summary.json").write_text(json.dumps(summary))
 """

@@ -384,8 +384,8 @@ def test_a_log_with_a_line_for_each_piece_of_a_stream(load: LoadSpec) -> None:
     summary: dict[str, Any] = dict.fromkeys(
         ("n_samples_completed", "n_samples_failed", "duration_ns", "version"), 0
     )
-    told: dict[str, Any] = {name: {} for name in ("ttft", "tpot", "latency", "output_sequence_lengths")}
-    (folder / "performance" / "result_summary.json").write_text(json.dumps(summary | told))
+    empty: dict[str, Any] = {name: {} for name in ("ttft", "tpot", "latency", "output_sequence_lengths")}
+    (folder / "performance" / "result_summary.json").write_text(json.dumps(summary | empty))
     (folder / "sample_idx_map.json").write_text('{"performance": {"x": 0}}')
     line = '{"event_type": "sample.recv_non_first", "timestamp_ns": 1, "sample_uuid": "x"}\n'
     (folder / "events.jsonl").write_text(line * (n * n_tokens))
