@@ -216,9 +216,17 @@ class ServeSession(RunSession):
 def _served(planned: RunPlan, takes_text: bool) -> ServedModel:
     """Describe the served model, from the options and the cores' models.
 
-    Raises ConfigError if the endpoint `takes_text` without a tokenizer.
+    Raises ConfigError if the endpoint `takes_text` without a tokenizer, or the core ignores the lengths of
+    requests.
     """
     config, models = planned.config, [model for model in planned.models if model is not None]
+    core_class = BackendRegistry.get(config.core_type)
+    if not core_class.lengths_each:
+        raise ConfigError(
+            f"{config.named('core_type')}: serve does not support cores of llmlib, whose"
+            " requests have no max_tokens and no sampling parameters; use run",
+            about=["core_type"],
+        )
     tokenizer = tokenizer_of(config)
     if isinstance(tokenizer, NoTokenizer) and takes_text:
         raise ConfigError(
@@ -242,7 +250,7 @@ def _served(planned: RunPlan, takes_text: bool) -> ServedModel:
         end_ids=frozenset(id_ for model in models for id_ in getattr(model, "end_ids", ())),
         max_output_len=config.max_output_len,
         min_output_len=config.min_output_len,
-        gives_logprobs=BackendRegistry.get(config.core_type).gives_logprobs,
+        gives_logprobs=core_class.gives_logprobs,
         is_disagg=bool(config.disagg_role),
         **defaults,
     )

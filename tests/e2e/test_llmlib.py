@@ -63,6 +63,14 @@ def test_the_core_in_a_run(one: Starter, samples: Samples) -> None:
     )
 
 
+def test_serve_refuses_a_core_whose_requests_have_no_lengths(one: Starter) -> None:
+    env = {"PYTHONPATH": f"{EXAMPLE.parent}:{ROOT}"}
+    words = ("--core_type=llmlib_harness:EchoCore", f"--log_dir={one.folder / 'run'}", "--port=0")
+    ended = one.plain(2, one.python, "-m", "mpillm", "serve", *words, env=env).end()
+    message = ended.must(USAGE).message
+    assert "--core_type llmlib_harness:EchoCore: serve does not support cores of llmlib" in message
+
+
 FAILING = """
 import threading
 from llmlib_harness import EchoCore
