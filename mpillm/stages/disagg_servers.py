@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from disagg import DisaggConfig
 from disagg.errors import ConfigError
 from disagg.instances import served_instances
 from launch.command import Command
-from launch.environment import LAUNCH_TYPE, launch_type
+from launch.environment import LAUNCH_TYPE, launch_type, without_secrets
 from launch.find_mpirun import detect
 from launch.launcher import EveryRankError, Launcher, one_of_several
 from launch.mpirun import command_line, on_this_host, usable_cores
@@ -32,17 +33,19 @@ def torch_servers(config: RunConfig, argv: Sequence[str]) -> list[Server]:
             about=["core_type"],
         )
     yaml = yaml_of_servers(config, path)
-    serve = (sys.executable, "-m", "mpillm", "serve", *argv, f"--disagg_config={path}")
+    others, secrets = without_secrets(argv)
+    serve = (sys.executable, "-m", "mpillm", "serve", *others, f"--disagg_config={path}")
     leader = (*serve, "--server_role=leader", f"--load_deadline={_LEADERS_SHARE * config.load_deadline:g}")
-    programs = Programs((*serve, "--server_role=worker"), leader)
+    programs = Programs((*serve, "--server_role=worker"), leader, secrets)
     return disaggregated_servers(programs, path, yaml, launch_type(), one_of_several())
 
 
 class Programs(NamedTuple):
-    """Command lines."""
+    """Command lines, and the variables of both."""
 
     worker: tuple[str, ...]  # of each rank of the mpirun
     leader: tuple[str, ...]
+    env: Mapping[str, str] = MappingProxyType({})
 
 
 def disaggregated_servers(
@@ -57,22 +60,23 @@ def disaggregated_servers(
     Raises: EveryRankError for a wrong number of ranks.
     """
     if launcher and kind == "worker":
-        return [_worker_rank(programs.worker, path, config, launcher)]
+        return [_worker_rank(programs, path, config, launcher)]
     if launcher:
         alone = "start one leader alone, or by mpirun -n 1"
         remedy = alone if kind else f"{LAUNCH_TYPE}=worker makes each a worker"
         raise EveryRankError(
             f"{launcher.name} started {launcher.size or 'several'} ranks of run-llm-server: {remedy}"
         )
-    servers = [] if kind == "leader" else [_workers(programs.worker, path, config)]
+    servers = [] if kind == "leader" else [_workers(programs, path, config)]
     if kind != "worker":
         url = f"{config.hostname}:{config.port}"
         name = "disaggregated leader"
-        servers.append(Server(name, Command(programs.leader), {"HTTP": config.port}, (_health(url),), (url,)))
+        command = Command(programs.leader, programs.env)
+        servers.append(Server(name, command, {"HTTP": config.port}, (_health(url),), (url,)))
     return servers
 
 
-def _worker_rank(argv: tuple[str, ...], path: str, config: DisaggConfig, launcher: Launcher) -> Server:
+def _worker_rank(programs: Programs, path: str, config: DisaggConfig, launcher: Launcher) -> Server:
     """Return the worker for this process's rank."""
     if launcher.size not in (config.n_workers, None):
         raise EveryRankError(
@@ -84,7 +88,7 @@ def _worker_rank(argv: tuple[str, ...], path: str, config: DisaggConfig, launche
     serves = rank == instance.ranks.start  # the instance's other ranks only compute
     return Server(
         f"worker {rank} ({instance.name})",
-        Command(argv),
+        Command(programs.worker, programs.env),
         {f"HTTP {instance.url}": int(instance.url.rpartition(":")[2])} if serves else {},
         (_health(instance.url),) if serves else (),
         (instance.url,) if serves else (),
@@ -93,15 +97,15 @@ def _worker_rank(argv: tuple[str, ...], path: str, config: DisaggConfig, launche
     )
 
 
-def _workers(argv: tuple[str, ...], path: str, config: DisaggConfig) -> Server:
+def _workers(programs: Programs, path: str, config: DisaggConfig) -> Server:
     """Return an mpirun of all workers."""
     mpi = detect()
     root, cores = os.geteuid() == 0, usable_cores()
     here = on_this_host(mpi)
-    line = command_line(mpi, config.n_workers, argv, here, root=root, cores=cores, survive=False)
+    line = command_line(mpi, config.n_workers, programs.worker, here, root=root, cores=cores, survive=False)
     urls = tuple(one.url for one in served_instances(config, path))
     ports = {f"HTTP {url}": port for url, port in ports_here(urls).items()}
-    return Server("workers", Command(tuple(line)), ports, tuple(map(_health, urls)))
+    return Server("workers", Command(tuple(line), programs.env), ports, tuple(map(_health, urls)))
 
 
 def _health(url: str) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mpillm.options.field import ANY, Options, option
-from mpillm.options.fields.effects import SERVE, SERVED, used_by
+from mpillm.options.field import ANY, Effect, Options, Use, option
+from mpillm.options.fields.effects import SERVE, SERVED, STAGES
 from mpillm.options.parsers import natural, port_or_any, positive, secret
 
 
@@ -24,7 +24,13 @@ class ServingFields(Options, group="serve", effect=SERVED):
         secret,
         disallow_argparse=False,
         from_environ="MPILLM_KV_SECRET",
-        effect=used_by(commands=[SERVE], needs=("server_role", ANY), measured=False),
+        effect=Effect(
+            (
+                Use((SERVE,), needs=("server_role", ANY)),
+                Use(STAGES, needs=("disagg_config", ANY)),  # `run-llm-server` starts such servers
+            ),
+            measured=False,
+        ),
     )
     served_model_name = option(
         "the model's name in the API, or several with commas between them [default: the model's]"

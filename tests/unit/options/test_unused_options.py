@@ -263,6 +263,15 @@ def test_a_leader_and_workers_name_unused_options(
     assert unused_in_role(parse_serve([f"--server_role={role}", *words])) == line
 
 
+def test_started_servers_use_the_secret_of_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("d.yaml").write_text("context_servers: {}\ngeneration_servers: {}\n")
+    monkeypatch.setenv("MPILLM_KV_SECRET", "for all servers")
+    assert check_unused(on("torch", "--disagg_config=d.yaml"), "run-llm-server") == []
+    (line,) = check_unused(on("torch"), RUN)
+    assert line.startswith("no effect on run (it is for serve): kv_secret")
+
+
 def test_a_core_of_your_own_may_use_every_option() -> None:
     assert check_unused(on("mine.cores:Core", "--quantization", "int8"), RUN) == []
 

@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 from mpillm.cli import main
+from mpillm.options.command_line import Parser
+from mpillm.options.fields import FIELDS
+from mpillm.options.options import parse
+from mpillm.stages.disagg_servers import torch_servers
 from tests.helpers.serving_place import make_serving_place
 from tests.helpers.support import DONE, USAGE
 
@@ -394,3 +398,26 @@ def test_what_trtllm_serve_reads(
     assert "--backend tensorrt" in out and "enable_block_reuse: false" in out
     assert main([*options, "--trtllm_runtime_flags=trtllm_backend:c++"]) == USAGE
     assert "trtllm_backend c++: not one of pytorch, cpp" in capsys.readouterr().err
+
+
+def test_keys_are_not_on_the_servers_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All users of a machine can read command lines."""
+    monkeypatch.delenv("MLPERF_DISAGG_LAUNCH_TYPE", raising=False)
+    yaml = tmp_path / "d.yaml"
+    urls = {"context_servers": "localhost:8001", "generation_servers": "localhost:8002"}
+    sections = {name: {"num_instances": 1, "urls": [url]} for name, url in urls.items()}
+    yaml.write_text(json.dumps(sections))
+    options = [
+        "--core_type=torch",
+        f"--disagg_config={yaml}",
+        "--api_key",
+        "key of clients",
+        "--kv_secret=of caches",
+    ]
+    servers = torch_servers(parse(options, Parser(prog="mpillm test"), FIELDS), options)
+    assert [server.name for server in servers] == ["workers", "disaggregated leader"]
+    for server in servers:
+        assert (
+            "key of clients" not in server.command.argv and "--kv_secret=of caches" not in server.command.argv
+        )
+        assert server.command.env == {"MPILLM_API_KEY": "key of clients", "MPILLM_KV_SECRET": "of caches"}
