@@ -23,6 +23,7 @@ def answered_figures(rows: NDArray[np.void], seconds: float, streamed: bool) -> 
     rows = rows[rows["error"] == 0]
     return {
         "samples_per_second": round(len(rows) / seconds, 4) if seconds > 0 else 0.0,
+        "tokens_per_second": round(int(rows["tokens"].sum()) / seconds, 4) if seconds > 0 else 0.0,
         "ttft_ms": percentiles_ms(rows["ttft"].tolist()) if streamed else None,
         "tpot_ms": percentiles_ms(tpot_s(rows).tolist()) if streamed else None,
         "latency_ms": percentiles_ms(rows["latency"].tolist()),

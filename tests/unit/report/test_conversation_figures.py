@@ -27,10 +27,11 @@ def rows_of(*requests: tuple[int, float, float, int]) -> NDArray[np.void]:
 
 
 def test_failed_requests_have_no_latency_and_no_throughput() -> None:
-    rows = rows_of(*[(1, math.nan, 0.001, 0)] * 100, *[(2, 0.1, 2.0, 11)] * 20)
+    rows = rows_of(*[(1, math.nan, 0.001, 3)] * 100, *[(2, 0.1, 2.0, 11)] * 20)
     rows["error"][:100] = 1
     figures = answered_figures(rows, 10.0, True)
-    assert figures["samples_per_second"] == 2 and figures["latency_ms"]["p50"] == 2000
+    assert (figures["samples_per_second"], figures["tokens_per_second"]) == (2, 22)
+    assert figures["latency_ms"]["p50"] == 2000
     assert figures["ttft_ms"]["p90"] == pytest.approx(100) and figures["ttft_ms"]["p99"] is None
     assert answered_figures(rows, 10.0, False)["ttft_ms"] is None
     assert answered_figures(rows[:100], 10.0, True)["latency_ms"] is None
