@@ -8,17 +8,22 @@ from typing import Any
 from mpillm.cores.draft_counts import draft_counts
 
 
-def speculation_figures(instances: Sequence[Mapping[str, Any]], set_length: float | None) -> dict[str, Any]:
+def speculation_figures(
+    instances: Sequence[Mapping[str, Any]], n_requests: int, set_length: float | None
+) -> dict[str, Any]:
     """Return the entry `speculation` of `result.json`; {} without draft tokens.
 
     Args:
         instances: Entries of `per_instance`.
+        n_requests: Requests of the test, cancelled ones included.
         set_length: --acceptance_length.
     """
     counts = draft_counts(instances)
     figures: dict[str, Any] = {} if set_length is None else {"set_acceptance_length": set_length}
     if counts.verifications:
         figures |= {"verifications": round(counts.verifications), "accepted_tokens": round(counts.accepted)}
+    if counts.verifications and n_requests:
+        figures["accepted_tokens_per_request"] = round(counts.accepted / n_requests, 4)
     if counts.verifications and counts.drafted:
         figures["drafted_tokens"] = round(counts.drafted)
     return figures | counts.figures()
@@ -44,8 +49,12 @@ def speculation_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         return []
     length = of.get("set_acceptance_length")
     text = f"{mean:.2f} tokens per verification" + ("" if length is None else f", set to {length:g}")
-    shares = [f"{100 * share:.0f} %" for share in of.get("acceptance_by_position", ())]
-    return [("acceptance length", text), *([("  by draft position", "  ".join(shares))] if shares else [])]
+    rows = [("acceptance length", text)]
+    if shares := [f"{100 * share:.0f} %" for share in of.get("acceptance_by_position", ())]:
+        rows.append(("  by draft position", "  ".join(shares)))
+    if (each := of.get("accepted_tokens_per_request")) is not None:
+        rows.append(("  per request", f"{each:,.1f} accepted draft tokens"))
+    return rows
 
 
 def _speculation(result: Mapping[str, Any]) -> Mapping[str, Any]:

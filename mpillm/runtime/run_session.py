@@ -214,7 +214,9 @@ class RunSession(ABC):
     def figures(self, reports: dict[int, DrainReport]) -> dict[str, Any]:
         """Return the figures for the result. `reports`: the ranks' reports, if the ranks have ended."""
         figures = test_result(self.totals, reports, self._timeline, len(self._plan.ranks))
-        of_drafts = speculation_figures(figures["per_instance"], self._config.acceptance_length)
+        n_requests = self.totals.samples + self.totals.cancelled
+        set_length = self._config.acceptance_length
+        of_drafts = speculation_figures(figures["per_instance"], n_requests, set_length)
         return figures | ({"speculation": of_drafts} if of_drafts else {})
 
     def failed(self, reports: dict[int, DrainReport]) -> str:

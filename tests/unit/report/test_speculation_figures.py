@@ -25,20 +25,23 @@ CLIENT = {f"server_{OTHER_NAMES.get(name, name)}": float(n) for name, n in ENGIN
     "instances", [[ENGINE], [CLIENT], [ENGINE, {}, CLIENT]], ids=["engine", "client", "several"]
 )
 def test_acceptance_of_engines_and_servers(instances: list[dict[str, Any]]) -> None:
-    figures = speculation_figures(instances, None)
+    figures = speculation_figures(instances, 4, None)
     assert figures["acceptance_length"] == 2.3 and figures["acceptance_by_position"] == [0.8, 0.5, 0.0]
     assert figures["verifications"] == 10 * sum(map(bool, instances))
     assert doubts({"speculation": figures}) == []
+    each = 3.25 * sum(map(bool, instances))
+    assert figures["accepted_tokens_per_request"] == each
     assert speculation_rows({"speculation": figures}) == [
         ("acceptance length", "2.30 tokens per verification"),
         ("  by draft position", "80 %  50 %  0 %"),
+        ("  per request", f"{each:,.1f} accepted draft tokens"),
     ]
 
 
 def test_a_server_without_counts_by_position() -> None:
     """As SGLang, which does not count draft tokens either."""
     client = {"server_accepted_guesses": 13.0, "server_verifications": 10.0}
-    assert speculation_figures([client], None) == {
+    assert speculation_figures([client], 0, None) == {
         "verifications": 10,
         "accepted_tokens": 13,
         "acceptance_length": 2.3,
@@ -47,7 +50,7 @@ def test_a_server_without_counts_by_position() -> None:
 
 @pytest.mark.parametrize("instances", [[], [{"samples": 3}], [CLIENT]], ids=["none", "no counts", "counts"])
 def test_a_set_length_is_doubtful(instances: list[dict[str, Any]]) -> None:
-    figures = speculation_figures(instances, 2.5)
+    figures = speculation_figures(instances, 3, 2.5)
     assert figures["set_acceptance_length"] == 2.5
     assert doubts({"speculation": figures}) == [
         "the acceptance of draft tokens is set (--acceptance_length 2.5), not measured: the tokens are not"
@@ -59,7 +62,7 @@ def test_a_set_length_is_doubtful(instances: list[dict[str, Any]]) -> None:
 
 
 def test_without_draft_tokens_there_are_no_figures() -> None:
-    assert speculation_figures([{"samples": 3}, {"drafted_tokens": 0, "verifications": 0}], None) == {}
+    assert speculation_figures([{"samples": 3}, {"drafted_tokens": 0, "verifications": 0}], 3, None) == {}
 
 
 @pytest.mark.parametrize("damaged", [None, 7, [], {"acceptance_length": None}])
