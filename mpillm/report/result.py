@@ -333,7 +333,7 @@ def _part_of_the_tokens(
 def counted_from_text(instances: Sequence[Mapping[str, Any]]) -> str:
     """Return whether clients count tokens from text, in words; "" if the servers count all of them."""
     n, others = (
-        sum(one.get(name) or 0 for one in instances) for name in ("retokenized", "other_answer_length")
+        sum(one.get(name) or 0 for one in instances) for name in ("retokenized", "other_text_length")
     )
     if not n:
         return ""

@@ -88,7 +88,10 @@ def server_checks(
     clients = [client for client in result.get("per_instance", ()) if "short_answers" in client]
     did_request = any(client.get("samples") for client in clients)  # not if a load client sent the requests
     servers = tested_servers(result)
-    counted = did_request and not any(client.get("retokenized") for client in clients)
+    n_answers, n_texts = (
+        sum(client.get(name, 0) for client in clients) for name in ("samples", "retokenized")
+    )
+    counted = n_answers - result.get("errors", 0) > n_texts
     outcomes: dict[str, tuple[str, bool]] = {}
     if not reuse_allowed:
         is_counted, repeats = _is_counted(clients, "server_cached_tokens"), result.get("repeated_prompts")
@@ -210,10 +213,10 @@ def _short_answers(result: Mapping[str, Any], servers: Sequence[TestedServer]) -
 def _other_counts(result: Mapping[str, Any], servers: Sequence[TestedServer]) -> str:
     """Return for how many answers servers and clients count different numbers of tokens; "" if for none.
 
-    Clients that count tokens from text are left out: their numbers are expected to differ, and the summary
-    has a line about them.
+    Answers that are counted from text are left out: their numbers are expected to differ, and the summary has
+    a line about them.
     """
-    clients = [client for client in result.get("per_instance", ()) if not client.get("retokenized")]
+    clients = result.get("per_instance", ())
     counts = " and ".join(
         f"the {kind}s of {n:,} requests"
         for kind in ("prompt", "answer")

@@ -91,8 +91,18 @@ def _load_samples(
         return _load(chosen, config, tokenizer, limits, columns), tokenizer
     assert not isinstance(chosen, SyntheticConversations)
     limits = _with_all_fields(replace(limits, max_seq_len=None))
-    dataset = load_dataset(chosen, ByteTokenizer(), limits, columns)
+    dataset = load_dataset(chosen, _TextsAsBytes(), limits, columns)
     return (_as_text(dataset, config, tokenizer) if dataset.texts else dataset), tokenizer
+
+
+class _TextsAsBytes(ByteTokenizer):
+    """Tokenizer of a data set whose texts go to the servers unchanged."""
+
+    def encode_chats(self, chats: Sequence[Messages], tools: Tools = None) -> list[list[int]]:
+        raise ConfigError(
+            "messages: only a chat template makes a prompt of them; the server applies its own with"
+            " --endpoint_type chat, and mpillm the one in the folder of the model's tokenizer (--model_path)"
+        )
 
 
 def _of_a_server(config: RunConfig, core_class: type[LLMCore]) -> Tokenizer:

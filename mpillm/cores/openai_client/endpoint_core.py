@@ -343,8 +343,8 @@ class EndpointCore(ClientCore):
         """Return retries, re-tokenized answers, latencies at the socket, and the client's use of a CPU core.
 
         - `handed_over`: requests whose context a context server has computed.
-        - `other_prompt_length`, `other_answer_length`: answers for which the server counts other numbers of
-          tokens than this client.
+        - `other_prompt_length`, `other_answer_length`: answers with token ids for which the server counts
+          other numbers of tokens than this client; `other_text_length`: re-tokenized answers.
         - `short_answers`: answers with fewer tokens than required.
         - `servers`: see `server_records`.
         - `server_…`, from the first client of each server: the server's counts in the test, for all its

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from mpillm.cores.openai_client.answer import AnswerError, CompletionResponse
 from mpillm.cores.openai_client.dialect import Dialect, Sampling
 
-COUNTED = ("retokenized", "other_prompt_length", "other_answer_length", "short_answers")
+COUNTED = ("retokenized", "other_prompt_length", "other_answer_length", "other_text_length", "short_answers")
 _MAX_NAME = 200  # characters of a model's name
 
 
@@ -72,10 +72,14 @@ class ServerTally:
         if n_tokens is None:
             return
         self.handed_over += request.handoff_params is not None
-        if not dialect.sends_text:
-            counts["retokenized"] += not dialect.token_ids
+        is_other = answer.completion_tokens not in (None, n_tokens)
+        if dialect.token_ids:
+            counts["other_answer_length"] += is_other
+        elif not dialect.sends_text:
+            counts["retokenized"] += 1
+            counts["other_text_length"] += is_other
+        if dialect.token_ids and not dialect.sends_text:
             counts["other_prompt_length"] += answer.prompt_tokens not in (None, len(request.prompt))
-        counts["other_answer_length"] += answer.completion_tokens not in (None, n_tokens)
         if n_generated is not None:
             min_tokens = sampling.max_tokens if sampling.ignore_eos else sampling.min_tokens
             counts["short_answers"] += n_generated < min_tokens

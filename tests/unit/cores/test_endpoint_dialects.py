@@ -95,7 +95,8 @@ def test_a_server_of_text(tokenizer_folder: Path, scenario: str) -> None:
         statistics["retokenized"],
         statistics["other_prompt_length"],
         statistics["other_answer_length"],
-    ) == (1, 0, 0)
+        statistics["other_text_length"],
+    ) == (1, 0, 0, 0)
 
 
 def test_what_a_server_of_text_lacks(tokenizer_folder: Path) -> None:

@@ -266,13 +266,17 @@ def test_a_server_that_says_nothing_of_its_cache() -> None:
 
 
 def test_a_server_that_counts_other_tokens() -> None:
-    """Not where tokens are made from text here."""
+    """Also if another server sends text."""
     client = {"other_answer_length": 3, "other_prompt_length": 1000}
     assert doubts({"per_instance": [client, client]}) == [
         "servers counted other numbers of tokens than their clients in the prompts of 2,000 requests and the"
         " answers of 6 requests"
     ]
-    assert doubts({"per_instance": [client | {"retokenized": 5}]}) == []
+    assert doubts({"per_instance": [client | {"retokenized": 5}, {"retokenized": 5}]}) == [
+        "servers counted other numbers of tokens than their clients in the prompts of 1,000 requests and the"
+        " answers of 3 requests"
+    ]
+    assert doubts({"per_instance": [{"retokenized": 5, "other_text_length": 5}]}) == []
 
 
 @pytest.mark.parametrize(("least", "flags"), [(0, 0), (4, 0), (5, 0), (0, int(RequestFlag.IGNORE_END))])

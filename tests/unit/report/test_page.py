@@ -189,7 +189,7 @@ def test_the_page_names_tokens_that_were_counted_from_text(run: Path) -> None:
     counted = "Tokens of 7 answers are counted from their text: the server gives no token ids"
     first, *rest = result["per_instance"]
     for others, end in ((0, "."), (3, "; its usage gives 3 of them another number of tokens.")):
-        one = {**first, "retokenized": 7, "other_answer_length": others}
+        one = {**first, "retokenized": 7, "other_text_length": others}
         write(run / "result.json", result | {"per_instance": [one, *rest]})
         assert f"{counted}{end}" in words(write_page(run))
 

@@ -134,7 +134,7 @@ def test_what_was_guessed() -> None:
 def test_a_client_that_is_the_limit_says_so() -> None:
     """So do tokens that were not the server's, and requests that were sent twice."""
     instance: dict[str, Any] = SLOW["per_instance"][0]
-    client = {"client_busy_fraction": 0.91, "retokenized": 7, "other_answer_length": 3, "retries": 2}
+    client = {"client_busy_fraction": 0.91, "retokenized": 7, "other_text_length": 3, "retries": 2}
     result = SLOW | {
         "per_instance": [
             {**instance, **client},
