@@ -14,6 +14,7 @@ from mpillm.core_names import load_object
 from mpillm.cores.base import LLMCore, ModelLimits
 from mpillm.cores.registry import BackendRegistry
 from mpillm.data.chat_request import REQUESTS, TOKENS_AS_CHAT
+from mpillm.data.chat_template import Messages, Tools
 from mpillm.data.conversation_dataset import (
     ConversationChoice,
     load_conversations,

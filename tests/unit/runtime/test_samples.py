@@ -100,6 +100,9 @@ def test_texts_without_a_tokenizer_go_to_servers_as_texts(tmp_path: Path) -> Non
         with pytest.raises(ConfigError, match="a text has no tokens without it"):
             load(tmp_path, *words)
         lines.write_text('{"prompt": "Où"}\n')
+    lines.write_text('{"prompt": "Où"}\n{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    with pytest.raises(ConfigError, match=r"own.jsonl.*--endpoint_type chat.*--model_path"):
+        load(tmp_path, "--url", "h:1", "--dataset_path", lines)
     lines.write_text('{"input_tokens": [1, 400]}\n')
     assert not load(tmp_path, "--core_type", "openai", "--dataset_path", lines).sends_text
     drawn = load(tmp_path, "--core_type", "openai", "--dataset", "synthetic")
