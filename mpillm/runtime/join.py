@@ -20,7 +20,7 @@ from mpillm.cores.base import CoreConfig, LLMCore
 from mpillm.cores.capabilities import ResetsPrefixCache, TransfersKv
 from mpillm.cores.registry import BackendRegistry
 from mpillm.data.dataset import Dataset
-from mpillm.data.tokenizer import FileTokenizer, Tokenizer
+from mpillm.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from mpillm.devices import OwnGpu, assign
 from mpillm.loadgen.settings import LoadGenConfig, LoadGenSettings, load_settings
 from mpillm.options.disagg_yaml import disagg_config, world_plan
@@ -73,6 +73,10 @@ class RunSamples:
         """Whether the console displays responses: only a model's tokens can be displayed as text."""
         return isinstance(self.tokenizer, FileTokenizer)
 
+    @property
+    def _has_servers(self) -> bool:
+        return BackendRegistry.get(self.planned.config.core_type).is_client
+
     def dataset_lines(self) -> list[str]:
         """Return the lines that describe the data set."""
         dataset = self.dataset
@@ -83,8 +87,12 @@ class RunSamples:
             size = f"{dataset.n_tokens[first].sum()} tokens in first turns"
         if dataset.sends_text:
             has_messages = self.planned.config.endpoint_type != "completions"
-            form = "as messages" if has_messages else "as text, without --model_path"
-            size = f"sent {form}: the servers count tokens (usage)"
+            form = "messages" if has_messages else "text"
+            path = self.planned.config.model_path
+            why = f" ({path} has no tokenizer)" if path else " (no --model_path)"
+            size = f"sent as {form}{'' if has_messages else why}: the servers count tokens (usage)"
+        elif dataset.texts and isinstance(self.tokenizer, ByteTokenizer) and self._has_servers:
+            size += f", which are bytes: {self.planned.config.model_path} has no tokenizer"
         line = f"data set {dataset.name}: {len(dataset)} samples, {size}"
         return [line, dataset.note] if dataset.note else [line]
 

@@ -123,7 +123,7 @@ def after(page: Path, steps: str, folder: Path) -> str:
     return html.unescape(rendered(changed, folder).stdout.split("@@")[1])
 
 
-WIDTHS = (390, 800, 1280, 1600)
+WIDTHS = (390, 800, 1000, 1280, 1600)
 
 
 def test_nothing_is_wider_than_the_window_and_no_word_falls_apart(run: Path, tmp_path: Path) -> None:

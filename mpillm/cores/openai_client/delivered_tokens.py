@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from mpillm.cores.openai_client.answer import AnswerError, text_of
 from mpillm.cores.openai_client.call import Call
+from mpillm.cores.openai_client.dialect import remedy_without_usage
 from mpillm.data.tokenizer import Tokenizer
 
 UNKNOWN = 0  # in place of a token id that the server does not send
@@ -51,7 +52,9 @@ class AnswerTokens:
         if answer.finish_reason is None:
             return min(1, answer.size)
         if answer.completion_tokens is None:
-            raise AnswerError("no usage in its answer: name the folder of the tokenizer with --model_path")
+            assert call.endpoint is not None
+            remedy = remedy_without_usage(call.endpoint.dialect.path)
+            raise AnswerError(f"no usage in its answer: {remedy}")
         if answer.completion_tokens > _MAX_COUNTED * (most := call.sampling.max_tokens):
             raise AnswerError(
                 f"its usage has {answer.completion_tokens:,} tokens for an answer of at most {most:,}"

@@ -70,6 +70,14 @@ RESPONSES_DIALECTS = (
 )
 MESSAGE_DIALECTS = {CHAT: CHAT_DIALECTS, RESPONSES: RESPONSES_DIALECTS}
 
+
+def remedy_without_usage(path: str) -> str:
+    """Return what a user can do if answers at `path` have neither token ids nor `usage`."""
+    if path in MESSAGE_DIALECTS:  # a tokenizer here could not count reasoning and tool calls
+        return "in answers to messages, the server must send usage"
+    return "name the folder of the model's tokenizer with --model_path"
+
+
 # OpenAI's chat endpoint deprecates `max_tokens`.
 _MAX_TOKENS = {COMPLETIONS: "max_tokens", CHAT: "max_completion_tokens", RESPONSES: "max_output_tokens"}
 

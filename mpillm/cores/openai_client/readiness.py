@@ -25,6 +25,7 @@ from mpillm.cores.openai_client.dialect import (
     Dialect,
     Sampling,
     body,
+    remedy_without_usage,
 )
 from mpillm.cores.openai_client.endpoint import API_KEY, EndpointError, RemoteServer, UntrustedError
 from mpillm.cores.openai_client.http_connection import HttpError, NoAnswer, NothingSentBack
@@ -308,8 +309,8 @@ async def choose_dialect(
         refusals.append(f"{dialect.name}: {failure_text(status, reply)}")
     if any("no usage" in refusal for refusal in refusals):
         raise EndpointError(
-            f"{where} sends neither token ids nor usage, so answers cannot be counted: name the folder of the"
-            " model's tokenizer with --model_path"
+            f"{where} sends neither token ids nor usage, so answers cannot be counted:"
+            f" {remedy_without_usage(path)}"
         )
     raise EndpointError("\n  ".join([f"{where} refused a request of one token in every form:", *refusals]))
 

@@ -12,6 +12,7 @@ import pytest
 from mpillm.comms.messages import RequestFlag, ResponseFlag
 from mpillm.data.chat_request import ChatRequests, chat_prompt
 from mpillm.data.row_fields import with_fields
+from mpillm.errors import RunError
 from tests.helpers.endpoint_cores import FINAL, SERVER, Rows, failure, requests, started
 from tests.helpers.scripted_server import (
     DONE,
@@ -217,3 +218,22 @@ def test_a_prompt_is_the_beginning_of_the_next_one() -> None:
         ChatRequests().encode_chats([messages], [TOOL])[0] for messages in ([{"a": 1}], [{"a": 1}, {}])
     )
     assert second[: len(first)] == first and second != first
+
+
+@pytest.mark.parametrize("lacks", ["always", "in the test"])
+def test_a_tokenizer_is_no_remedy_for_chats_without_usage(lacks: str) -> None:
+    counts = server_of()
+
+    def answer(request: Request) -> Reply:
+        if lacks == "in the test" and request.json["max_completion_tokens"] == 1:
+            return counts(request)
+        message = {"index": 0, "message": MESSAGE, "finish_reason": "stop"}
+        return plain({"choices": [message]})
+
+    with (
+        ScriptedServer(answer) as server,
+        pytest.raises(RunError, match=r"usage.*: in answers to messages, the server must send usage"),
+        started(server, "--endpoint_type=chat", sends_text=True) as core,
+    ):
+        core.enqueue(requests(PROMPTS, max_output=5, flags=int(RequestFlag.MESSAGE)))
+        Rows(core).until(2)

@@ -125,7 +125,7 @@ def test_a_server_that_stops_counting() -> None:
     with ScriptedServer(answer) as server, started(server, sends_text=True) as core:
         core.enqueue(requests(PROMPTS, max_output=5))
         assert failure(core).endswith(
-            "no usage in its answer: name the folder of the tokenizer with --model_path"
+            "no usage in its answer: name the folder of the model's tokenizer with --model_path"
         )
 
 

@@ -363,3 +363,18 @@ def test_the_first_rank_of_each_of_several_nodes_tells_its_code(
     for name, value in names.items():
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
     assert reports_code() == tells
+
+
+def test_the_data_set_line_names_what_has_no_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "own.jsonl").write_text('{"prompt": "Hello"}\n')
+
+    def line(*words: object) -> str:
+        config = parse_run([*map(str, words), "--dataset_path", str(tmp_path / "own.jsonl")])
+        return prepare(plan_run(config, joined(config, 2)), lambda: tmp_path).dataset_lines()[0]
+
+    assert "sent as text (no --model_path): the servers" in line("--url", "h:1")
+    (model := tmp_path / "model").mkdir()
+    assert f"sent as text ({model} has no tokenizer): the" in line("--url", "h:1", "--model_path", model)
+    preset = line("--core_type", "triton_grpc", "--model_path", "tiny-llama")
+    assert preset.endswith("5 tokens, which are bytes: tiny-llama has no tokenizer")
+    assert line("--core_type", "torch", "--model_path", "tiny-llama").endswith(" 5 tokens")
