@@ -182,7 +182,7 @@ def _zip_rows(file: Path, stream: IO[bytes], may_be_array: bool) -> Iterator[Row
 
 
 def _table_rows(file: Path, kind: str, stream: IO[bytes]) -> Iterator[Row]:
-    """Yield the rows of a table. This needs pyarrow, which is not a dependency of mpillm."""
+    """Yield the rows of a table. This needs the extra parquet."""
     try:
         import pyarrow
         import pyarrow.ipc
@@ -194,7 +194,7 @@ def _table_rows(file: Path, kind: str, stream: IO[bytes]) -> Iterator[Row]:
             ' orient="records", lines=True)'
         )
         raise ConfigError(
-            f"data set {file} is {kind}, which needs pyarrow; pip install pyarrow, or make JSONL of it where"
+            f"data set {file} is {kind}, which needs pyarrow: pip install 'mpillm[parquet]', or make JSONL of it where"
             f" pandas and pyarrow are by\n  python3 -c '{program}' {shlex.quote(str(file))}"
         ) from None
     numbers = itertools.count(1)

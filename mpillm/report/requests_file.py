@@ -30,7 +30,7 @@ def check_requests_file(path: str) -> None:
     elif file.is_dir() or not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
         problem = "it cannot be written"
     elif file.suffix == _PARQUET and importlib.util.find_spec("pyarrow") is None:
-        problem = "Parquet needs pyarrow; pip install pyarrow, or name a .csv"
+        problem = "Parquet needs pyarrow: pip install 'mpillm[parquet]', or name a .csv"
     else:
         return
     raise ConfigError(f"--requests_file {path}: {problem}", about=["requests_file"])

@@ -209,7 +209,7 @@ def _parquet_frame(file: Path) -> Frame:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise ConfigError(f"data set {file} needs pyarrow: pip install pyarrow") from None
+        raise ConfigError(f"data set {file} needs pyarrow: pip install 'mpillm[parquet]'") from None
     max_bytes = _MAX_PARQUET * file.stat().st_size + _SMALL_PARQUET if file.exists() else 0
 
     def column(name: str) -> NDArray[Any]:

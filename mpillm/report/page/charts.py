@@ -150,7 +150,9 @@ def distributions(facts: Facts) -> list[Chart]:
             between = np.interp(MARKED, shares, x).tolist()
             marked = [percentiles.get(f"p{p}", at) for p, at in zip(MARKED, between, strict=True)]
             chart.marks = [
-                (f"p{p} {milliseconds(at)}", round(at, 4)) for p, at in zip(MARKED, marked, strict=True)
+                (f"p{p} {milliseconds(at)}", round(at, 4))
+                for p, at in zip(MARKED, marked, strict=True)
+                if at is not None  # null: too few requests for this percentile
             ]
             charts.append(chart)
     return charts

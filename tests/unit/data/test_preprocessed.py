@@ -120,7 +120,7 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match=r"x\.parquet needs pyarrow: pip install pyarrow"):
+    with pytest.raises(ConfigError, match=r"x\.parquet needs pyarrow: pip install 'mpillm\[parquet\]'"):
         read_frame(tmp_path / "x.parquet")
 
 

@@ -145,7 +145,7 @@ REFUSED: list[tuple[str, str, bytes, str]] = [
         "a conversation, not .* --harness",
     ),
     *(
-        ("Parquet or Arrow, without pyarrow", name, data, f"is {what}, which needs pyarrow; .*\n  python3 -c")
+        ("Parquet or Arrow, without pyarrow", name, data, f"is {what}, which needs pyarrow: .*\n  python3 -c")
         for name, data, what in (
             ("a.parquet", b"PAR1....PAR1", "a Parquet file"),
             ("a.arrow", b"ARROW1..", "an Arrow file"),

@@ -52,7 +52,14 @@ def test_a_load_client_that_sends_to_servers_has_the_charts_of_its_records(tmp_p
     charts = {chart.name: chart for chart in distributions(facts)}
     assert charts.keys() == {"cdf-ttft", "cdf-tpot", "cdf-latency"}
     assert charts["cdf-latency"].x[-1] == pytest.approx(500)
+    assert [mark.split()[0] for mark, _ in charts["cdf-latency"].marks] == ["p50", "p90", "p99"]
     assert not over_time(facts), "this run's endpoint answered nothing"
+
+
+def test_percentiles_of_too_few_requests_have_no_mark(tmp_path: Path) -> None:
+    facts = load_client_run(tmp_path, latency_ms={"p50": 400, "p90": 600, "p99": None})
+    (chart,) = [chart for chart in distributions(facts) if chart.name == "cdf-latency"]
+    assert [value for _, value in chart.marks] == [400, 600]
 
 
 def test_answers_in_one_piece_have_no_distribution_of_first_tokens(tmp_path: Path) -> None:
