@@ -194,8 +194,8 @@ def _table_rows(file: Path, kind: str, stream: IO[bytes]) -> Iterator[Row]:
             ' orient="records", lines=True)'
         )
         raise ConfigError(
-            f"data set {file} is {kind}, which needs pyarrow: pip install 'mpillm[parquet]', or make JSONL of it where"
-            f" pandas and pyarrow are by\n  python3 -c '{program}' {shlex.quote(str(file))}"
+            f"data set {file} is {kind}, which needs pyarrow: pip install 'mpillm[parquet]', or make JSONL of"
+            f" it where pandas and pyarrow are by\n  python3 -c '{program}' {shlex.quote(str(file))}"
         ) from None
     numbers = itertools.count(1)
     try:

@@ -350,6 +350,11 @@ def _advice(instance: Mapping[str, Any]) -> Iterator[str]:
         yield f"its client is busy {share} of the time: start more ranks, the servers may be faster"
     if text := counted_from_text([instance]):
         yield text
+    if "socket_first_answer_p50_ms" in instance:
+        known = [
+            f"{k} {milliseconds(instance[f'socket_first_answer_{k}_ms'])}" for k in ("p50", "p90", "p99")
+        ]
+        yield f"first answer token, after reasoning, by its client's clock: {'  '.join(known)}"
     if n := instance.get("retries"):
         server = instance.get("server") or {}
         ends = [f"server {server['index']}: {one['why']}" for one in server.get("restarts", ())]

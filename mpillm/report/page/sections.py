@@ -276,6 +276,34 @@ def _latency_rows(result: Mapping[str, Any], suffix: str = "") -> list[tuple[str
     ]
 
 
+def _socket_rows(facts: Facts) -> list[tuple[str, ...]]:
+    """Return the latencies that clients of servers measured."""
+    keys = ("p50", "p90", "p99", "mean")
+    return [
+        (f"{label}, client of {one.name}", *(_time_or_dash(entry.get(f"{name}_{key}_ms")) for key in keys))
+        for one in facts.instances.values()
+        for label, name in (
+            ("time to first token", "socket_ttft"),
+            ("time to first answer token (after reasoning)", "socket_first_answer"),
+            ("time per output token", "socket_tpot"),
+        )
+        if f"{name}_p50_ms" in (entry := one.result or {})
+    ]
+
+
+def _clocks(result: Mapping[str, Any], has_clients: bool) -> str:
+    """Return whose clocks measured the latencies, in a paragraph."""
+    harness = result.get("harness") or {}
+    if harness.get("asked"):
+        text = f"By the clock of {harness['name']}, from the request to its tokens."
+    else:
+        issuer = "the load driver" if result.get("conversations") else "LoadGen"
+        text = f"By rank 0's clock: from when {issuer} issues a request until rank 0 has its tokens."
+    if has_clients:
+        text += " Rows of a client: by its rank's clock, from the request until bytes arrive at its socket."
+    return f"<p>{escape(text)}</p>"
+
+
 def figures(facts: Facts) -> str:
     """Return the tables: latencies, instances, phases."""
     result = facts.run.result
@@ -284,6 +312,8 @@ def figures(facts: Facts) -> str:
     for name in ("first turns", "later turns"):
         part = of.get(name.replace(" ", "_"))
         latencies += _latency_rows(part or {}, f", {name}")
+    latencies += (of_clients := _socket_rows(facts))
+    clocks = _clocks(result, bool(of_clients)) if latencies else ""
     instances = []
     for one in facts.instances.values():
         entry = one.result or {}
@@ -312,7 +342,7 @@ def figures(facts: Facts) -> str:
     return (
         section("Conversations", ("", ""), [*conversation_facts(of), *goodput_rows(result)] if of else [])
         + section("Speculative decoding", ("", ""), speculation_rows(result))
-        + section("Latencies", ("", "p50", "p90", "p99", "mean"), latencies)
+        + section("Latencies", ("", "p50", "p90", "p99", "mean"), latencies, clocks)
         + section("Instances", [names[i] for i in known], rows)
         + section("Phases", ("", "took"), phases)
     )

@@ -601,3 +601,24 @@ def test_no_element_of_a_page_is_made_from_what_should_be_a_number(rich: Path, n
         check_made_of(text, honest)
         shown += text != honest
     assert shown > 0
+
+
+def test_the_page_names_the_clock_of_each_latency(run: Path) -> None:
+    result = json.loads((run / "result.json").read_text())
+    assert "By rank 0's clock: from when LoadGen issues a request until rank 0 has its tokens." in words(
+        write_page(run)
+    )
+    first, *rest = result["per_instance"]
+    of = {"started": 2, "ended": 2, "failed": 0, "outgrown": 0}
+    times = {
+        f"socket_{name}_{key}_ms": 40.0
+        for name in ("ttft", "first_answer")
+        for key in ("p50", "p90", "p99", "mean")
+    }
+    write(run / "result.json", result | {"per_instance": [{**first, **times}, *rest], "conversations": of})
+    text = words(write_page(run))
+    assert "By rank 0's clock: from when the load driver issues" in text
+    assert "Rows of a client: by its rank's clock" in text
+    assert "time to first answer token (after reasoning), client of context 0 40 ms 40 ms 40 ms 40 ms" in text
+    write(run / "result.json", result | {"harness": {"name": "aiperf", "asked": 1, "completed": 0}})
+    assert "By the clock of aiperf, from the request to its tokens." in words(write_page(run))
