@@ -174,7 +174,7 @@ def test_faults(name: str) -> None:
         probes = len(server.asked())
         core.enqueue(requests())
         assert re.match(f"{server.url}/v1/completions: .*{words}", failure(core))
-        prompts = [tuple(asked["prompt"]) for asked in server.asked()[probes:]]
+        prompts = [tuple(body["prompt"]) for body in server.asked()[probes:]]
         assert len(prompts) == len(set(prompts)), "what may have begun is not sent again"
 
 
@@ -224,13 +224,13 @@ def test_a_request_that_hangs_while_others_are_answered(reply: Reply, begun: boo
 
     with ScriptedServer(completions) as server, started(server, SERVER, "--stall_timeout=5") as core:
         core.enqueue(requests([[1, 2]]))
-        rows, asked = Rows(core), 0
+        rows, sent = Rows(core), 0
 
         def ask_on() -> bool:
-            nonlocal asked
-            if len(rows.poll()) == asked:
-                asked += 1
-                core.enqueue(requests([[5]], id=100 + asked))
+            nonlocal sent
+            if len(rows.poll()) == sent:
+                sent += 1
+                core.enqueue(requests([[5]], id=100 + sent))
             return False
 
         with pytest.raises(RunError) as caught:

@@ -181,8 +181,8 @@ def test_addresses_that_are_none(url: str) -> None:
         pass
 
 
-def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message says so where the server itself can't be reached."""
+def test_a_proxy_of_the_environment_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of an unreachable server mentions a proxy that is set for its address."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("no_proxy", "NO_PROXY"):

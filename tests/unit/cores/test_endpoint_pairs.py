@@ -83,7 +83,7 @@ def post(url: str, body: dict[str, Any]) -> tuple[int, str]:
 
 def in_test(server: Server) -> list[dict[str, Any]]:
     """Return the requests, without those before the test."""
-    return [asked for asked in server.http.asked() if asked.get("bootstrap_host") != ALONE]
+    return [body for body in server.http.asked() if body.get("bootstrap_host") != ALONE]
 
 
 def generated_tokens(core: LLMCore) -> int:
@@ -93,7 +93,7 @@ def generated_tokens(core: LLMCore) -> int:
 
 
 def rooms(server: Server) -> list[int]:
-    return [asked["bootstrap_room"] for asked in in_test(server)]
+    return [body["bootstrap_room"] for body in in_test(server)]
 
 
 @pytest.mark.parametrize("scenario", ["Offline", "Server"])
@@ -103,10 +103,10 @@ def test_both_servers_get_each_request(scenario: str) -> None:
         rows = Rows(core).until(len(PROMPTS))
         core.flush()
         result: dict[str, Any] = {"per_instance": [{"samples": len(PROMPTS), **core.statistics()}]}
-        asked = in_test(context)
+        bodies = in_test(context)
     assert sorted(rooms(context)) == sorted(rooms(generation)) and len(set(rooms(context))) == len(PROMPTS)
-    assert {one["bootstrap_port"] for one in asked} == {context.bootstrap_port}
-    assert not any("stream" in one or "stream_options" in one for one in asked)
+    assert {one["bootstrap_port"] for one in bodies} == {context.bootstrap_port}
+    assert not any("stream" in one or "stream_options" in one for one in bodies)
     assert {bool(one.get("stream")) for one in in_test(generation)} == {scenario == "Server"}
     answers: dict[int, list[int]] = {}
     for id_, flags, tokens in rows:

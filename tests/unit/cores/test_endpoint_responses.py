@@ -25,7 +25,7 @@ PROMPTS = [
     list(responses_prompt([{"role": "user", "content": "Où"}], [TOOL]).encode()),
 ]
 RESPONSES_TYPE = "--endpoint_type=responses"
-ASKED = {"model": "m", "input": [], "tools": [TOOL], "max_output_tokens": 9}
+REQUEST = {"model": "m", "input": [], "tools": [TOOL], "max_output_tokens": 9}
 
 
 @pytest.mark.parametrize("options", [(), (SERVER,)], ids=["whole", "streams"])
@@ -38,10 +38,10 @@ def test_items_go_to_the_responses_endpoint(options: tuple[str, ...]) -> None:
         core.enqueue(requests(PROMPTS, max_output=9, flags=int(wanted)))
         rows = Rows(core).until(2)
         statistics: dict[str, Any] = core.statistics()
-        asked = server.asked()[-2:]
+        bodies = server.asked()[-2:]
     flat = {"type": "function", "name": "ls", "parameters": {}}
-    assert sorted((one.get("tools", []) for one in asked), key=len) == [[], [flat]]
-    for one in asked:
+    assert sorted((one.get("tools", []) for one in bodies), key=len) == [[], [flat]]
+    for one in bodies:
         assert one["input"] == [ITEM] and one["max_output_tokens"] == 9 and one["store"] is False
         assert not one.keys() & {"messages", "prompt", "max_tokens", "stream_options"}
     assert [tokens for _, flags, tokens in rows if flags & FINAL] == [[0] * 9] * 2
@@ -58,17 +58,17 @@ def test_items_go_to_the_responses_endpoint(options: tuple[str, ...]) -> None:
 
 def _failed(kind: str) -> Callable[[Request], Reply]:
     def answer(request: Request) -> Reply:
-        asked = request.json
-        if asked["max_output_tokens"] == 1:
+        sent = request.json
+        if sent["max_output_tokens"] == 1:
             return responses(request)
         if kind == "failed":
             error = {"code": "server_error", "message": "out of memory"}
-            return stream_of(events_of(asked, status="failed", error=error))
+            return stream_of(events_of(sent, status="failed", error=error))
         if kind == "error":
             return stream_of([{"type": "error", "code": "x", "message": "out of memory", "param": None}])
         if kind == "text":
             return stream_of([{"type": "response.output_text.delta", "delta": 5}])
-        return stream_of(events_of(asked)[:-1])
+        return stream_of(events_of(sent)[:-1])
 
     return answer
 
@@ -105,7 +105,7 @@ def test_a_server_without_the_path_is_an_error_that_names_the_option() -> None:
 
 def test_output_that_did_not_come_in_events() -> None:
     """Some servers send a tool call, or a short text, only in the complete response."""
-    last = events_of(ASKED)[-1]
+    last = events_of(REQUEST)[-1]
     answer = answer_at(RESPONSES, True, 9)
     answer.feed(f"data: {json.dumps(last)}\n\n".encode(), 1.0)
     answer.finish(2.0)
@@ -124,7 +124,7 @@ def test_output_that_did_not_come_in_events() -> None:
 )
 def test_how_a_response_ended(more: dict[str, Any], reason: str) -> None:
     answer = answer_at(RESPONSES, False, 9)
-    answer.feed(json.dumps(response_of(ASKED, **more)).encode(), 1.0)
+    answer.feed(json.dumps(response_of(REQUEST, **more)).encode(), 1.0)
     answer.finish(1.0)
     assert answer.finish_reason == reason
 
@@ -144,7 +144,7 @@ def test_how_a_response_ended(more: dict[str, Any], reason: str) -> None:
 def test_an_invalid_response(more: dict[str, Any], error: str) -> None:
     answer = answer_at(RESPONSES, False, 9)
     with pytest.raises(AnswerError, match=error):
-        answer.feed(json.dumps(response_of(ASKED, **more)).encode(), 1.0)
+        answer.feed(json.dumps(response_of(REQUEST, **more)).encode(), 1.0)
         answer.finish(1.0)
 
 

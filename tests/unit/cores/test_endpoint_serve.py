@@ -53,20 +53,20 @@ def begins(*pieces: dict[str, object]) -> Callable[[Request], Reply]:
     return answer
 
 
-def told(rows: Rows) -> list[int]:
-    """Return the tokens that have come before the end, which only the first row says."""
+def partial_tokens(rows: Rows) -> list[int]:
+    """Return the tokens before the final row; only the first row has the flag FIRST."""
     assert [flags for _, flags, _ in rows.rows] in ([], [FIRST, *[PARTIAL] * (len(rows.rows) - 1)])
     return [token for _, _, tokens in rows.rows for token in tokens]
 
 
 def test_tokens_come_one_by_one() -> None:
-    """In any scenario: whoever asks says so."""
+    """In any scenario, if the request has the flag for it."""
     answer = begins(choice([77], "a"), choice([78, 79], "b"), choice([80], "c"))
     with ScriptedServer(answer) as server, started(server, serves=True) as core:
         core.enqueue(requests([[1]], max_output=9, **LIVE))
         rows = Rows(core)
-        wait_until(lambda: not rows.poll() and len(told(rows)) == 4, "four tokens")
-        assert told(rows) == [77, 78, 79, 80] and rows.rows[0][2] == [77]
+        wait_until(lambda: not rows.poll() and len(partial_tokens(rows)) == 4, "four tokens")
+        assert partial_tokens(rows) == [77, 78, 79, 80] and rows.rows[0][2] == [77]
         core.cancel([10])
         assert rows.until(1)[-1] == (10, FINAL | CANCELLED, [])
 
@@ -116,7 +116,9 @@ def test_text_becomes_tokens_as_it_comes(ends: bool, tokenizer: tuple[Path, bool
         core.enqueue(requests([[72]], max_output=64, **LIVE))
         rows, read = Rows(core), load_tokenizer(folder)
         if not ends and not adds_spaces:
-            wait_until(lambda: not rows.poll() and read.decode(told(rows)) == "Hi😀, you", "the text")
+            wait_until(
+                lambda: not rows.poll() and read.decode(partial_tokens(rows)) == "Hi😀, you", "the text"
+            )
         if ends:
             *before, (_, flags, tokens) = rows.until(1)
             assert read.decode(tokens) == ("Hi, you!" if adds_spaces else "Hi😀, you!")
@@ -126,7 +128,7 @@ def test_text_becomes_tokens_as_it_comes(ends: bool, tokenizer: tuple[Path, bool
 
 
 def test_a_request_that_is_refused_fails_alone() -> None:
-    """And with what the server has said of it, as text and in one line."""
+    """The refusal has the server's message as one line of text."""
     replies: dict[int, Reply] = {
         52: plain({"error": {"message": "too\x1b[31m long"}}, "400 Bad Request"),
         53: Reply([STREAM, chunk(event(choice([7], "a")))], "close"),
@@ -140,7 +142,7 @@ def test_a_request_that_is_refused_fails_alone() -> None:
         61: plain({"error": "later"}, "503 Service Unavailable", Retry_After="inf"),
         62: plain({"error": "odd"}, "999 Odd"),
     }
-    told = {
+    refusals = {
         52: (400, "too\\x1b[31m long", 0),
         53: (502, "the server behind this one did not answer; its rank's log has the cause", 0),
         54: (404, "no such model", 0),
@@ -165,13 +167,13 @@ def test_a_request_that_is_refused_fails_alone() -> None:
     refused = [
         (i, id_ + 41, Refusal.of(tokens)) for i, (id_, flags, tokens) in enumerate(rows) if flags & REFUSED
     ]
-    assert {n: tuple(refusal) for _, n, refusal in refused} == told
+    assert {n: tuple(refusal) for _, n, refusal in refused} == refusals
     assert all(rows[i + 1][:2] == (n - 41, FINAL | ERROR) for i, n, _ in refused)
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_what_a_server_refuses_is_not_asked_again(restarts: bool) -> None:
-    """Also where it may be started again: it would be refused as before."""
+def test_a_refused_request_is_not_sent_again(restarts: bool) -> None:
+    """Also where the server may be started again: it would refuse the request again."""
 
     def answer(request: Request) -> Reply:
         return plain({"error": "no"}, "400 Bad Request") if request.json["prompt"] == [52] else good(request)

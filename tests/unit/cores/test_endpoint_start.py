@@ -210,11 +210,11 @@ def test_a_server_that_refuses_everything() -> None:
 
 
 def ends_soon() -> Callable[[], None]:
-    """Return what a rank hears while it waits: nothing, nothing, and then the end of its server."""
-    heard = itertools.count()
+    """Return a check that passes twice, and then reports that the server has ended."""
+    calls = itertools.count()
 
     def meanwhile() -> None:
-        if next(heard) == 2:
+        if next(calls) == 2:
             raise LookupError("the server was ended by signal 9")
 
     return meanwhile

@@ -28,23 +28,23 @@ PROMPTS = [list(text.encode()) for text in TEXTS]
 def server_of(
     *, ids: bool = False, usage: bool = True, unknown: tuple[str, ...] = ()
 ) -> Callable[[Request], Reply]:
-    """Return a server that takes texts only; its answers have as many tokens as are asked for.
+    """Return a server that takes texts only; its answers have `max_tokens` tokens.
 
-    `ids`: it sends token ids where it is asked to; `usage`: it counts; `unknown`: fields that it refuses.
+    `ids`: it sends token ids on request; `usage`: it counts; `unknown`: fields that it refuses.
     """
 
     def answer(request: Request) -> Reply:
-        asked = request.json
-        if not isinstance(asked["prompt"], str) or any(name in asked for name in unknown):
+        body = request.json
+        if not isinstance(body["prompt"], str) or any(name in body for name in unknown):
             return plain({"error": {"message": "a text, please"}}, "400 Bad Request")
-        n = asked["max_tokens"]
-        tokens = [*range(7, 7 + n)] if ids and asked.get("return_token_ids") else None
+        n = body["max_tokens"]
+        tokens = [*range(7, 7 + n)] if ids and body.get("return_token_ids") else None
         counts = {"prompt_tokens": 3, "completion_tokens": n}
-        if not asked.get("stream"):
+        if not body.get("stream"):
             whole = choice(tokens, "word " * n, "length")
             return plain({**whole, "usage": counts} if usage else whole)
         pieces = [event(choice(tokens, "word " * n)), event(choice(None, "", "length"))]
-        if usage and (asked.get("stream_options") or {}).get("include_usage"):
+        if usage and (body.get("stream_options") or {}).get("include_usage"):
             pieces.append(event({"choices": [], "usage": counts}))
         return Reply([STREAM, *map(chunk, pieces), DONE])
 
@@ -61,7 +61,7 @@ def test_the_server_counts(options: tuple[str, ...], ids: bool) -> None:
         metrics = core.metrics()
     whole = [tokens for _, flags, tokens in rows if flags & FINAL]
     assert whole == [[*range(7, 16)] if ids else [0] * 9] * 2
-    assert {asked["prompt"] for asked in server.asked()} == {"Hello", *TEXTS}
+    assert {body["prompt"] for body in server.asked()} == {"Hello", *TEXTS}
     assert statistics["other_prompt_length"] == statistics["retokenized"] == 0
     assert metrics is not None and metrics.prompt_tokens == 6  # as the server counts
 
@@ -129,8 +129,8 @@ def test_a_server_that_stops_counting() -> None:
         )
 
 
-def test_a_server_that_counts_more_than_it_was_asked_for() -> None:
-    """Its number became a list of that length."""
+def test_a_server_that_counts_more_tokens_than_the_limit() -> None:
+    """The client must not make a list of that length."""
     counts = server_of()
 
     def answer(request: Request) -> Reply:
@@ -141,6 +141,6 @@ def test_a_server_that_counts_more_than_it_was_asked_for() -> None:
 
     with ScriptedServer(answer) as server, started(server, sends_text=True) as core:
         core.enqueue(requests(PROMPTS, max_output=5))
-        said = failure(core)
-        assert said.startswith(server.url)
-        assert said.endswith("its usage has 50,000,000 tokens for an answer of at most 5")
+        message = failure(core)
+        assert message.startswith(server.url)
+        assert message.endswith("its usage has 50,000,000 tokens for an answer of at most 5")

@@ -38,7 +38,7 @@ class Halfway(LLMCore):
     def load(self) -> None: ...
 
 
-def test_only_a_cores_class_says_what_it_needs() -> None:
+def test_only_a_cores_class_has_its_requirements() -> None:
     """A file that names a core would treat it differently from those of plug-ins."""
     files = [path for package in ("disagg", "launch", "mpillm") for path in (ROOT / package).rglob("*.py")]
     named = {

@@ -67,11 +67,11 @@ vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} 30
 vllm:prompt_tokens_by_source_total{engine="1",source="external_kv_transfer"} 40
 vllm:spec_decode_num_accepted_tokens_total 5
 """
-    said = ServerCounts(
+    counts = ServerCounts(
         7, None, 0.5, generated_tokens=10, transfers=6, failed_transfers=3, accepted_guesses=5
     )
-    said = said._replace(expired_leases=34, late_reads=26, computed_tokens=4, received_tokens=70)
-    assert reading_of(page) == said
+    counts = counts._replace(expired_leases=34, late_reads=26, computed_tokens=4, received_tokens=70)
+    assert reading_of(page) == counts
 
 
 # What SGLang 0.5.23 gave after requests without hits of its cache: of its counters those that have grown.
@@ -89,12 +89,12 @@ sglang:num_requests_total{engine_type="unified",is_streaming="true",model_name="
 
 
 def test_a_count_that_sglang_does_not_give_is_0() -> None:
-    """So what its cache gives for the first time in a test is seen: it was counted by no page before."""
+    """Otherwise the first cache hits of a test would be missed: no earlier page has this count."""
     fresh = reading_of("sglang:num_running_reqs{} 0.0\n")
     assert (fresh.cached_tokens, fresh.generated_tokens, fresh.accepted_guesses) == (0.0, 0.0, 0.0)
-    said = reading_of(SGLANG)
-    assert said[:6] == (2, 14, 0.08, 26, 16, 0) and (said.preemptions, said.failed_transfers) == (0, 0)
-    assert said.transfers is None, "only context servers have such a count"
+    counts = reading_of(SGLANG)
+    assert counts[:6] == (2, 14, 0.08, 26, 16, 0) and (counts.preemptions, counts.failed_transfers) == (0, 0)
+    assert counts.transfers is None, "only context servers have such a count"
     context = SGLANG.replace("unified", "prefill")
     assert reading_of(context).transfers == 0
     sent = 'sglang:kv_transfer_latency_ms_count{engine_type="prefill",tp_rank="0"} 3.0\n'
@@ -141,8 +141,8 @@ def test_acceptance_by_position_of_vllm() -> None:
 def test_guesses_and_lost_transfers_are_doubtful() -> None:
     client = generation("a", 3, {"accepted_guesses": 5.0, "failed_transfers": 2.0, "cached_tokens": 7.0})
     result = {"per_instance": [client, {}]}
-    told = doubts(result, others_serve=True, speculation_forbidden=True, reuse_allowed=True)
-    assert [line.partition(",")[0] for line in told] == [
+    lines = doubts(result, others_serve=True, speculation_forbidden=True, reuse_allowed=True)
+    assert [line.partition(",")[0] for line in lines] == [
         "servers accepted 5 draft tokens",
         "2 transfers of KV caches failed: generation servers may have computed prompts again (generation"
         " server a: 2)",
@@ -170,11 +170,11 @@ def test_context_servers_count_the_transfers(sent: float | None, outcome: str | 
 
 def generation(url: str, n: int, counted: dict[str, float], may_recompute: bool = True) -> dict[str, Any]:
     """Return a client's result, whose server received `n` requests with KV caches."""
-    told = dict.fromkeys(("other_prompt_length", "other_answer_length", "short_answers", "retokenized"), 0)
+    zeros = dict.fromkeys(("other_prompt_length", "other_answer_length", "short_answers", "retokenized"), 0)
     server = {"url": url, "role": "generation", "model": "m", "owned": True, "may_recompute": may_recompute}
     server |= {"handed_over": n, "prompt_tokens": 9, "generated_tokens": None, "counted": counted}
     sums = {f"server_{name}": value for name, value in counted.items()}
-    return {**told, **sums, "samples": n, "handed_over": n, "servers": [server]}
+    return {**zeros, **sums, "samples": n, "handed_over": n, "servers": [server]}
 
 
 @pytest.mark.parametrize(("counted", "is_doubtful"), [(29.0, True), (30.0, False), (60.0, False)])
@@ -209,13 +209,13 @@ def test_a_generation_server_without_counts() -> None:
 
 def test_context_servers_count_too() -> None:
     client = {"server_cached_tokens": 0.0, "server_context_cached_tokens": 16.0}
-    (told,) = doubts({"per_instance": [client]}, others_serve=True)
-    assert told.startswith("16 prompt tokens came from a server's prefix cache")
+    (line,) = doubts({"per_instance": [client]}, others_serve=True)
+    assert line.startswith("16 prompt tokens came from a server's prefix cache")
 
 
 @pytest.mark.parametrize("caches", [True, False])
 def test_a_server_that_caches_prompts(caches: bool) -> None:
-    """What it had cached before the test does not count; all of the test does, also if a reading is slow."""
+    """Cached tokens count from the start of the test, also if a reading is slow."""
     cached, first = [100.0], itertools.count()
 
     def metrics(request: Request) -> Reply:
@@ -234,16 +234,16 @@ def test_a_server_that_caches_prompts(caches: bool) -> None:
         core.flush()
         statistics = core.statistics()
     assert statistics["server_cached_tokens"] == 4 * 48 * caches
-    told = doubts({"per_instance": [statistics, {}]}, others_serve=True)
-    assert [line.partition(" came")[0] for line in told] == ["192 prompt tokens"] * caches
+    lines = doubts({"per_instance": [statistics, {}]}, others_serve=True)
+    assert [line.partition(" came")[0] for line in lines] == ["192 prompt tokens"] * caches
 
 
-def test_a_server_that_does_not_say_in_time() -> None:
-    """Nobody waits for long before the test, nor in it; afterwards the rank hears what ends the run."""
-    heard = itertools.count()
+def test_a_server_whose_counts_come_too_late() -> None:
+    """The test does not wait for the counts; afterwards the check of the run is called."""
+    calls = itertools.count()
 
     def meanwhile() -> None:
-        if next(heard) == 2:
+        if next(calls) == 2:
             raise LookupError("the server has ended")
 
     with (
@@ -251,13 +251,13 @@ def test_a_server_that_does_not_say_in_time() -> None:
         started(server) as core,
     ):
         core.check_run = meanwhile
-        assert "server_cached_tokens" not in core.statistics() and next(heard) == 0
+        assert "server_cached_tokens" not in core.statistics() and next(calls) == 0
         core.flush()
         with pytest.raises(LookupError, match="the server has ended"):
             core.statistics()
 
 
-def test_a_server_that_says_nothing_of_its_cache() -> None:
+def test_a_server_without_cache_counts() -> None:
     with ScriptedServer() as server, started(server) as core:
         core.enqueue(requests())
         Rows(core).until(4)
@@ -289,16 +289,16 @@ def test_a_server_that_ignores_min_tokens_or_ignore_eos(least: int, flags: int) 
         core.enqueue(requests(max_output=8, min_output=least, flags=flags))
         Rows(core).until(4)
         statistics = core.statistics()
-    told = doubts({"per_instance": [statistics]}, others_serve=True)
+    lines = doubts({"per_instance": [statistics]}, others_serve=True)
     is_short = least == 5 or flags > 0
-    assert [line.partition(" than")[0] for line in told] == ["4 answers had fewer tokens"] * is_short
+    assert [line.partition(" than")[0] for line in lines] == ["4 answers had fewer tokens"] * is_short
     assert statistics["short_answers"] == 4 * is_short
 
 
-def test_what_servers_were_checked_for() -> None:
-    """Also where it holds; what nobody counts is not known."""
-    told = dict.fromkeys(("other_prompt_length", "other_answer_length", "short_answers", "retokenized"), 0)
-    client = {**told, "samples": 5, "server_cached_tokens": 0.0, "server_accepted_guesses": 3.0}
+def test_checks_of_servers() -> None:
+    """A check that holds has an empty text; a check without counts has None."""
+    zeros = dict.fromkeys(("other_prompt_length", "other_answer_length", "short_answers", "retokenized"), 0)
+    client = {**zeros, "samples": 5, "server_cached_tokens": 0.0, "server_accepted_guesses": 3.0}
     assert server_checks({"per_instance": [client]}, speculation_forbidden=True) == {
         "no_cached_prompts": "",
         "no_failed_transfers": None,
@@ -312,8 +312,8 @@ def test_what_servers_were_checked_for() -> None:
     }
     text = server_checks({"per_instance": [{**client, "retokenized": 5}]}, reuse_allowed=True)
     assert text["token_counts"] is None and "no_cached_prompts" not in text and "no_guesses" not in text
-    asked_by_others = server_checks({"per_instance": [{**client, "samples": 0}]})
-    assert asked_by_others["answer_lengths"] is None and asked_by_others["no_cached_prompts"] == ""
+    without_samples = server_checks({"per_instance": [{**client, "samples": 0}]})
+    assert without_samples["answer_lengths"] is None and without_samples["no_cached_prompts"] == ""
     assert server_checks({"per_instance": [{"samples": 5}]}) == {}
 
 

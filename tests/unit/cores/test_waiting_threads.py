@@ -25,7 +25,7 @@ print({name: os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUN
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("stated", "policy", "turns"),
+    ("variables", "policy", "turns"),
     [
         ({}, "PASSIVE", "1000"),
         ({"OMP_WAIT_POLICY": "active"}, "ACTIVE", "30000000000"),
@@ -33,20 +33,20 @@ print({name: os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUN
         ({"GOMP_SPINCOUNT": "7"}, "PASSIVE", "7"),
     ],
 )
-def test_they_spin_for_a_moment_unless_the_user_says_otherwise(
-    stated: dict[str, str], policy: str, turns: str
+def test_threads_spin_briefly_unless_the_user_sets_a_policy(
+    variables: dict[str, str], policy: str, turns: str
 ) -> None:
-    """Ranks share cores. What this process starts finds the user's choice."""
+    """Ranks share cores. Subprocesses get the user's environment."""
     names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
     env = {name: value for name, value in os.environ.items() if name not in names}
-    said = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", _LOADS],
         cwd=ROOT,
-        env=env | {"OMP_DISPLAY_ENV": "verbose"} | stated,
+        env=env | {"OMP_DISPLAY_ENV": "verbose"} | variables,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert said.stdout.strip() == str({name: stated.get(name) for name in names}), said.stderr
-    assert f"OMP_WAIT_POLICY = '{policy}'" in said.stderr
-    assert f"GOMP_SPINCOUNT = '{turns}'" in said.stderr
+    assert process.stdout.strip() == str({name: variables.get(name) for name in names}), process.stderr
+    assert f"OMP_WAIT_POLICY = '{policy}'" in process.stderr
+    assert f"GOMP_SPINCOUNT = '{turns}'" in process.stderr

@@ -74,7 +74,7 @@ def test_gather(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         (b'{"prompt": "cut', "not valid JSON.*truncated"),
         (b'{"prompt": "x"} {"prompt": "y"}\n', "not valid JSON"),
@@ -102,9 +102,9 @@ def test_gather(tmp_path: Path) -> None:
         ({"input_tokens": [2**70]}, "token ids are 0 to 255"),
     ],
 )
-def test_bad_line(tmp_path: Path, line: Any, says: str) -> None:
+def test_bad_line(tmp_path: Path, line: Any, message: str) -> None:
     file = write(tmp_path, {"prompt": "good"}, b"\n", line)
-    with pytest.raises(ConfigError, match=rf"data\.jsonl:3: .*{says}"):
+    with pytest.raises(ConfigError, match=rf"data\.jsonl:3: .*{message}"):
         load_dataset(file, BYTES)
 
 
@@ -202,7 +202,7 @@ def test_synthetic_lengths_are_clipped_and_fixed_ones_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"input_mean": 1e300}, "which does not fit max_seq_len 100"),
         ({"num_samples": 10**14}, "100000000000000 samples .--num_samples. do not fit the memory"),
@@ -213,8 +213,8 @@ def test_synthetic_lengths_are_clipped_and_fixed_ones_exact() -> None:
         ),
     ],
 )
-def test_bad_synthetic(change: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_bad_synthetic(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load_dataset(
             Synthetic(**{"input_mean": 10, "output_mean": 20, "num_samples": 5, **change}),
             BYTES,

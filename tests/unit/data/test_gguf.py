@@ -159,7 +159,7 @@ def test_llama_3_begins_with_a_bos_token(tmp_path: Path, pre: str, has_bos: bool
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"architecture": "falcon"}, "architecture 'falcon'"),
         ({"pre": "mystery"}, "'mystery'"),
@@ -170,9 +170,9 @@ def test_llama_3_begins_with_a_bos_token(tmp_path: Path, pre: str, has_bos: bool
         ({"extra_tensor": "blk.0.attn_q.bias"}, "'blk.0.attn_q.bias', which a llama model does not have"),
     ],
 )
-def test_convert_refuses_what_it_does_not_know(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+def test_convert_refuses_unknown_models(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     write_gguf(tmp_path / "m.gguf", llama_weights(), **change)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         convert(tmp_path / "m.gguf", tmp_path)
 
 

@@ -140,7 +140,7 @@ def test_a_folder_with_several_data_sets(tmp_path: Path) -> None:
         loader_of(tmp_path, WORKLOADS["llama3.1-8b"])
 
 
-def test_references_are_read_when_asked_for(tmp_path: Path) -> None:
+def test_references_are_read_on_request(tmp_path: Path) -> None:
     loader = PreprocessedLoader(frame(tmp_path), COLUMNS)
     assert loader.references() == {"gt_output": ["a", "b", "c", "d"]}
     with pytest.raises(

@@ -184,7 +184,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "says"),
+    ("file", "content", "message"),
     [
         ("tokenizer.json", b"{", "tokenizer.json is not a tokenizer"),
         (
@@ -209,9 +209,9 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
         ("chat_template.jinja", b"{{ messages.append(1) }}", "fails on these messages"),
     ],
 )
-def test_malformed(folder: Path, file: str, content: bytes, says: str) -> None:
+def test_malformed(folder: Path, file: str, content: bytes, message: str) -> None:
     (folder / file).write_bytes(content)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         load_tokenizer(folder).encode("x")
 
 

@@ -140,7 +140,7 @@ def test_a_section_may_be_a_list() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("executors: []", "executors: [] (a list); must be a mapping"),
         ("executors: [3]", "executors[0]: 3 (an integer); must be a mapping"),
@@ -149,10 +149,10 @@ def test_a_section_may_be_a_list() -> None:
         ("context_servers: [{}]", "lacks generation_servers; must have both"),
     ],
 )  # fmt: skip
-def test_a_wrong_list_is_named(text: str, said: str) -> None:
+def test_a_wrong_list_is_named(text: str, expected: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse(text)
-    assert said in str(error.value)
+    assert expected in str(error.value)
 
 
 def test_executors_make_an_aggregated_run() -> None:
@@ -389,31 +389,31 @@ def test_what_trtllm_takes_is_read(text: str, workers: int) -> None:
             plan(config, workers + 1)
 
 
-@pytest.mark.parametrize(("text", "said"), BAD)
-def test_bad_input_is_named(text: str, said: str) -> None:
+@pytest.mark.parametrize(("text", "expected"), BAD)
+def test_bad_input_is_named(text: str, expected: str) -> None:
     with pytest.raises(ConfigError) as raised:
         parse(text, "some.yaml")
     message = str(raised.value)
     assert message.startswith("some.yaml")
-    assert said in message
+    assert expected in message
     assert len(message) < 400
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [
         (b"\xff\xfe\x00executors", "byte 0 (0xff) is not UTF-8"),
         (b"", "empty"),
         (b"\x7fELF\x02\x01\x01\x00", "not valid YAML"),
     ],
 )
-def test_bad_files_are_named(tmp_path: Path, content: bytes, said: str) -> None:
+def test_bad_files_are_named(tmp_path: Path, content: bytes, expected: str) -> None:
     path = tmp_path / "disagg.yaml"
     path.write_bytes(content)
     with pytest.raises(ConfigError) as raised:
         load(str(path))
     assert str(path) in str(raised.value)
-    assert said in str(raised.value)
+    assert expected in str(raised.value)
 
 
 def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_flags_of_aggregated_mode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "world_size", "flags", "said"),
+    ("mode", "world_size", "flags", "expected"),
     [
         ("disaggregated", 1, {}, "world size: 1;"),
         (
@@ -113,12 +113,12 @@ def test_flags_of_aggregated_mode() -> None:
         ("disaggregated", 5, {"first_worker_port": 8000}, "hostname and port has the same address"),
     ],
 )
-def test_what_does_not_fit_is_named(
-    mode: str, world_size: int | None, flags: dict[str, Any], said: str
+def test_wrong_sizes_are_named(
+    mode: str, world_size: int | None, flags: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(ConfigError) as raised:
         generate(mode, world_size, **flags)
-    assert said in str(raised.value)
+    assert expected in str(raised.value)
 
 
 def test_flags_reach_the_file() -> None:

@@ -24,7 +24,7 @@ def test_a_row_for_each_rank() -> None:
     )
 
 
-def test_splits_are_said() -> None:
+def test_the_table_counts_splits() -> None:
     text = table(plan(generate("aggregated", 3, tensor_parallelism=2), 3, ["a", "a", "b"]))
     assert "1 TP group, 1 unavoidable split over nodes\n" in text
 
@@ -89,7 +89,7 @@ def test_ranges(numbers: list[int], text: str) -> None:
         ([2, 3, 7], "host h2 (ranks 2-3) and rank 7"),  # 7 has not joined
     ],
 )
-def test_a_list_of_ranks_says_where_they_are(ranks: list[int], text: str) -> None:
+def test_a_list_of_ranks_names_their_hosts(ranks: list[int], text: str) -> None:
     hosts = {rank: f"h{rank // 2 + 1}" for rank in range(7)}
     assert rank_list(ranks, hosts) == text
     assert rank_list(ranks, dict.fromkeys(range(7), "h1")) == rank_list(ranks)

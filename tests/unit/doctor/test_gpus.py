@@ -50,7 +50,7 @@ def test_the_devices() -> None:
         parse_devices("No devices were found\n")
 
 
-def test_no_gpu_says_why() -> None:
+def test_the_reason_for_no_gpu_is_reported() -> None:
     found = lines(GpuFacts((), "NVIDIA's driver is not loaded", "2.13.0+cpu", None))
     assert list(found) == ["GPUs"]
     assert found["GPUs"].status is Status.SKIPPED and "driver is not loaded" in found["GPUs"].text
@@ -76,6 +76,6 @@ def test_memory_errors_are_a_failure_and_a_cpu_build_a_warning() -> None:
     assert (found["GPU memory"].status, found["GPUs"].status) == (Status.FAILURE, Status.WARNING)
 
 
-def test_nvidia_smi_that_does_not_answer_is_said() -> None:
+def test_nvidia_smi_without_an_answer_is_reported() -> None:
     found = lines(GpuFacts((SEEN,), "", "2.13.0", True, unanswered="nvidia-smi: timed out"))
     assert found["GPU memory"] == Line("GPU memory", Status.SKIPPED, "nvidia-smi: timed out")

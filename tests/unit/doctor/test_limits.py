@@ -32,7 +32,7 @@ PLENTY = LimitFacts(
     cores=64,
     quota=None,
 )
-LEFT, SHOWN = (
+LEFT, LEFT_NAMES = (
     {"mpich_shm_1_0": 2 << 20, "sm_segment.h1.0.b1.0": 16 << 20},
     "mpich_shm_1_0, sm_segment.h1.0.b1.0",
 )
@@ -50,7 +50,7 @@ def test_with_plenty_nothing_is_wrong() -> None:
 
 
 @pytest.mark.parametrize(
-    ("check", "changes", "status", "says"),
+    ("check", "changes", "status", "expected"),
     [
         ("open files", {"open_files": (64, 4096)}, Status.WARNING, "ulimit -n 72 before"),
         ("open files", {"open_files": (64, 64)}, Status.WARNING, "hard limit is too low"),
@@ -69,9 +69,9 @@ def test_with_plenty_nothing_is_wrong() -> None:
         ("cores", {"quota": 1.5}, Status.WARNING, "fewer ranks"),
     ],
 )
-def test_each_limit(check: str, changes: dict[str, Any], status: Status, says: str) -> None:
+def test_each_limit(check: str, changes: dict[str, Any], status: Status, expected: str) -> None:
     line = lines(**changes)[check]
-    assert (line.status, says in line.advice) == (status, True), line
+    assert (line.status, expected in line.advice) == (status, True), line
 
 
 def test_what_a_node_has_is_judged_once_per_node() -> None:
@@ -150,7 +150,7 @@ def test_a_missing_c_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("cause", "changes", "says"),
+    ("cause", "changes", "expected"),
     [
         ("OSError: [Errno 24] Too many open files", {"open_files": (20, 20)}, "open files: at most 20"),
         (
@@ -165,9 +165,9 @@ def test_a_missing_c_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> N
         ("--max_seq_len 3: too short", {"shm": (1, 1)}, ""),
     ],
 )
-def test_a_failed_run_is_explained(cause: str, changes: dict[str, Any], says: str) -> None:
+def test_a_failed_run_is_explained(cause: str, changes: dict[str, Any], expected: str) -> None:
     found = explain(cause, lambda: PLENTY._replace(**changes))
-    assert found.startswith(says) and bool(found) == bool(says)
+    assert found.startswith(expected) and bool(found) == bool(expected)
 
 
 def test_a_port_that_is_taken_names_who_has_it(free_listener: Callable[[], socket.socket]) -> None:
@@ -191,9 +191,9 @@ def test_the_stack_of_a_killed_rank_does_not_blame_gpus(monkeypatch: pytest.Monk
     assert explain(cause, lambda: PLENTY) == ""
 
 
-def test_what_killed_programs_left_is_named() -> None:
-    told = lines(left=LEFT)["left memory"].text
-    assert told == "19 MB in /dev/shm that no process here has: mpich_shm_1_0, sm_segment.h1.0.b1.0"
+def test_memory_left_by_killed_programs_is_named() -> None:
+    text = lines(left=LEFT)["left memory"].text
+    assert text == "19 MB in /dev/shm that no process here has: mpich_shm_1_0, sm_segment.h1.0.b1.0"
 
 
 def test_a_shared_folder(tmp_path: Path) -> None:

@@ -25,19 +25,19 @@ def test_nothing_is_left_of_cancelled_requests(disaggregated: bool, timed: bool,
     Ids that are used again are not taken for others.
     """
     world = World(seed, disaggregated, **({"ttft_ms": 0.001, "tpot_ms": 0.001} if timed else {}))
-    chance, asked = world.chance, list[tuple[PendingResponse, list[int], int]]()
+    chance, sent = world.chance, list[tuple[PendingResponse, list[int], int]]()
     for _ in range(n):
         prompt, n_output = (
             [chance.randrange(1000) for _ in range(chance.randrange(1, 5))],
             chance.randrange(1, 9),
         )
-        asked.append((world.ask(prompt, n_output, chance.random() < 0.7), prompt, n_output))
+        sent.append((world.ask(prompt, n_output, chance.random() < 0.7), prompt, n_output))
         for _ in range(chance.randrange(40)):
             world.turn()
         if chance.random() < 0.5:
-            world.open.give_up(chance.choice(asked)[0])
+            world.open.give_up(chance.choice(sent)[0])
     world.settle()
-    for answer, prompt, n_output in asked:
+    for answer, prompt, n_output in sent:
         assert answer.ended and not answer.failed
         expected = whole(prompt, n_output)
         assert (

@@ -29,9 +29,9 @@ async def gone(reader: asyncio.StreamReader) -> bool:
     return True
 
 
-@pytest.mark.parametrize("says", [b"", HEAD, HEAD + b"\r\n" + BODY[:-1]])
-def test_who_has_waited_longest_for_a_whole_request_makes_room(says: bytes) -> None:
-    """Whether it has said nothing, half of the headers or half of the body."""
+@pytest.mark.parametrize("data", [b"", HEAD, HEAD + b"\r\n" + BODY[:-1]])
+def test_the_connection_with_the_oldest_incomplete_request_is_closed(data: bytes) -> None:
+    """Its client has sent nothing, half of the headers or half of the body."""
 
     async def test() -> None:
         async with api(connections=Connections(MOST)) as a:
@@ -39,7 +39,7 @@ def test_who_has_waited_longest_for_a_whole_request_makes_room(says: bytes) -> N
             strangers = []
             for _ in range(2 * MOST):
                 reader, writer = await asyncio.open_connection(host, int(port))
-                writer.write(says)
+                writer.write(data)
                 strangers.append((reader, writer))
                 await a.answer("/v1/completions", prompt="hi", max_tokens=2)
             assert await gone(strangers[0][0])

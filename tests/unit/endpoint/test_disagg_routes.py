@@ -52,8 +52,8 @@ def generation_server(seal: Seal) -> DisaggRoutes:
 
 def fetched(routes: DisaggRoutes, state: object, prompt: Any = PROMPT, first: int = FIRST) -> Arrival:
     params = {"encoded_opaque_state": state, "first_gen_tokens": [first]}
-    asked: Any = SimpleNamespace(disaggregated=params)
-    return asyncio.run(routes.fetch(asked, prompt, SERVED))
+    request: Any = SimpleNamespace(disaggregated=params)
+    return asyncio.run(routes.fetch(request, prompt, SERVED))
 
 
 def test_a_forged_state_sends_nothing_anywhere() -> None:
@@ -122,7 +122,7 @@ def test_a_cache_is_bound_to_its_request() -> None:
         assert arrival.first_token == FIRST and np.array_equal(arrival.cache, cache)
 
 
-def test_what_listens_elsewhere_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_error_does_not_reveal_other_listeners(caplog: pytest.LogCaptureFixture) -> None:
     messages = []
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.settimeout(5.0)
@@ -142,18 +142,18 @@ def test_what_listens_elsewhere_is_not_told(caplog: pytest.LogCaptureFixture) ->
     assert "did not come" in caplog.text and "Connection refused" in caplog.text
 
 
-def test_a_server_that_says_nothing_leaves_threads_to_others() -> None:
-    """Also when those who asked for its caches have gone."""
+def test_a_silent_server_leaves_threads_to_others() -> None:
+    """Also after the requests for its caches are cancelled."""
     cache = np.arange(len(PROMPT), dtype=np.uint8)
     seal = Seal("ours")
     routes = DisaggRoutes("generation", "it", KvFormat("any", 1), "localhost", None, {}, 10.0, seal)
 
     async def fetch(port: int, key: str = STATE.key) -> Arrival:
         state = seal.write(dataclasses.replace(STATE, port=port, key=key))
-        asked: Any = SimpleNamespace(
+        request: Any = SimpleNamespace(
             disaggregated={"encoded_opaque_state": state, "first_gen_tokens": [FIRST]}
         )
-        return await routes.fetch(asked, PROMPT, SERVED)
+        return await routes.fetch(request, PROMPT, SERVED)
 
     async def test(silent: int, store: KvStore) -> None:
         for _ in range(2):
@@ -224,14 +224,14 @@ def test_requests_wait_for_room_in_turn(monkeypatch: pytest.MonkeyPatch) -> None
     assert served == list(range(9))
 
 
-def test_who_waits_too_long_for_room_is_told_so() -> None:
+def test_a_request_that_waits_too_long_for_capacity_gets_429() -> None:
     store = KvStore("127.0.0.1", 5.0)
     routes = DisaggRoutes("context", "it", KvFormat("any", 1), "localhost", store, {}, 0.05, Seal(None))
     routes.began(PendingResponse(0, 1))
 
     async def two() -> list[Any]:
-        asks = routes.wait_for_capacity(), routes.wait_for_capacity()
-        return list(await asyncio.gather(*asks, return_exceptions=True))
+        waits = routes.wait_for_capacity(), routes.wait_for_capacity()
+        return list(await asyncio.gather(*waits, return_exceptions=True))
 
     try:
         found = asyncio.run(two())

@@ -97,7 +97,7 @@ def test_several_prompts_of_one_body(disaggregated: bool) -> None:
 
 @BOTH
 def test_several_answers_to_each_prompt(disaggregated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each answer is a request with a seed of its own; a prompt's tokens count once."""
+    """Each answer is a request with its own seed; a prompt's tokens count once."""
 
     async def test() -> None:
         async with api(disaggregated) as a:
@@ -112,8 +112,8 @@ def test_several_answers_to_each_prompt(disaggregated: bool, monkeypatch: pytest
             body: dict[str, Any] = {"max_tokens": 3, "n": 2, "seed": 2**32 - 1, "return_token_ids": True}
             made = await a.answer("/v1/completions", prompt=[[5, 6], [7]], **body)
             assert rows == [(2**32 - 1, [5, 6]), (0, [5, 6]), (2**32 - 1, [7]), (0, [7])]
-            told = [(choice["index"], choice["token_ids"]) for choice in made["choices"]]
-            assert told == [(i, whole(prompt, 3)) for i, (_, prompt) in enumerate(rows)]
+            answers = [(choice["index"], choice["token_ids"]) for choice in made["choices"]]
+            assert answers == [(i, whole(prompt, 3)) for i, (_, prompt) in enumerate(rows)]
             assert made["usage"] == {"prompt_tokens": 3, "completion_tokens": 12, "total_tokens": 15}
             chat = {
                 "messages": [{"role": "user", "content": "hi"}],

@@ -85,7 +85,7 @@ WRONG_MESSAGES: list[Any] = [
 
 
 @ROUTES
-def test_what_is_wrong_is_said(path: str) -> None:
+def test_wrong_parameters_are_named(path: str) -> None:
     """The answer has status 400 and the parameter's name, and nothing is left behind."""
 
     async def test() -> None:
@@ -133,8 +133,8 @@ def test_what_is_wrong_is_said(path: str) -> None:
     run(test)
 
 
-def test_a_shorter_limit_of_prompts_is_told() -> None:
-    """Where a prompt must fit one step, the model's card says so beside the whole context."""
+def test_a_shorter_limit_of_prompts_is_in_the_model_card() -> None:
+    """If a prompt must fit one step, the card has this limit beside the context length."""
 
     async def test() -> None:
         limits = PromptLimits(vocab_size=256, max_seq_len=200, max_prompt_len=100)
@@ -295,8 +295,8 @@ def test_a_body_that_does_not_come() -> None:
     run(test)
 
 
-def test_who_sends_bodies_slowly_does_not_keep_others_out() -> None:
-    """The largest of those that are not whole makes room; what has come is counted, not what is announced."""
+def test_slow_bodies_do_not_block_other_clients() -> None:
+    """The largest incomplete body is refused; received bytes count, not the announced length."""
 
     async def test() -> None:
         async with api(max_body_bytes=100_000) as a:
@@ -310,12 +310,14 @@ def test_who_sends_bodies_slowly_does_not_keep_others_out() -> None:
             await a.until(lambda: a.service.guard._n_bytes > most - 100_000)
             await a.answer("/v1/completions", prompt="x" * 150, max_tokens=2)
             assert a.service.guard._n_bytes <= most
-            n_told = 0
+            n_refused = 0
             for reader, writer in strangers:
                 with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
-                    n_told += (await asyncio.wait_for(reader.readline(), 0.05)).startswith(b"HTTP/1.1 429 ")
+                    n_refused += (await asyncio.wait_for(reader.readline(), 0.05)).startswith(
+                        b"HTTP/1.1 429 "
+                    )
                 writer.close()
-            assert n_told >= 20
+            assert n_refused >= 20
             await a.idle()
             assert a.service.guard._n_bytes == 0 and not a.service.guard._arriving
 
@@ -550,7 +552,7 @@ def test_metrics() -> None:
 
 
 @BOTH
-def test_times_of_requests_are_told_once_and_of_the_last_ones_only(disaggregated: bool) -> None:
+def test_times_of_the_last_requests_are_reported_once(disaggregated: bool) -> None:
     """The dummy core reports no times of its own: tests/e2e/test_serve.py has a core that does."""
 
     async def test() -> None:
@@ -561,9 +563,9 @@ def test_times_of_requests_are_told_once_and_of_the_last_ones_only(disaggregated
                     assert response.status == 200
             await a.idle()
             async with a.session.get(f"{a.base}/perf_metrics") as response:
-                told = await response.json()
-            assert [one["request_id"] for one in told] == ["r2", "r3", "r4"]
-            for one in told:
+                metrics = await response.json()
+            assert [one["request_id"] for one in metrics] == ["r2", "r3", "r4"]
+            for one in metrics:
                 times = one["perf_metrics"]["timing_metrics"]
                 order = ["server_arrival_time", "arrival_time", "first_token_time", "last_token_time"]
                 assert sorted(order, key=times.__getitem__) == order
@@ -581,9 +583,9 @@ def test_times_of_requests_are_told_once_and_of_the_last_ones_only(disaggregated
             await a.idle()
             async with a.session.get(f"{a.base}/perf_metrics") as response:
                 (one,) = await response.json()
-            told = one["perf_metrics"]["timing_metrics"]
-            assert told["server_arrival_time"] > clock["transmit_ts"] + 3600 > times["last_token_time"]
-            assert told["first_scheduled_time"] is None
+            metrics = one["perf_metrics"]["timing_metrics"]
+            assert metrics["server_arrival_time"] > clock["transmit_ts"] + 3600 > times["last_token_time"]
+            assert metrics["first_scheduled_time"] is None
         async with api(disaggregated) as a:
             await a.answer("/v1/completions", prompt="hello", max_tokens=4)
             async with a.session.get(f"{a.base}/perf_metrics") as response:
@@ -594,8 +596,8 @@ def test_times_of_requests_are_told_once_and_of_the_last_ones_only(disaggregated
 
 @ROUTES
 @pytest.mark.parametrize("streams", [False, True])
-def test_what_another_server_says_is_passed_on(path: str, streams: bool) -> None:
-    """With its status, also of a stream, whose head has not left then."""
+def test_a_refusal_of_another_server_is_passed_on(path: str, streams: bool) -> None:
+    """The status is also the same: a stream has not sent its headers by then."""
 
     async def test() -> None:
         async with api() as a:

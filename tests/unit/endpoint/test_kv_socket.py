@@ -161,7 +161,7 @@ def test_a_server_that_is_gone(store: KvStore) -> None:
         (None, "did not come in time"),
     ],
 )
-def test_a_server_that_breaks_off_or_says_nothing(sent: bytes | None, message: str) -> None:
+def test_a_server_that_breaks_off_or_is_silent(sent: bytes | None, message: str) -> None:
     over = threading.Event()
 
     def serve(listening: socket.socket) -> None:

@@ -88,11 +88,11 @@ def test_metrics() -> None:
             async with it.session.get(f"{it.base}/metrics") as response:
                 assert response.content_type == "text/plain"
                 lines = (await response.text()).splitlines()
-            told = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+            values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
 
             def value(name: str, *labels: str) -> float:
                 every = ",".join(('server_role="leader"', *labels))
-                return float(told[f"mpillm:{name}{{{every}}}"])
+                return float(values[f"mpillm:{name}{{{every}}}"])
 
             assert [value("http_responses_total", f'status="{n}"') for n in (200, 500, 503)] == [2, 1, 1]
             assert value("num_requests_running") == 0
@@ -101,7 +101,7 @@ def test_metrics() -> None:
             for i, (kind, n, up) in enumerate((("context", 4, 1), ("generation", 3, 0))):
                 server = f'{{server="http://{it.servers[i].address}",kind="{kind}"}}'
                 names = ("server_requests_total", "server_requests_running", "server_up")
-                assert [float(told[f"mpillm:{name}{server}"]) for name in names] == [n, 0, up]
+                assert [float(values[f"mpillm:{name}{server}"]) for name in names] == [n, 0, up]
 
     asyncio.run(run())
 
@@ -145,13 +145,13 @@ def test_a_host_that_does_not_answer_is_named_and_others_get_its_requests(
         async with led([context, context]) as it:
             request, unreachable = ClientSession.request, it.servers[0].address
 
-            def asks(session: ClientSession, method: str, url: str, **words: Any) -> Any:
+            def request_or_timeout(session: ClientSession, method: str, url: str, **words: Any) -> Any:
                 if unreachable in url:
                     raise ConnectionTimeoutError(f"Connection timeout to host {url}")
                 return request(session, method, url, **words)
 
             with monkeypatch.context() as patch:
-                patch.setattr(ClientSession, "request", asks)
+                patch.setattr(ClientSession, "request", request_or_timeout)
                 for _ in range(2):
                     service = await ClientSession.post(it.session, f"{it.base}/v1/completions", json=BODY)
                     assert service.status == 200
@@ -185,7 +185,9 @@ def test_a_server_that_is_gone_is_named_and_others_get_its_requests() -> None:
 
 
 @pytest.mark.parametrize(("max_retries", "status"), [(0, 503), (1, 503), (2, 200), (None, 200)])
-def test_as_many_other_servers_are_asked_as_the_yaml_says(max_retries: int | None, status: int) -> None:
+def test_the_yaml_limits_the_number_of_other_servers_that_are_tried(
+    max_retries: int | None, status: int
+) -> None:
     async def run() -> None:
         async with led([context] * 3, max_retries=max_retries) as it:
             for server in it.servers[:2]:
@@ -239,7 +241,7 @@ def test_a_server_that_fails(kind: str, reply: Reply, status: int, message: str)
 
 @pytest.mark.parametrize("kind", ["context", "generation"])
 def test_a_server_that_names_another_address_sends_nothing_there(kind: str) -> None:
-    """A redirection would have the leader send prompts, and the key, to whatever a server says."""
+    """A redirection would have the leader send prompts, and the key, to any address."""
 
     async def run() -> None:
         with ScriptedServer(others={"/health": says(plain({}))}) as elsewhere:
@@ -375,7 +377,7 @@ def test_a_stream_without_end_is_given_up(
     ],
 )
 def test_bodies_that_are_refused(body: Any, message: str) -> None:
-    """No server is asked: it would keep a KV cache that nobody fetches."""
+    """No server gets a request: it would keep a KV cache that nobody fetches."""
 
     async def run() -> None:
         async with led() as it:
@@ -396,7 +398,7 @@ def test_servers_that_are_not_ready_in_time_are_known() -> None:
     asyncio.run(run())
 
 
-def test_the_key_is_asked_for_before_a_body_is_read() -> None:
+def test_the_key_is_checked_before_a_body_is_read() -> None:
     async def run() -> None:
         async with led(guard=Guard("sesame", 1000)) as it:
             for path, status in (

@@ -40,7 +40,7 @@ def give_logprobs(world: World) -> None:
     assert isinstance(frontend, Frontend)
     mailbox = frontend._mailbox
     deliver: Callable[[Batch], None] = mailbox.deliver
-    told: dict[int, int] = {}  # by id, of those that generate
+    n_sent: dict[int, int] = {}  # by id, of those that generate
 
     def add(batch: Batch) -> None:
         parts: list[tuple[int, list[int], int]] = []
@@ -48,14 +48,14 @@ def give_logprobs(world: World) -> None:
             id_, flags, tokens = int(one.rows["id"][0]), int(one.rows["flags"][0]), one.tokens.tolist()
             wants = world.open._answers[id_].wants_logprobs
             if wants and tokens and flags & (FIRST | FINAL | PARTIAL):
-                at = 0 if flags & FIRST else told.get(id_, 1)
+                at = 0 if flags & FIRST else n_sent.get(id_, 1)
                 new = tokens if not flags & FINAL else tokens[at:]
                 numbers = [made_of(at + i, token, wants - 1) for i, token in enumerate(new)]
                 if new:
                     parts.append((id_, [at, *(n for row in numbers for n in row)], ResponseFlag.LOGPROBS))
-                told[id_] = max(told.get(id_, 1), at + len(new))
+                n_sent[id_] = max(n_sent.get(id_, 1), at + len(new))
                 if flags & FINAL:
-                    del told[id_]
+                    del n_sent[id_]
             parts.append((id_, tokens, flags))
         rows = np.array([(id_, len(numbers), flags) for id_, numbers, flags in parts], RESPONSE)
         deliver(Batch(rows, np.array([n for _, numbers, _ in parts for n in numbers], np.int32)))
@@ -76,16 +76,16 @@ def test_of_a_completion(disaggregated: bool, stream: bool, k: int) -> None:
                 body = {"prompt": [1, 2, 3], "max_tokens": 6, "logprobs": k, "return_token_ids": True}
                 parts = await choices(a, "/v1/completions", body, stream)
                 assert [token for part in parts for token in part["token_ids"]] == tokens
-                told = {
+                joined = {
                     name: [one for part in parts for one in part["logprobs"][name]]
                     for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs")
                 }
                 letters = [chr(ord("a") + token % 26) for token in tokens]
-                assert told["tokens"] == letters
-                assert told["token_logprobs"] == [-0.5 - i for i in range(6)]
-                assert told["text_offset"] == [*range(6)]
+                assert joined["tokens"] == letters
+                assert joined["token_logprobs"] == [-0.5 - i for i in range(6)]
+                assert joined["text_offset"] == [*range(6)]
                 expected = {chr(ord("a") + (tokens[1] + 1 + i) % 26): -0.25 * (1 + i) - 1 for i in range(k)}
-                assert told["top_logprobs"][1] == {**expected, letters[1]: -1.5}
+                assert joined["top_logprobs"][1] == {**expected, letters[1]: -1.5}
             await a.idle()
 
     run(test)

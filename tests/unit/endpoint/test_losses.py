@@ -65,11 +65,11 @@ def test_every_request_is_answered_once_whatever_is_lost_and_when(
     for seed in range(15):
         world = LosingWorld(seed, disaggregated, **({"ttft_ms": 0.001, "tpot_ms": 0.001} if timed else {}))
         to_lose = deque(lost)
-        asked: list[tuple[list[int], int, PendingResponse]] = []
+        sent: list[tuple[list[int], int, PendingResponse]] = []
         for i in itertools.count():
             if i < 40:
                 prompt, n = [seed + 1, i + 1, 7], world.chance.randrange(1, 6)
-                asked.append((prompt, n, world.ask(prompt, n, stream=bool(i % 2))))
+                sent.append((prompt, n, world.ask(prompt, n, stream=bool(i % 2))))
             elif not to_lose:
                 break
             for _ in range(world.chance.randrange(6)):
@@ -77,7 +77,7 @@ def test_every_request_is_answered_once_whatever_is_lost_and_when(
             if to_lose and world.chance.random() < 0.06:
                 world.lose(to_lose.popleft())
         world.settle()
-        for prompt, n, answer in asked:
+        for prompt, n, answer in sent:
             assert answer.ended and not answer.failed, (seed, answer.id)
             assert answer.tokens == whole(prompt, n), seed
             assert answer.released
@@ -85,32 +85,32 @@ def test_every_request_is_answered_once_whatever_is_lost_and_when(
 
 
 def test_cancelled_requests_of_a_lost_instance() -> None:
-    """Their ids come back once, whichever message the loss has swallowed."""
+    """Their ids are freed once, whichever message is lost."""
     for seed in range(60):
         world = LosingWorld(seed, False, ttft_ms=0.001, tpot_ms=0.001)
-        asked = [([i + 1], 5, world.ask([i + 1], 5, stream=bool(i % 2))) for i in range(12)]
-        for _, _, answer in asked:
+        sent = [([i + 1], 5, world.ask([i + 1], 5, stream=bool(i % 2))) for i in range(12)]
+        for _, _, answer in sent:
             for _ in range(world.chance.randrange(8)):
                 world.turn()
             if world.chance.random() < 0.5:
                 world.open.give_up(answer)
-            if answer is asked[world.chance.randrange(12)][2] and world.left == 2:
+            if answer is sent[world.chance.randrange(12)][2] and world.left == 2:
                 world.lose(0)
         if world.left == 2:
             world.lose(0)
         world.settle()
-        for prompt, n, answer in asked:
+        for prompt, n, answer in sent:
             assert answer.ended and answer.released, seed
             assert answer.cancelled or answer.tokens == whole(prompt, n)
         world.check_unused()
 
 
 def test_a_stream_goes_on_where_it_was() -> None:
-    told: list[int] = []
+    received: list[int] = []
     answer = PendingResponse(0, 3)
     for rows in ([1], [2], [3]):
-        answer.add(rows, 1 if not told else 32)
-        told += rows
+        answer.add(rows, 1 if not received else 32)
+        received += rows
     assert answer.tokens == [1, 2, 3]
     answer.begin_again()
     answer.add([2, 3], 32)  # of a generation instance, before the context instance's first token
@@ -135,10 +135,10 @@ def test_a_stream_that_comes_otherwise_the_second_time_is_an_error(rows: list[tu
     assert answer.tokens == [1, 2]
 
 
-def test_a_lost_instance_that_owes_something_is_a_failure_of_the_leader() -> None:
-    """It should owe nothing: a mistake there ends the run with its name instead of waiting for ever."""
+def test_a_lost_instance_with_outstanding_requests_is_a_failure_of_the_leader() -> None:
+    """If a lost instance still has outstanding requests, the run ends with an error instead of waiting."""
     world = LosingWorld(0, False, ttft_ms=3_600_000.0)
-    asked = world.ask([1, 2], 3, stream=False)
+    answer = world.ask([1, 2], 3, stream=False)
     world.settle()
     (holder,) = (instance for instance, n in world.leader.outstanding_by_instance().items() if n)
     world.leader._lost.add(holder)
@@ -146,4 +146,4 @@ def test_a_lost_instance_that_owes_something_is_a_failure_of_the_leader() -> Non
         world.leader._check_stalls(time.monotonic() + 301)
     (failure,) = error.value.failures
     assert failure.rank == 1 and f"instance {holder} " in failure.cause
-    assert not asked.ended
+    assert not answer.ended

@@ -16,7 +16,7 @@ from mpillm.endpoint.open_requests import PendingResponse
 from mpillm.endpoint.protocol import CompletionRequest, ServedModel, encode, read, render
 from mpillm.endpoint.shapes import usage
 from tests.helpers.http_api import ROUTES, api, run
-from tests.helpers.http_api import asked as asked_for
+from tests.helpers.http_api import asked as body_for
 from tests.helpers.vllm_parameters import CHAT, COMPLETION, MESSAGE, SAME, STREAM_OPTIONS
 
 SERVED = ServedModel(("m",), ByteTokenizer(), PromptLimits(256, 64), seed=0, gives_logprobs=True)
@@ -26,7 +26,7 @@ CASES = [(chat, name) for chat, names in ((False, COMPLETION), (True, CHAT)) for
 WITHOUT_EFFECT = {"spaces_between_special_tokens", "parallel_tool_calls"}
 
 
-def asked(chat: bool, **more: Any) -> CompletionRequest:
+def request_of(chat: bool, **more: Any) -> CompletionRequest:
     return read(json.dumps(PLAIN[chat] | more).encode(), chat, SERVED)
 
 
@@ -35,12 +35,12 @@ def test_each_parameter_has_an_effect_or_is_refused(chat: bool, name: str) -> No
     neutral, effective = (CHAT if chat else COMPLETION)[name]
     base = {"logprobs": True if chat else 1} if name == "top_logprobs" else {}
     if neutral is not SAME:
-        assert asked(chat, **base | {name: neutral}) == asked(chat, **base)
+        assert request_of(chat, **base | {name: neutral}) == request_of(chat, **base)
     if effective is SAME:
         assert name in WITHOUT_EFFECT
         return
     try:
-        assert asked(chat, **base | {name: effective}) != asked(chat, **base)
+        assert request_of(chat, **base | {name: effective}) != request_of(chat, **base)
     except ApiError as error:
         assert (error.status, error.param) == (404 if name == "model" else 400, name)
         assert name in str(error)
@@ -48,59 +48,59 @@ def test_each_parameter_has_an_effect_or_is_refused(chat: bool, name: str) -> No
 
 def test_functions_that_the_request_forbids_have_no_effect() -> None:
     functions = [{"type": "function", "function": {"name": "f"}}]
-    assert asked(True, functions=functions, function_call="none") == asked(True)
+    assert request_of(True, functions=functions, function_call="none") == request_of(True)
     with pytest.raises(ApiError, match="functions"):
-        asked(True, functions=functions, function_call="auto")
-    assert asked(True, tools=functions, tool_choice="none") == asked(True)
+        request_of(True, functions=functions, function_call="auto")
+    assert request_of(True, tools=functions, tool_choice="none") == request_of(True)
     for more in ({}, {"tool_choice": "auto"}):
-        assert asked(True, tools=functions, **more).tools == functions
+        assert request_of(True, tools=functions, **more).tools == functions
     for tools in ("f", ["f"], {"f": 1}):
         with pytest.raises(ApiError, match="tools"):
-            asked(True, tools=tools)
+            request_of(True, tools=tools)
 
 
 def test_a_chat_template_receives_tools_and_their_calls() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "1", "content": "2"}
-    request = asked(True, messages=[HELLO, answer, result])
+    request = request_of(True, messages=[HELLO, answer, result])
     assert request.messages == [HELLO, answer | {"content": ""}, result]
     several: tuple[Any, ...] = ("f", ["f"], [{}], [{"function": {}}])
     for wrong in several:
         with pytest.raises(ApiError, match="tool_calls must be an array"):
-            asked(True, messages=[HELLO, {"role": "assistant", "content": "", "tool_calls": wrong}])
+            request_of(True, messages=[HELLO, {"role": "assistant", "content": "", "tool_calls": wrong}])
 
 
 @pytest.mark.parametrize("name", MESSAGE)
 def test_each_part_of_a_message_has_an_effect_or_is_refused(name: str) -> None:
     neutral, effective = MESSAGE[name]
     if neutral is not SAME:
-        assert asked(True, messages=[HELLO | {name: neutral}]) == asked(True)
+        assert request_of(True, messages=[HELLO | {name: neutral}]) == request_of(True)
     try:
-        assert asked(True, messages=[HELLO | {name: effective}]) != asked(True)
+        assert request_of(True, messages=[HELLO | {name: effective}]) != request_of(True)
     except ApiError as error:
         assert (error.status, error.param) == (400, "messages") and name in str(error)
 
 
 def test_options_of_a_stream() -> None:
-    """They need a stream, and the usage of each chunk needs the usage at all."""
+    """They need a stream; usage in each chunk also needs `include_usage`."""
     for name, (neutral, effective) in STREAM_OPTIONS.items():
-        assert asked(False, stream_options={name: neutral}) == asked(False)
+        assert request_of(False, stream_options={name: neutral}) == request_of(False)
         others = {other: True for other in STREAM_OPTIONS if other != name}
-        assert asked(False, stream_options=others | {name: effective}) != asked(
+        assert request_of(False, stream_options=others | {name: effective}) != request_of(
             False, stream_options=others | {name: neutral}
         )
         with pytest.raises(ApiError) as error:
-            asked(False, stream=False, stream_options={name: effective})
+            request_of(False, stream=False, stream_options={name: effective})
         assert (error.value.status, error.value.param) == (400, "stream_options")
-    assert not asked(False, stream_options={"continuous_usage_stats": True}).continuous_usage
-    assert asked(False, stream=False, stream_options={}) == asked(False, stream=False)
+    assert not request_of(False, stream_options={"continuous_usage_stats": True}).continuous_usage
+    assert request_of(False, stream=False, stream_options={}) == request_of(False, stream=False)
 
 
 @pytest.mark.parametrize("value", ["", "a b", "a" * 129, "é", 5])
 def test_an_id_that_no_header_may_have(value: Any) -> None:
     with pytest.raises(ApiError) as error:
-        asked(False, request_id=value)
+        request_of(False, request_id=value)
     assert (error.value.status, error.value.param) == (400, "request_id")
 
 
@@ -108,7 +108,7 @@ def test_booleans_are_not_numbers() -> None:
     """In Python 1 equals True and 0 equals False."""
     for name, value in (("min_p", False), ("best_of", True), ("echo", 0), ("add_generation_prompt", 1)):
         with pytest.raises(ApiError):
-            asked(True, **{name: value})
+            request_of(True, **{name: value})
 
 
 class Framed(ByteTokenizer):
@@ -138,12 +138,12 @@ def test_special_tokens_around_a_prompt(chat: bool) -> None:
 
 
 def test_cached_tokens_in_usage() -> None:
-    """They are those of each prompt once, and left out where an instance did not report them."""
+    """Each prompt counts once. Without a report of an instance, the field is left out."""
 
     def choice(i: int, cached: int | None) -> Choice:
         answer = PendingResponse.of(40, [1, 2])
         answer.cached = cached
-        return Choice(i, answer, np.zeros(40, np.int32), 2, asked(False), SERVED)
+        return Choice(i, answer, np.zeros(40, np.int32), 2, request_of(False), SERVED)
 
     choices = [choice(i, cached) for i, cached in enumerate([32, 16, 0, 32])]
     assert usage(choices, 2)["prompt_tokens_details"] == {"cached_tokens": 32}
@@ -158,7 +158,7 @@ def test_the_id_of_a_request(path: str) -> None:
     async def test() -> None:
         async with api() as a:
             for headers, expected in (({}, "mine"), ({"X-Request-Id": "theirs"}, "theirs")):
-                body = asked_for(path) | {"request_id": "mine", "max_tokens": 2}
+                body = body_for(path) | {"request_id": "mine", "max_tokens": 2}
                 async with await a.post(path, body, **headers) as response:
                     made = await response.json()
                     assert made["id"].partition("-")[2] == response.headers["X-Request-Id"] == expected

@@ -27,14 +27,14 @@ SERVED = ServedModel(("m",), ByteTokenizer(), PromptLimits(256, 64), max_output_
 def test_any_body(body: Any, chat: bool) -> None:
     """A body that is understood fits a row of REQUEST; one that is refused gets a reason in JSON."""
     try:
-        asked = read(json.dumps(body).encode(), chat, SERVED)
-        prompts = encode(render(asked, SERVED), SERVED)
+        request = read(json.dumps(body).encode(), chat, SERVED)
+        prompts = encode(render(request, SERVED), SERVED)
     except ApiError as error:
-        said = json.loads(json.dumps(error.body()).encode())["error"]
-        assert error.status in (400, 404) and said["message"] and said["type"]
+        details = json.loads(json.dumps(error.body()).encode())["error"]
+        assert error.status in (400, 404) and details["message"] and details["type"]
         return
     rows = np.zeros(1, REQUEST)
-    for name, value in asked.row.items():
+    for name, value in request.row.items():
         rows[name] = value
     (row,) = rows
     assert row["temperature"] == 0 or 0.0099 < row["temperature"] <= 100
@@ -51,7 +51,7 @@ def test_any_bytes(data: bytes) -> None:
     assert error.value.status == 400
 
 
-def test_what_is_asked_for_reaches_the_row() -> None:
+def test_parameters_reach_the_row() -> None:
     body = {
         "prompt": "x",
         "temperature": 0.5,
@@ -62,10 +62,10 @@ def test_what_is_asked_for_reaches_the_row() -> None:
         "stream": True,
         "max_tokens": 5,
     }
-    asked = read(json.dumps(body).encode(), False, SERVED)
-    flags = RequestFlag(int(asked.row["flags"]))
+    request = read(json.dumps(body).encode(), False, SERVED)
+    flags = RequestFlag(int(request.row["flags"]))
     assert flags == RequestFlag.IGNORE_END | RequestFlag.IGNORE_STOP | RequestFlag.STREAM
-    row = asked.row
+    row = request.row
     assert (row["temperature"], row["top_k"], row["top_p"], row["seed"]) == (0.5, 7, 0.25, 0xFFFFFFFF)
     plain = read(b'{"prompt": "x"}', False, SERVED)
     assert (
@@ -98,11 +98,11 @@ def test_more_min_tokens_than_a_chat_may_have() -> None:
 
 
 def test_whole_numbers_with_a_point() -> None:
-    """JSON tells no difference between 5 and 5.0, and some clients write all numbers with a point."""
+    """JSON does not distinguish 5 from 5.0, and some clients write all numbers with a point."""
     body = {"prompt": [81, 212.0], "max_tokens": 5.0, "seed": 7.0, "n": 2.0, "stop_token_ids": [9.0]}
-    asked = read(json.dumps(body).encode(), False, SERVED)
-    assert (asked.prompts, asked.max_tokens, asked.n) == ([[81, 212]], 5, 2)
-    assert asked.row["seed"] == 7 and asked.stop_token_ids == {9}
+    request = read(json.dumps(body).encode(), False, SERVED)
+    assert (request.prompts, request.max_tokens, request.n) == ([[81, 212]], 5, 2)
+    assert request.row["seed"] == 7 and request.stop_token_ids == {9}
     assert read(b'{"prompt": [[3.0], [4]]}', False, SERVED).prompts == [[3], [4]]
     for wrong in ({"prompt": [81.5]}, {"prompt": [1.0], "max_tokens": 5.5}, {"prompt": [1e400]}):
         with pytest.raises(ApiError):

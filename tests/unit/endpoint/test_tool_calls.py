@@ -75,8 +75,8 @@ def test_text_outside_a_call_does_not_wait() -> None:
     assert reader.add("<tool_call>{", is_last=False) == ("", [])
 
 
-class Asks(ByteTokenizer):
-    """The tokenizer of a model whose chat template asks for calls in this format."""
+class ToolTokenizer(ByteTokenizer):
+    """Tokenizer of a model whose chat template has calls in this format."""
 
     writes_tool_calls = True
 
@@ -89,7 +89,7 @@ def test_a_chat_with_tools_gets_calls(stream: bool, tools: list[Any]) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 150, "stream": stream}
 
     async def test() -> None:
-        served = ServedModel(("dummy",), Asks(), PromptLimits(vocab_size=256, max_seq_len=1000))
+        served = ServedModel(("dummy",), ToolTokenizer(), PromptLimits(vocab_size=256, max_seq_len=1000))
         async with api(served=served) as a:
             for core in a.world.cores:
                 core.enqueue = lambda requests: None  # type: ignore[method-assign]

@@ -42,12 +42,14 @@ def ran(folder: Path, candidate: Candidate, times: StepTimes) -> RunFiles:
     write_rows(folder, rows)
     roles = ["ctx", "gen"] if candidate.ctx_instances else ["executor", "executor"]
     ranks = [{"rank": i + 1, "roles": [role], "instance": i} for i, role in enumerate(roles)]
-    told = {str(i + 1): {"costs": costs(times, 1)} for i in range(2)}
-    return RunFiles(folder, plan={"ranks": ranks}, telemetry={"ranks": told})
+    measured = {str(i + 1): {"costs": costs(times, 1)} for i in range(2)}
+    return RunFiles(folder, plan={"ranks": ranks}, telemetry={"ranks": measured})
 
 
 @pytest.mark.parametrize("candidate", [Candidate(ONE_RANK, 2, 4), Candidate(ONE_RANK, 1, 4, ONE_RANK, 1)])
-def test_a_slower_machine_is_told_from_a_wrong_simulation(candidate: Candidate, tmp_path: Path) -> None:
+def test_a_slower_machine_is_distinguished_from_a_wrong_simulation(
+    candidate: Candidate, tmp_path: Path
+) -> None:
     planned = plan_of(["--model_path=tiny-llama", f"--max_output_len={TOKENS}", *candidate.args()], 2)
     half = dict.fromkeys(range(N), TOKENS // 2)
     before = Calibration({ONE_RANK: TIMES}, {}, CoreSharing(2, 1.1), LinearTime(1e-3), {})
@@ -61,8 +63,8 @@ def test_a_slower_machine_is_told_from_a_wrong_simulation(candidate: Candidate, 
     assert found != pytest.approx(predicted, rel=0.05)
 
 
-def test_a_run_of_some_samples_says_what_the_others_will_take(tmp_path: Path) -> None:
-    """Answers that it did not see are those of the calibration."""
+def test_a_run_of_some_samples_predicts_the_others(tmp_path: Path) -> None:
+    """The calibration gives the lengths of answers that the run does not have."""
     candidate = Candidate(ONE_RANK, 2, 4)
     calibration = Calibration({ONE_RANK: TIMES}, {}, ALONE, LinearTime(0.0), {N - 1: TOKENS, 0: 1})
     run = ran(tmp_path, candidate, SLOWER)

@@ -163,6 +163,6 @@ def test_a_step_that_is_alone_in_flight_goes_through_all_stages() -> None:
     assert two == pytest.approx(20 * STEP_S, rel=0.1)
 
 
-def test_what_never_fits_is_said() -> None:
+def test_a_request_that_never_fits_is_an_error() -> None:
     with pytest.raises(StageError, match="would never be answered"):
         run(system(tokens=10), engines(BY_STEP), same(1))

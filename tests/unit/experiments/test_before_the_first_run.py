@@ -76,7 +76,7 @@ TALKS = (*DUMMY, "--harness", "conversations", "--dataset_path", "talks.jsonl")
         (("advise", *DUMMY[2:], "--scenarios", "SingleStream"), "only Offline and Server"),
     ],
 )
-def test_it_is_said(
+def test_wrong_options_fail_before_the_first_run(
     words: tuple[str, ...],
     message: str,
     tmp_path: Path,
@@ -85,8 +85,8 @@ def test_it_is_said(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
-    said = capsys.readouterr()
-    assert message in said.err and said.err.count("mpillm:") == 1 and said.out == ""
+    output = capsys.readouterr()
+    assert message in output.err and output.err.count("mpillm:") == 1 and output.out == ""
     assert not [*tmp_path.iterdir()]
 
 

@@ -121,8 +121,8 @@ def test_nothing_but_failures() -> None:
 
 def bench(capsys: pytest.CaptureFixture[str], *options: object) -> tuple[int, str, str]:
     code = main(["bench", "endpoint", *map(str, options)])
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    output = capsys.readouterr()
+    return code, output.out, output.err
 
 
 SMALL = ("--num_prompts", 12, "--input_len", 5, "--output_len", 4, "--num_warmups", 2)
@@ -141,9 +141,9 @@ def test_a_load_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ]
     with ScriptedServer() as server:
         code, out, err = bench(capsys, "--url", server.url, *options)
-        asked = [one for one in server.asked() if one.get("stream")]
+        sent = [one for one in server.asked() if one.get("stream")]
     assert (code, err) == (0, "")
-    assert len(asked) == 2 + 12 and all(one["ignore_eos"] for one in asked)
+    assert len(sent) == 2 + 12 and all(one["ignore_eos"] for one in sent)
     for line in (
         "Successful requests: +12 ",
         "Failed requests: +0 ",
@@ -163,10 +163,10 @@ def test_a_load_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def with_cached(request: Request) -> Reply:
     """Reply to a stream as a server that has two of the prompt's five tokens in its cache."""
-    asked = request.json
-    if not asked.get("stream"):
+    body = request.json
+    if not body.get("stream"):
         return good(request)
-    tokens = answer_of(asked["prompt"], asked["max_tokens"])
+    tokens = answer_of(body["prompt"], body["max_tokens"])
     usage = {
         "prompt_tokens": 5,
         "completion_tokens": len(tokens),
@@ -224,7 +224,9 @@ def test_a_salt_separates_tests(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(salts) == 2 * 14 and len({*salts}) == 2 and None not in salts
 
 
-def test_requests_that_fail_are_counted_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_requests_that_fail_are_counted_and_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The other requests are measured."""
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"input_tokens": [i]}) + "\n" for i in range(12)))
@@ -285,21 +287,21 @@ def test_wrong_options(options: list[str], words: str, capsys: pytest.CaptureFix
     assert (code, out) == (2, "") and re.match(f"mpillm: {words}", err)
 
 
-def test_it_says_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was silent until the end."""
-    shown: list[LoadProgress] = []
-    monkeypatch.setattr(Console, "progress", lambda self, now: shown.append(now))
+def test_progress_is_displayed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The console has the progress during the test."""
+    updates: list[LoadProgress] = []
+    monkeypatch.setattr(Console, "progress", lambda self, now: updates.append(now))
     with ScriptedServer(good) as server:
         code, _, _ = bench(
             capsys, "--url", server.address, "--num_prompts", 40, "--request_rate", 40, "--output_len", 3
         )
     assert code == 0
-    test = [one for one in shown if one.planned == 40]
+    test = [one for one in updates if one.planned == 40]
     assert {one.lasts_s for one in test} == {1.0} and test[-1][:3] == (40, 40, 120)
     assert any(0 < one.done < 40 for one in test)
 
 
-def test_it_says_whom_it_waits_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_awaited_server_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with ScriptedServer() as server:
         server.stop()
         code, out, _ = bench(capsys, "--url", server.address, "--ready_deadline", 5)

@@ -32,7 +32,7 @@ def pages_lie_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_what_differs_is_shown_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_differences_come_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = run(tmp_path / "a", 0.1, core_options={"ttft_ms": 100, "tpot_ms": 10}, max_batch_size=8)
     b = run(tmp_path / "b", 0.2, seed=1, core_options={"ttft_ms": 200, "tpot_ms": 10}, max_batch_size=8)
     assert main(["compare", str(a), str(b), "--output", str(tmp_path / "out.json")]) == 0
@@ -41,8 +41,8 @@ def test_what_differs_is_shown_first(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert out.index("core_options.ttft_ms") < out.index("TTFT mean")
     assert re.search(r"\nB against A: .*TTFT p99 \+\d+\s% \(worse\)", " ".join(out.split(" ")))
     assert "\n* the interval of the change excludes 0; " in out
-    said = json.loads((tmp_path / "out.json").read_text())
-    cells = {one["figure"]: one["runs"][1] for one in said["figures"]}
+    comparison = json.loads((tmp_path / "out.json").read_text())
+    cells = {one["figure"]: one["runs"][1] for one in comparison["figures"]}
     assert cells["TTFT mean"]["differs"] and cells["TTFT mean"]["change"] == pytest.approx(1.0, abs=0.05)
     assert not cells["TPOT mean"]["differs"]
 
@@ -50,13 +50,13 @@ def test_what_differs_is_shown_first(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_answers_that_came_whole_have_no_first_token(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A request's record then says that it came with the last one: that is no figure."""
+    """The record has the time of the last token as that of the first; this is not a figure."""
     a, b = run(tmp_path / "a", 0.1), run(tmp_path / "b", 0.1)
     result = json.loads((b / "result.json").read_text())
     write(b / "result.json", {**result, "streamed": False})
     assert main(["compare", str(a), str(b), "--output", str(tmp_path / "out.json")]) == 0
-    said = json.loads((tmp_path / "out.json").read_text())
-    cells = {one["figure"]: one["runs"][1] for one in said["figures"]}
+    comparison = json.loads((tmp_path / "out.json").read_text())
+    cells = {one["figure"]: one["runs"][1] for one in comparison["figures"]}
     assert cells["TPOT mean"] is None and cells["TTFT p99"] is None
     assert cells["latency mean"] is not None and cells["tokens/s"] is not None
 
@@ -77,8 +77,8 @@ def test_conversations_are_compared_by_turns(tmp_path: Path) -> None:
     """They have no LoadGen's verdict, and latencies even if all are open from the start."""
     a, b = conversation_run(tmp_path / "a", 0.05), conversation_run(tmp_path / "b", 0.1)
     assert main(["compare", str(a), str(b), "--output", str(tmp_path / "out.json")]) == 0
-    said = json.loads((tmp_path / "out.json").read_text())
-    cells = {one["figure"]: one["runs"][1] for one in said["figures"]}
+    comparison = json.loads((tmp_path / "out.json").read_text())
+    cells = {one["figure"]: one["runs"][1] for one in comparison["figures"]}
     assert cells["TTFT mean, later turns"]["change"] == pytest.approx(1.0, abs=0.05)
     assert cells["TTFT mean, later turns"]["differs"] and not cells["TTFT mean, first turns"]["differs"]
     assert cells["TTFT mean"]["differs"] and cells["interactivity, tokens/s"]["change"] == 0
@@ -141,15 +141,15 @@ def test_the_page_shows_options_figures_and_distributions(
     assert capsys.readouterr().out.endswith("page  page/compare.html\n")
     text = (tmp_path / "page" / "compare.html").read_text()
     assert loads_nothing(text)
-    said = words(tmp_path / "page" / "compare.html")
-    assert said.index("Options that differ") < said.index("max_batch_size 8 16") < said.index("Figures")
-    assert "A a <run>: VALID, 1,000 samples, 0 errors" in said
-    assert re.search(r"TTFT mean ms 100\S* ± \S+ 20\d\S* ± \S+ \+10\d ± \d % \*", said), said
+    page = words(tmp_path / "page" / "compare.html")
+    assert page.index("Options that differ") < page.index("max_batch_size 8 16") < page.index("Figures")
+    assert "A a <run>: VALID, 1,000 samples, 0 errors" in page
+    assert re.search(r"TTFT mean ms 100\S* ± \S+ 20\d\S* ± \S+ \+10\d ± \d % \*", page), page
     # B has a page, A has none; B's first tokens are late, their intervals leave out 0.
     assert 'href="../b/report.html"' in text and text.count("<a ") == 1
     assert text.count('class="change worse"') >= 3 and 'class="change better"' not in text
-    assert "B against A: " in said and re.search(r"TTFT p99 \+\d+ % \(worse\)", said), said
-    assert re.search(r"-1?\d\d % 0 \+1?\d\d %", said), "the axis of the changes"
+    assert "B against A: " in page and re.search(r"TTFT p99 \+\d+ % \(worse\)", page), page
+    assert re.search(r"-1?\d\d % 0 \+1?\d\d %", page), "the axis of the changes"
     charts = {one["name"]: one for one in json.loads(embedded(text))["charts"]}
     ttft = charts["cdf-ttft"]
     (_, first, _), (_, second, _) = ((one["label"], one["y"], one["colour"]) for one in ttft["lines"])
@@ -198,8 +198,8 @@ def test_runs_that_are_alike_seldom_differ(tmp_path: Path) -> None:
     assert differ < 0.2 * total  # 5 % each; the first run is in all
 
 
-def test_rates_are_those_that_the_run_told(tmp_path: Path) -> None:
-    """They count from the test's start: in a short one LoadGen's first query comes a good part later."""
+def test_rates_are_those_of_the_result(tmp_path: Path) -> None:
+    """They count from the test's start: in a short test, LoadGen's first query comes much later."""
     rows = np.zeros(160, RECORD)
     rows["issued"], rows["ttft"], rows["latency"], rows["tokens"] = 0.006, 0.019, 0.019, 4
     a = make_run(
@@ -281,14 +281,14 @@ def test_runs_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixt
         (tmp_path, "not a run directory"),
     ):
         assert main(["compare", str(good), str(path)]) == 2
-        said = capsys.readouterr().err
-        assert message in said and said.count("mpillm:") == 1
+        error = capsys.readouterr().err
+        assert message in error and error.count("mpillm:") == 1
     assert main(["compare", str(good)]) == 2
     assert "two or more run directories" in capsys.readouterr().err
 
 
-def test_another_environment_and_doubts_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Options alike are no runs alike."""
+def test_other_environments_and_doubts_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs with the same options may still differ."""
     a, b = run(tmp_path / "a", 0.1), run(tmp_path / "b", 0.2)
     for folder, commit, torch in ((a, "1111", "2.12"), (b, "2222", "2.13")):
         environment = {"commit": commit, "packages": {"torch": torch, "numpy": "2.4"}, "host": "n0"}
@@ -325,11 +325,11 @@ def test_no_difference_is_claimed_where_a_star_shows_one() -> None:
 def test_a_change_of_thousands_of_percent_is_written_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The headline said +8.22e+03 %, the table below it +8,224 %."""
+    """The headline and the table write +8,224 %, not +8.22e+03 %."""
     runs = [run(tmp_path / name, ttft, n=2000) for name, ttft in (("a", 0.01), ("b", 0.82))]
     assert main(["compare", *map(str, runs), "--log_dir", str(tmp_path)]) == 0
-    said = capsys.readouterr().out + (tmp_path / "compare.html").read_text()
-    assert re.search(r"TTFT p99\s\+[78],\d{3}\s%", said) and not re.search(r"\de\+\d+\s%", said)
+    output = capsys.readouterr().out + (tmp_path / "compare.html").read_text()
+    assert re.search(r"TTFT p99\s\+[78],\d{3}\s%", output) and not re.search(r"\de\+\d+\s%", output)
 
 
 @pytest.mark.long

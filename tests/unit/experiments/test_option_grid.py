@@ -88,8 +88,8 @@ def test_a_wrong_grid_starts_nothing(
     args: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["sweep", "-n", "2", *args]) == 2
-    said = capsys.readouterr()
-    assert message in said.err and said.out == ""
+    output = capsys.readouterr()
+    assert message in output.err and output.out == ""
 
 
 def test_only_runs_with_a_verdict_are_finished(tmp_path: Path) -> None:

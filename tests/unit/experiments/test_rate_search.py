@@ -68,25 +68,25 @@ def test_the_rate_found_is_the_highest(servers: int, service_s: float, limit_s: 
 
 
 @pytest.mark.parametrize("limit", [11.0, 16.0, 97.0, 100.5])
-def test_the_tests_that_are_left_are_told(limit: float) -> None:
-    """Of a system with a sharp limit all that was told comes true; nothing is told without a bracket."""
+def test_the_forecast_of_remaining_tests(limit: float) -> None:
+    """For a system with a sharp limit, all forecasts come true; without a bracket there is no forecast."""
     tried: list[RateTrial] = []
-    told = []
+    forecasts = []
 
     def test(rate: float, full: bool) -> RateTrial:
         tried.append(RateTrial(rate, full, valid=rate <= limit, completed=min(rate, limit)))
-        told.append(forecast(tried, 0.01))
+        forecasts.append(forecast(tried, 0.01))
         return tried[-1]
 
     find_max_rate(test, 10.0, 0.01)
-    assert told[0] is None and told[-1] == (0, 0)
-    for i, left in enumerate(told):
+    assert forecasts[0] is None and forecasts[-1] == (0, 0)
+    for i, left in enumerate(forecasts):
         is_left = [sum(one.full is full for one in tried[i + 1 :]) for full in (False, True)]
         if left is not None:
             assert left[0] == is_left[0] and abs(left[1] - is_left[1]) <= 1, (i, left, is_left)
 
 
-def test_a_system_that_is_always_late_is_said_to_be() -> None:
+def test_a_system_that_is_always_late_is_an_error() -> None:
     with pytest.raises(StageError, match=r"no rate is VALID, not even .* per second: 662 late"):
         find_max_rate(Queue(4, 0.5, 0.1).test, 8.0, 0.02)
 

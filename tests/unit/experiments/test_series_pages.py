@@ -26,15 +26,15 @@ def read(tmp_path: Path, name: str) -> tuple[str, dict[str, Any]]:
 def test_rates_have_no_exponent(tmp_path: Path) -> None:
     tests = [replace(one, rate=6172.8 * one.rate) for one in series_pages.TESTS]
     (tmp_path / "page.html").write_text(search_page(tmp_path, tests, 246_912.0, {}))
-    said = words(tmp_path / "page.html")
-    assert "Highest VALID rate: 123,460 requests per second. Not VALID at 246,910." in said
-    assert "e+" not in said
+    text = words(tmp_path / "page.html")
+    assert "Highest VALID rate: 123,460 requests per second. Not VALID at 246,910." in text
+    assert "e+" not in text
 
 
 def test_a_search_shows_latency_against_rate(tmp_path: Path) -> None:
-    said, charts = read(tmp_path, "search")
-    assert "Highest VALID rate: 20 requests per second. Not VALID at 40." in said
-    assert "Limits: TTFT 100 ms." in said and "TTFT is <late>" in said
+    text, charts = read(tmp_path, "search")
+    assert "Highest VALID rate: 20 requests per second. Not VALID at 40." in text
+    assert "Limits: TTFT 100 ms." in text and "TTFT is <late>" in text
     curve = charts["rate-ttft"]
     assert curve["x"] == [10.0, 20.0, 40.0] and curve["x_axis"] == "requests/s offered"
     assert [line["y"] for line in curve["lines"]] == [[20.0, 90.0, None], [None, None, 4000.0]]
@@ -51,24 +51,24 @@ def test_a_limit_far_above_the_data_leaves_no_chart_blank(tmp_path: Path) -> Non
         assert f"limit {limit / 1000:g} s" in svg
 
 
-def test_the_page_of_ab_says_whether_they_differ(tmp_path: Path) -> None:
-    said, charts = read(tmp_path, "ab")
-    assert "B differs: -10 % paired t test" in said and "(no options)" in said
-    assert "1 10 9 -10.00 %" in said
+def test_the_page_of_ab_has_the_verdict(tmp_path: Path) -> None:
+    text, charts = read(tmp_path, "ab")
+    assert "B differs: -10 % paired t test" in text and "(no options)" in text
+    assert "1 10 9 -10.00 %" in text
     assert [line["y"] for line in charts["pairs"]["lines"]] == [[10, 11, 12], [9, 10, 11]]
     assert charts["pairs"]["joined"] == 2, "both sides are drawn alike"
 
 
 def test_the_page_of_advise_has_the_curve_and_the_proposals(tmp_path: Path) -> None:
-    said, charts = read(tmp_path, "advise")
-    assert "4 ways simulated, 4 on the Pareto curve" in said
-    assert "1. the best" in said and "Verified error -3 %" in said
+    text, charts = read(tmp_path, "advise")
+    assert "4 ways simulated, 4 on the Pareto curve" in text
+    assert "1. the best" in text and "Verified error -3 %" in text
     assert charts["pareto"]["x"] == [5.0, 6.0, 7.0, 8.0]
 
 
 def test_the_page_of_a_load_test_has_distributions_and_what_was_in_flight(tmp_path: Path) -> None:
-    said, charts = read(tmp_path, "endpoint")
-    assert "a/model · 101 requests, 10 requests/s, 1 failed" in said and "Successful requests 100" in said
+    text, charts = read(tmp_path, "endpoint")
+    assert "a/model · 101 requests, 10 requests/s, 1 failed" in text and "Successful requests 100" in text
     assert [label for label, _ in charts["cdf-ttft"]["marks"]] == ["p50 99.5 ms", "p90 139 ms", "p99 148 ms"]
     assert max(charts["open"]["lines"][0]["y"]) == pytest.approx(2, abs=1)
     assert charts["cdf-ttft"]["limit"] == ["limit", 500]

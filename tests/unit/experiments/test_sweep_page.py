@@ -46,8 +46,8 @@ def test_conversations_have_columns_and_a_curve_with_first_tokens_in_it(tmp_path
     ]
     text = sweep_page(tmp_path, found, pareto(found))
     (tmp_path / "sweep.html").write_text(text)
-    said = words(tmp_path / "sweep.html")
-    assert "first turns TTFT p90 ms interactivity p90 Pareto 1 4 VALID" in said and "cached share" not in said
+    page = words(tmp_path / "sweep.html")
+    assert "first turns TTFT p90 ms interactivity p90 Pareto 1 4 VALID" in page and "cached share" not in page
     first, second = json.loads(embedded(text))["charts"]
     assert second["title"] == "output tokens/s per GPU, against tokens/s per user end to end, p90"
     assert [line["label"] for line in first["lines"]] == ["Pareto curve"]
@@ -69,7 +69,7 @@ def test_the_curve_joins_the_points_that_no_other_beats(tmp_path: Path) -> None:
     found = [point(4, 90.0, 100.0), point(8, 50.0, 12_340.0), point(16, 40.0, 50.0), FAILED]
     text = sweep_page(tmp_path / "runs", found, pareto(found))
     (tmp_path / "sweep.html").write_text(text)
-    said = words(tmp_path / "sweep.html")
+    page = words(tmp_path / "sweep.html")
     assert loads_nothing(text)
     for part in (
         "4 points, 2 on the Pareto curve, 1 failed",
@@ -79,7 +79,7 @@ def test_the_curve_joins_the_points_that_no_other_beats(tmp_path: Path) -> None:
         "32 FAILED",
         "What failed 4 max_batch_size=32 rank 2 is <gone>",
     ):
-        assert part in said, said
+        assert part in page, page
     (chart,) = json.loads(embedded(text))["charts"]
     assert chart["x"] == [40.0, 50.0, 90.0]
     assert [line["y"] for line in chart["lines"]] == [[None, 12_340.0, 100.0], [50.0, None, None]]

@@ -295,7 +295,7 @@ VARIABLES = [
     ),
     *("FLUX_JOB_SIZE", "FLUX_TASK_RANK", "PBS_NODEFILE", "LSB_HOSTS", "PALS_RANKID", "MPI_LOCALNRANKS"),
 ]
-SAID = (
+SETTINGS = (
     ODD_TEXT.map(lambda text: text.replace("\0", ""))
     | ODD_NUMBER.map(str)
     | st.sampled_from(["²", "٣", "0", "1", "2"])
@@ -303,7 +303,7 @@ SAID = (
 
 
 @fuzz(
-    st.dictionaries(st.sampled_from(VARIABLES), SAID, max_size=6),
+    st.dictionaries(st.sampled_from(VARIABLES), SETTINGS, max_size=6),
     refused_by=ConfigError,
     found=[(dict.fromkeys(VARIABLES, "0" * 5000),)],
 )
@@ -319,14 +319,14 @@ JOB = b"JobId=7 JobName=a b JobState=COMPLETED ExitCode=0:9 NodeList=n[1-2] StdO
 
 
 @fuzz(damaged([JOB], [b"ExitCode=", b"JobState=", b"\xc2\xb2:0", b":", b"="]), refused_by=ConfigError)
-def test_what_slurm_says_of_a_job(_: Path, said: bytes) -> None:
-    code = follow_job._exit_code(follow_job._read_job(said.decode(errors="replace")))
+def test_output_of_slurm_about_a_job(_: Path, output: bytes) -> None:
+    code = follow_job._exit_code(follow_job._read_job(output.decode(errors="replace")))
     assert 0 <= code < 1200
 
 
 @fuzz(damaged([b"a:4,b:8,c"], [b":", b",", b"9999999", b"\xc2\xb2"]), refused_by=ConfigError)
-def test_lists_of_hosts(_: Path, said: bytes) -> None:
-    assert disagg.parse_nodes(said.decode(errors="replace"))
+def test_lists_of_hosts(_: Path, data: bytes) -> None:
+    assert disagg.parse_nodes(data.decode(errors="replace"))
 
 
 PRINTED = [
@@ -351,10 +351,10 @@ PRINTED = [
         (b"mpirun (Open MPI) %b" % (b"4" * 5000),),
     ],
 )
-def test_what_programs_print(folder: Path, said: bytes) -> None:
+def test_output_of_programs(folder: Path, data: bytes) -> None:
     """mpirun, nvidia-smi, doctor on another node, a server's log; ranks, through mpirun."""
-    text = said.decode(errors="replace")
-    (log := folder / "log").write_bytes(said)
+    text = data.decode(errors="replace")
+    (log := folder / "log").write_bytes(data)
     assert len(tail(log, 15).splitlines()) <= 15 * 3
     cluster_report._judge_doctor(0, log)
     gpus.parse_matrix(text)
@@ -364,7 +364,7 @@ def test_what_programs_print(folder: Path, said: bytes) -> None:
     calls().absent()
     with contextlib.suppress(ConfigError):
         choose([("mpirun", text)], "Open MPI v4.1.6")
-    with contextlib.suppress(ValueError):  # it is told
+    with contextlib.suppress(ValueError):  # the caller reports it
         gpus.parse_devices(text)
 
 

@@ -23,7 +23,7 @@ from mpillm.doctor import network
 from mpillm.endpoint.admission import Guard
 from tests.helpers.fuzzing import damaged, fuzz
 from tests.helpers.http_api import DEADLINE_S, api
-from tests.helpers.led_servers import BODY as ASKED
+from tests.helpers.led_servers import BODY as REQUEST_BODY
 from tests.helpers.led_servers import led
 from tests.helpers.odd_requests import CHUNKED, EXITING, NEXT, WHOLE, request, talk
 
@@ -113,7 +113,7 @@ def test_http_of_a_leader(
                 assert ANSWERED.match(answer[:16]), answer
             if key:
                 it.session.headers["Authorization"] = f"Bearer {key}"
-            status, text = await it.ask(ASKED)
+            status, text = await it.ask(REQUEST_BODY)
             assert status == 200 and '"finish_reason": "length"' in text
 
     with no_error_is_logged():
@@ -128,12 +128,12 @@ def wakeups() -> tuple[WakeupSocket, WakeupSocket, str]:
     return (*made, run)
 
 
-SAID = st.lists(st.sampled_from([b"", b"!", b"-", b"!" * 5000]) | st.binary(max_size=20), max_size=30)
+PAYLOADS = st.lists(st.sampled_from([b"", b"!", b"-", b"!" * 5000]) | st.binary(max_size=20), max_size=30)
 
 
-@fuzz(SAID, st.integers(0, 3), st.sampled_from(["ring", "meet"]), examples=40)
-def test_wakeups_and_barriers(_: Path, said: list[bytes], n: int, which: str) -> None:
-    """Any process of a node can reach them: a rank still hears the others, and nobody waits for strangers."""
+@fuzz(PAYLOADS, st.integers(0, 3), st.sampled_from(["ring", "meet"]), examples=40)
+def test_wakeups_and_barriers(_: Path, payloads: list[bytes], n: int, which: str) -> None:
+    """Any process of a node can reach them. Wake-ups still arrive, and no rank waits for other processes."""
     mine, other, run = wakeups()
     if which == "ring":
         with (
@@ -141,7 +141,7 @@ def test_wakeups_and_barriers(_: Path, said: list[bytes], n: int, which: str) ->
             contextlib.suppress(BlockingIOError),
         ):
             stranger.setblocking(False)
-            for one in said:
+            for one in payloads:
                 stranger.sendto(one, f"\0mpillm-{run}-0".encode())
         mine.sleep(0.0)
         other.probe_peers([0])
@@ -151,7 +151,7 @@ def test_wakeups_and_barriers(_: Path, said: list[bytes], n: int, which: str) ->
     with mock.patch.object(node_barrier, "_PATIENCE_S", 0.05), contextlib.ExitStack() as strangers:
         first = threading.Thread(target=node_barrier.meet, args=(name, 3))
         first.start()
-        for one in said[:n]:
+        for one in payloads[:n]:
             stranger = strangers.enter_context(socket.socket(socket.AF_UNIX))
             with contextlib.suppress(OSError):
                 stranger.connect(f"\0{name}".encode())
@@ -160,11 +160,11 @@ def test_wakeups_and_barriers(_: Path, said: list[bytes], n: int, which: str) ->
         assert not first.is_alive()
 
 
-class Saying:
-    """A port that says the same to each connection, and whose end may stay open."""
+class FixedReply:
+    """A port that sends the same data to each connection, and may keep the connection open."""
 
     def __init__(self) -> None:
-        self.says, self.stays = b"", False
+        self.data, self.stays = b"", False
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._serve, daemon=True).start()
@@ -173,19 +173,19 @@ class Saying:
         while True:
             connection, _ = self._listener.accept()
             with connection, contextlib.suppress(OSError):
-                connection.sendall(self.says)
+                connection.sendall(self.data)
                 if self.stays:
                     time.sleep(0.03)
 
 
 @cache
-def doctors() -> tuple[network.KeyServer, Saying]:
-    return network.KeyServer(), Saying()
+def doctors() -> tuple[network.KeyServer, FixedReply]:
+    return network.KeyServer(), FixedReply()
 
 
 @fuzz(st.lists(st.binary(max_size=40), max_size=5), st.binary(max_size=40), st.booleans(), examples=40)
-def test_a_doctors_port(_: Path, strangers: list[bytes], says: bytes, stays: bool) -> None:
-    """Whoever comes, its peers reach it; and who answers in its place is no peer."""
+def test_a_doctors_port(_: Path, strangers: list[bytes], reply: bytes, stays: bool) -> None:
+    """Other clients do not keep its peers out, and another listener is not taken for a peer."""
     (own, other), here = doctors(), ("127.0.0.1",)
     for one in strangers:
         with (
@@ -196,7 +196,7 @@ def test_a_doctors_port(_: Path, strangers: list[bytes], says: bytes, stays: boo
     facts = network.HostFacts("h", "", here, own.port, "", own.key, "")
     with mock.patch.object(network, "_CONNECT_S", 30.0):
         assert network.reach(facts) == network.Reachability(here, ())
-    other.says, other.stays = says, stays
+    other.data, other.stays = reply, stays
     with mock.patch.object(network, "_CONNECT_S", 0.02 if stays else 30.0):
         reached = network.reach(facts._replace(port=other.port))
     assert not reached.good and all(len(one) < 200 for one in reached.bad)

@@ -265,12 +265,12 @@ QUANTIZATIONS: list[dict[str, Any]] = [
 
 
 @fuzz(changed(QUANTIZATIONS, most=3), st.booleans(), refused_by=ConfigError, examples=120)
-def test_how_a_model_is_quantized(folder: Path, said: Any, beside: bool) -> None:
+def test_how_a_model_is_quantized(folder: Path, values: Any, beside: bool) -> None:
     """In its configuration, or in ModelOpt's file beside it."""
     (folder / MODELOPT).unlink(missing_ok=True)
     if beside:
-        (folder / MODELOPT).write_bytes(json_bytes(said))
-    config = LLAMA if beside else LLAMA | {"quantization_config": said}
+        (folder / MODELOPT).write_bytes(json_bytes(values))
+    config = LLAMA if beside else LLAMA | {"quantization_config": values}
     (folder / "config.json").write_bytes(json_bytes(config))
     tensor_shapes(load_model_config(str(folder)))
 

@@ -25,7 +25,7 @@ from tests.helpers.fuzzing import changed, damaged, fuzz, json_bytes
 
 SAMPLES = [PromptSample([1, 2, 3], "abc", 8, False), PromptSample([4], "d", 8, False)]
 VALUE = {"avg": 5.0, "p50": 5.0, "p90": 5.0, "p99": 5.0}
-TOLD = {"avg": 5e6, "percentiles": {"50.0": 5e6, "90.0": 6e6, "99.0": 7e6}}
+FIGURES = {"avg": 5e6, "percentiles": {"50.0": 5e6, "90.0": 6e6, "99.0": 7e6}}
 METRIC = {"successful": {"mean": 5.0, "total_sum": 8.0, "percentiles": {"p50": 5.0, "p90": 5.0, "p99": 5.0}}}
 ROW = {
     "request_start_time": 1.0,
@@ -60,9 +60,9 @@ LEFT: dict[str, dict[str, Any]] = {
             "n_samples_failed": 1,
             "duration_ns": 2 * 10**9,
             "complete": True,
-            "ttft": TOLD,
+            "ttft": FIGURES,
             "tpot": {},
-            "latency": TOLD,
+            "latency": FIGURES,
             "output_sequence_lengths": {"total": 11},
         },
         "inference-endpoint/sample_idx_map.json": {"performance": {"x": 0, "y": 1}},

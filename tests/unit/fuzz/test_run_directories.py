@@ -160,7 +160,7 @@ def laid(folder: Path, files: dict[str, bytes]) -> Path:
     return path
 
 
-def said(main: Any, *argv: object) -> str:
+def output_of(main: Any, *argv: object) -> str:
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         main([str(one) for one in argv])
@@ -172,7 +172,7 @@ def said(main: Any, *argv: object) -> str:
 def test_report(folder: Path, files: dict[str, bytes]) -> None:
     """A page is always made."""
     path = laid(folder, files)
-    said(report.main, path)
+    output_of(report.main, path)
     text = (path / "report.html").read_text(encoding="utf-8")
     Wellformed(text)
     json.loads((path / "trace.json").read_text(encoding="utf-8"))
@@ -188,7 +188,7 @@ def test_report(folder: Path, files: dict[str, bytes]) -> None:
 )
 def test_runs(folder: Path, files: dict[str, bytes]) -> None:
     laid(folder, files)
-    said(runs.main, folder / "runs")
+    output_of(runs.main, folder / "runs")
     Wellformed((folder / "runs" / "index.html").read_text(encoding="utf-8"))
 
 
@@ -202,14 +202,14 @@ def test_runs(folder: Path, files: dict[str, bytes]) -> None:
     ],
 )
 def test_compare(folder: Path, files: dict[str, bytes]) -> None:
-    said(compare.main, whole(), laid(folder, files), "--log_dir", folder / "page")
+    output_of(compare.main, whole(), laid(folder, files), "--log_dir", folder / "page")
     Wellformed((folder / "page" / "compare.html").read_text(encoding="utf-8"))
 
 
 @pytest.mark.long
 @fuzz(FILES, refused_by=ConfigError, examples=30)
 def test_rerun(folder: Path, files: dict[str, bytes]) -> None:
-    said(rerun.main, laid(folder, files), "--dry_run")
+    output_of(rerun.main, laid(folder, files), "--dry_run")
 
 
 @fuzz(

@@ -53,7 +53,7 @@ SGLANG = {"object": "list", "data": [{"id": "org/m", "object": "model", "owned_b
 VERSION = {"version": "0.33.0"}
 ERROR = {"error": {"message": "no", "type": "BadRequest", "code": 400}}
 PAGES = [json_bytes(one) for one in (MODELS, SGLANG, VERSION, LAST, ERROR)]
-SAID = st.tuples(
+REPLIES = st.tuples(
     st.sampled_from([200, 200, 200, 400, 401, 404, 405, 429, 500, 503, 99]),
     st.dictionaries(st.sampled_from(["location", "retry-after"]), ODD_TEXT, max_size=1),
     changed([MODELS, SGLANG, VERSION, LAST, ERROR]).map(json_bytes) | damaged(PAGES, JSON_WORDS),
@@ -63,16 +63,16 @@ SAID = st.tuples(
 class Answering:
     """Stands for an endpoint that gives these answers, in turn."""
 
-    def __init__(self, said: list[Any]) -> None:
+    def __init__(self, replies: list[Any]) -> None:
         self.url, self.model, self.sends_key = "http://a:1", "m", False
         self.dialect = DIALECTS[0]
-        self._said, self._n = said, 0
+        self._replies, self._n = replies, 0
 
     def path_of(self, path: str) -> str:
         return path
 
     async def fetch(self, *_: object) -> tuple[int, Mapping[str, str], bytes]:
-        one = self._said[self._n % len(self._said)]
+        one = self._replies[self._n % len(self._replies)]
         self._n += 1
         if one == "broken":
             raise HttpError("it has closed the connection")
@@ -80,7 +80,7 @@ class Answering:
 
 
 @fuzz(
-    st.lists(SAID, min_size=1, max_size=4),
+    st.lists(REPLIES, min_size=1, max_size=4),
     st.sampled_from([(None, None), ("m", None), (None, "folder/org/m")]),
     st.booleans(),
     examples=120,
@@ -90,13 +90,13 @@ class Answering:
         for wanted in (None, "m")
     ],
 )
-def test_what_a_server_says_before_a_test(
-    _: Path, said: list[Any], wanted: tuple[str | None, str | None], has_tokenizer: bool
+def test_replies_of_a_server_before_a_test(
+    _: Path, replies: list[Any], wanted: tuple[str | None, str | None], has_tokenizer: bool
 ) -> None:
-    """Each question has an answer of its type, or an error of ours."""
+    """Each request returns a value of its type, or raises EndpointError."""
 
     async def ask() -> None:
-        endpoint: Any = Answering(said)
+        endpoint: Any = Answering(replies)
         with contextlib.suppress(EndpointError):
             await until_ready(endpoint, 0.005)
         with contextlib.suppress(EndpointError):
@@ -319,10 +319,10 @@ def test_responses_to_triton_client(folder: Path, sent: list[bytes], which: str)
         Answered.sent = sent
         words = TEXT if which == "text" else [*TOKENS, str(file)]
         client = text_client if which == "text" else token_client
-        said = ["--stream_timeout", "0.001", *words]
+        args = ["--stream_timeout", "0.001", *words]
         with (
             mock.patch.object(client, "GrpcConnection", Answered),
             contextlib.redirect_stdout(io.StringIO()),
             contextlib.redirect_stderr(io.StringIO()),
         ):
-            assert client.run(said) in (ExitCode.DONE, ExitCode.TEST_FAILED)
+            assert client.run(args) in (ExitCode.DONE, ExitCode.TEST_FAILED)

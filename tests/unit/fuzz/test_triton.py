@@ -172,8 +172,8 @@ def test_pages_of_tritons_metrics(_: Path, data: bytes) -> None:
     assert all(value is None or np.isfinite(value).all() for value in found)
 
 
-class Said:
-    """Stands for a server's stub: each question has this answer, or fails."""
+class FixedReplies:
+    """Fake of a server's stub: each call returns these bytes as a message, or fails."""
 
     def __init__(self, index: bytes, config: bytes, ready: bytes) -> None:
         pb = service_pb2
@@ -216,13 +216,13 @@ READY = bytes(service_pb2.ServerReadyResponse(ready=True).SerializeToString())
     refused_by=(TritonError, DecodeError),
     found=[(_index(["A" * 5000] * 5), _config([]), READY, wanted) for wanted in (None, "m")],
 )
-def test_what_a_tritonserver_says_before_a_test(
+def test_replies_of_a_tritonserver_before_a_test(
     _: Path, index: bytes, config: bytes, ready: bytes, wanted: str | None
 ) -> None:
-    said = Said(index, config, ready)
+    stub = FixedReplies(index, config, ready)
     channel: Any = None
     with (
-        mock.patch.object(service_pb2_grpc, "GRPCInferenceServiceStub", lambda _: said),
+        mock.patch.object(service_pb2_grpc, "GRPCInferenceServiceStub", lambda _: stub),
         mock.patch.object(triton_ready, "page", side_effect=ValueError),
         mock.patch.object(triton_ready, "_PAUSE_S", 0.001),
     ):
@@ -241,17 +241,17 @@ REQUESTS = [LoadRequest(np.array([5, 6], np.int32), 4) for _ in range(3)]
     examples=120,
 )
 def test_answers_to_core_model_over_grpc(_: Path, sent: list[bytes], errors: list[str]) -> None:
-    """What a stream can't read ends it, with these words (`Stream._read`)."""
+    """A response that a stream cannot read ends the stream with its error (`Stream._read`)."""
     target = load.Target("a:1", "m", 1.0, True)
-    asked = load._GrpcLoad(target, REQUESTS, 3, True)
+    sender = load._GrpcLoad(target, REQUESTS, 3, True)
     stream: Any = SimpleNamespace(url="a:1", open={1, 2, 3}, ended="")
     for one, error in zip(sent, errors, strict=False):
-        asked.receive(stream, service_pb2.ModelInferResponse.FromString(one), error)
-    assert asked._ended.is_set() == (not stream.open), "all have ended, or some are owed"
-    _told(asked.records)
+        sender.receive(stream, service_pb2.ModelInferResponse.FromString(one), error)
+    assert sender._ended.is_set() == (not stream.open), "all have ended, or some are owed"
+    _check_table(sender.records)
 
 
-def _told(records: list[Any]) -> None:
+def _check_table(records: list[Any]) -> None:
     if (found := statistics_of(records))["requests"]:
         json.dumps(found, allow_nan=False)
         assert all(len(line) < 200 for line in table(found))
@@ -274,7 +274,7 @@ def test_answers_to_core_model_over_http(_: Path, data: bytes, streaming: bool) 
     assert threading.active_count() <= n
     assert all(record.error or record.output_len > 0 for record in records)
     assert all("\n" not in record.error and len(record.error) < 3000 for record in records)
-    _told(records)
+    _check_table(records)
 
 
 @fuzz(

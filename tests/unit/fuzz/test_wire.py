@@ -107,8 +107,8 @@ HELLO = struct.Struct(f"!{KEY}II64s")
 
 @cache
 def callers() -> tuple[LivenessServer, list[Any]]:
-    said: list[Any] = []
-    return LivenessServer("fuzzed-callers", HELLO, said.append, lambda fields, _: said.append(fields)), said
+    rows: list[Any] = []
+    return LivenessServer("fuzzed-callers", HELLO, rows.append, lambda fields, _: rows.append(fields)), rows
 
 
 @cache
@@ -125,7 +125,7 @@ GREETINGS = st.deferred(lambda: damaged([HELLO.pack(callers()[0].key, 3, 9, b"ho
 @fuzz(st.lists(GREETINGS, min_size=1, max_size=4), st.booleans(), examples=30)
 def test_handshake_listeners(_: Path, greetings: list[bytes], pauses: bool) -> None:
     """Handshake listeners: whatever unauthenticated clients send, the next authorized client is admitted."""
-    (roll, said), (kept, _key) = callers(), store()
+    (roll, rows), (kept, _key) = callers(), store()
     for greeting in greetings:
         for port in (roll.port, kept.port):
             with socket.create_connection((HOST, port), 30.0) as stranger, contextlib.suppress(OSError):
@@ -133,7 +133,7 @@ def test_handshake_listeners(_: Path, greetings: list[bytes], pauses: bool) -> N
                 if pauses:
                     stranger.shutdown(socket.SHUT_WR)
     with socket.create_connection((HOST, roll.port), 30.0) as caller:
-        caller.sendall(HELLO.pack(roll.key, 3, len(said), b"me"))
+        caller.sendall(HELLO.pack(roll.key, 3, len(rows), b"me"))
         caller.sendall(b".")
         assert caller.recv(1) == b""
     kept.open(id_ := next(IDS))
@@ -226,11 +226,11 @@ BODIES = [
     examples=200,
 )
 def test_bodies(_: Path, data: bytes, chat: bool) -> None:
-    asked = read(data, chat, SERVED)
-    for prompt, wanted in encode(asked, SERVED):
+    request = read(data, chat, SERVED)
+    for prompt, wanted in encode(request, SERVED):
         assert 0 < len(prompt) < 200 and wanted > 0
         row = np.zeros(1, REQUEST)
-        for name, value in asked.row.items():
+        for name, value in request.row.items():
             row[name] = value
 
 
@@ -281,9 +281,9 @@ def test_disaggregated_params(_: Path, params: Any, context: bool) -> None:
         "context" if context else "generation", "it", KvFormat("any", 1), HOST, kept, {}, 1.0, seal
     )
     try:
-        asked = routes.check(read(body, False, SERVED), SERVED)
+        request = routes.check(read(body, False, SERVED), SERVED)
         if not context:
-            asyncio.run(routes.fetch(asked, PROMPT, SERVED))
+            asyncio.run(routes.fetch(request, PROMPT, SERVED))
     finally:
         if routes._fetchers is not None:
             routes._fetchers.shutdown()
@@ -342,8 +342,8 @@ def tensors(draw: st.DrawFn) -> dict[str, Any]:
 
 @fuzz(tensors(), st.booleans(), refused_by=RequestError, examples=200)
 def test_tensors_of_triton(_: Path, given: dict[str, Any], extras: bool) -> None:
-    asked = read_tensors(given, False, takes_extras=extras)
-    assert asked.prompt and asked.max_output >= 1
+    request = read_tensors(given, False, takes_extras=extras)
+    assert request.prompt and request.max_output >= 1
 
 
 # --- servers of others ---

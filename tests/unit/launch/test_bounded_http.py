@@ -77,7 +77,7 @@ def test_a_connection_is_kept_until_something_goes_wrong() -> None:
     assert seen[2:] == [b'{"at": 1}'] * 2
 
 
-def test_a_health_check_says_what_is_wrong() -> None:
+def test_a_health_check_returns_the_cause() -> None:
     with ScriptedServer(others={"/": lambda request: plain({}, "503 Busy")}) as server:
         assert _problem(server.url + "/") == "HTTP 503"
         assert _problem(server.url + "/health") == ""

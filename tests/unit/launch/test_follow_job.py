@@ -62,7 +62,7 @@ def test_a_job_that_slurm_keeps_completing_is_named_with_its_node(
 
 
 @pytest.mark.parametrize(
-    ("said", "code"),
+    ("output", "code"),
     [
         ("JobState=COMPLETED ExitCode=0:0", 0),
         ("JobState=COMPLETING Reason=None ExitCode=0:0", 0),
@@ -75,14 +75,14 @@ def test_a_job_that_slurm_keeps_completing_is_named_with_its_node(
         ("JobState=COMPLETED ExitCode=\u00b2:x", 0),
     ],
 )
-def test_the_exit_code_of_a_job(said: str, code: int) -> None:
-    assert follow_job._exit_code(follow_job._read_job(said)) == code
+def test_the_exit_code_of_a_job(output: str, code: int) -> None:
+    assert follow_job._exit_code(follow_job._read_job(output)) == code
 
 
-@pytest.mark.parametrize("said", ["", "slurm_load_jobs error: Invalid job id specified", "JobState= A=b"])
-def test_slurm_says_no_state(said: str) -> None:
+@pytest.mark.parametrize("output", ["", "slurm_load_jobs error: Invalid job id specified", "JobState= A=b"])
+def test_output_without_a_state(output: str) -> None:
     with pytest.raises(ConfigError, match=r"scontrol show job: expected JobState=…"):
-        follow_job._read_job(said)
+        follow_job._read_job(output)
 
 
 # Slurm does not answer in the looks of FAILS, which is a pattern of numbers.
@@ -125,8 +125,8 @@ def test_a_controller_that_does_not_answer_for_a_time(
 
 
 def test_values_with_spaces() -> None:
-    said = "JobId=7 JobName=my job JobState=RUNNING ReqB:S:C:T=0:0:*:* StdOut=/my runs/a=b.out Power= A=1\n"
-    job = follow_job._read_job(said)
+    output = "JobId=7 JobName=my job JobState=RUNNING ReqB:S:C:T=0:0:*:* StdOut=/my runs/a=b.out Power= A=1\n"
+    job = follow_job._read_job(output)
     assert job["StdOut"] == "/my runs/a=b.out" and job["JobName"] == "my job"
     assert (job["JobState"], job["ReqB:S:C:T"], job["Power"], job["A"]) == ("RUNNING", "0:0:*:*", "", "1")
 

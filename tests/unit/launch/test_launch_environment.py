@@ -135,7 +135,7 @@ def test_an_exit_code_is_written_once_and_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["exit_code"]
 
 
-def test_rank_0_tells_that_it_runs(tmp_path: Path) -> None:
+def test_rank_0_reports_that_it_runs(tmp_path: Path) -> None:
     file = tmp_path / "exit_code"
     for env in ({}, {"OMPI_COMM_WORLD_RANK": "1"}, {"PMI_RANK": "2"}):
         write_started({EXIT_FILE: str(file), **env})
@@ -223,14 +223,14 @@ def test_a_launch_type_that_nothing_reads_is_reported_once(
     assert not capsys.readouterr().err
 
 
-def test_an_exit_code_that_cannot_be_written_is_said(
+def test_an_exit_code_that_cannot_be_written_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a full disk rank 0 still has the other ranks to stop."""
+    """On a full disk, rank 0 must still stop the other ranks."""
     file = tmp_path / "gone" / "exit_code"
     write_exit_code(4, {EXIT_FILE: str(file)})
-    said = capsys.readouterr().err
-    assert said == f"mpillm: exit code 4 can't be written: {file}: No such file or directory\n"
+    error = capsys.readouterr().err
+    assert error == f"mpillm: exit code 4 can't be written: {file}: No such file or directory\n"
 
 
 @pytest.mark.parametrize(

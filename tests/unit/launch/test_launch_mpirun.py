@@ -248,7 +248,7 @@ def test_mpirun_beside_python_comes_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "told, status, interrupted, expected",
+    "written, status, interrupted, expected",
     [
         (0, 0, None, 0),
         (3, 0, None, 3),
@@ -265,14 +265,14 @@ def test_mpirun_beside_python_comes_first(tmp_path: Path) -> None:
         (None, 0, 15, 143),
     ],
 )
-def test_exit_codes(told: int | None, status: int, interrupted: int | None, expected: int) -> None:
-    assert exit_code(told, status, interrupted) == expected
+def test_exit_codes(written: int | None, status: int, interrupted: int | None, expected: int) -> None:
+    assert exit_code(written, status, interrupted) == expected
 
 
 @pytest.mark.parametrize(
     "status, interrupted, expected", [(0, None, 0), (2, None, 2), (-9, None, 137), (1, 2, 130)]
 )
-def test_without_survival_mpirun_tells_the_code(status: int, interrupted: int | None, expected: int) -> None:
+def test_without_survival_mpirun_sets_the_code(status: int, interrupted: int | None, expected: int) -> None:
     assert exit_code(None, status, interrupted, survive=False) == expected
 
 
@@ -292,20 +292,20 @@ def test_dry_run_only_prints(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_key_is_in_no_command_line(
     tmp_path: Path, key: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ranks have it in their environment, on other hosts, too."""
-    says = script(
+    """Ranks have it in their environment, also on other hosts."""
+    fake = script(
         tmp_path / "mpirun", f'echo "$MPILLM_API_KEY $*" > {tmp_path}/said; echo 0 > $MPILLM_EXIT_FILE'
     )
     monkeypatch.chdir(tmp_path)
     assert (
         mpirun.main(
-            ["-n", "2", "-H", "a:1,b:1", "serve", "--port", "1", *key], mpi=Mpi("openmpi", (5,), str(says))
+            ["-n", "2", "-H", "a:1,b:1", "serve", "--port", "1", *key], mpi=Mpi("openmpi", (5,), str(fake))
         )
         == 0
     )
-    said = (tmp_path / "said").read_text()
-    assert said.startswith("sesame ") and "sesame" not in said[6:] and "-x MPILLM_API_KEY" in said
-    assert mpirun.main(["-n", "2", "--dry_run", "serve", *key], mpi=Mpi("openmpi", (5,), str(says))) == 0
+    written = (tmp_path / "said").read_text()
+    assert written.startswith("sesame ") and "sesame" not in written[6:] and "-x MPILLM_API_KEY" in written
+    assert mpirun.main(["-n", "2", "--dry_run", "serve", *key], mpi=Mpi("openmpi", (5,), str(fake))) == 0
     printed = capsys.readouterr()
     assert (
         "sesame" not in printed.out + printed.err and "set MPILLM_API_KEY in its environment" in printed.err
@@ -347,8 +347,8 @@ def test_without_a_port_for_the_rank_registry_it_goes_on(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("socket.create_server", no_port)
     assert mpirun.main(["-n", "2", "-H", "a:1,b:1", "run"], mpi=Mpi("openmpi", (5,), str(begins))) == 0
-    said = capsys.readouterr().err
-    assert said.count("no port can be opened (Too many open files)") == 1 and "Traceback" not in said
+    error = capsys.readouterr().err
+    assert error.count("no port can be opened (Too many open files)") == 1 and "Traceback" not in error
 
 
 @pytest.mark.parametrize(
@@ -430,8 +430,8 @@ def test_an_mpirun_that_outlives_a_good_run_is_not_called_remaining_ranks(
     made = supervisor.Supervisor(openmpi=True, stop_grace_s=0.2)
     line = [sys.executable, "-c", "import time; time.sleep(600)"]
     made.run(line, os.environ, lambda: True, lambda: True)
-    said = capsys.readouterr().err
-    assert "the run is over: ending mpirun, which has not" in said and "remaining" not in said
+    error = capsys.readouterr().err
+    assert "the run is over: ending mpirun, which has not" in error and "remaining" not in error
 
 
 def test_silent_mpiruns_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,11 +452,11 @@ def test_silent_mpiruns_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_an_mpirun_that_fails_before_rank_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No rank was lost: none was there."""
+    """No rank is lost, because none has started."""
     fails = script(tmp_path / "mpirun", "echo no such host >&2; exit 255")
     assert mpirun.main(["-n", "2", "run"], mpi=Mpi("openmpi", (5,), str(fails))) == 3
-    said = capsys.readouterr().err
-    assert "mpirun ended with 255 before rank 0 had started" in said and "killed" not in said
+    error = capsys.readouterr().err
+    assert "mpirun ended with 255 before rank 0 had started" in error and "killed" not in error
 
 
 @pytest.mark.parametrize(
@@ -494,14 +494,14 @@ def test_the_limit_of_this_process_counts(tmp_path: Path, capsys: pytest.Capture
 def test_mpis_own_exit_code_is_none_of_ours(
     joined: bool, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As where MPI_Init finds no room in /dev/shm."""
+    """For example, MPI_Init may not have enough space in /dev/shm."""
     leave = 'touch "$(dirname "$MPILLM_EXIT_FILE")/started"'
     if joined:
         leave += '; printf /none > "$(dirname "$MPILLM_EXIT_FILE")/directory"'
     fails = script(tmp_path / "mpirun", f"{leave}; exit 14")
     assert mpirun.main(["-n", "2", "run"], mpi=Mpi("openmpi", (5,), str(fails))) == code
-    said = "mpirun ended with 14 before the ranks had joined: see its output"
-    assert (said in capsys.readouterr().err) != joined
+    message = "mpirun ended with 14 before the ranks had joined: see its output"
+    assert (message in capsys.readouterr().err) != joined
 
 
 def test_an_mpirun_that_is_killed_when_rank_0_has_ended(
@@ -512,9 +512,9 @@ def test_an_mpirun_that_is_killed_when_rank_0_has_ended(
     words = f'touch {beside}/started"; printf /none > {beside}/directory"; echo 0 > $MPILLM_EXIT_FILE'
     fake = script(tmp_path / "mpirun", f"{words}; kill -9 $$")
     assert mpirun.main(["-n", "2", "run"], mpi=Mpi("openmpi", (5, 0, 11), str(fake))) == 0
-    said = " ".join(capsys.readouterr().err.split())
-    assert "mpirun" in said and "was ended by signal 9 (SIGKILL), and so were all ranks" in said
-    assert "; the run had ended by then: see /none/result.json" in said
+    error = " ".join(capsys.readouterr().err.split())
+    assert "mpirun" in error and "was ended by signal 9 (SIGKILL), and so were all ranks" in error
+    assert "; the run had ended by then: see /none/result.json" in error
 
 
 @pytest.mark.parametrize(("number", "blamed"), [(signal.SIGKILL, True), (signal.SIGPIPE, False)])
@@ -536,7 +536,7 @@ def test_the_line_on_a_terminal_fits_80_columns_and_can_be_pasted() -> None:
 
 
 @pytest.mark.parametrize("status", [0, 9])
-def test_an_exit_code_of_mpirun_that_says_nothing(status: int) -> None:
+def test_an_exit_code_of_mpirun_without_a_cause(status: int) -> None:
     """MPICH's and Open MPI's mpirun may end with 0 after SIGKILL of rank 0."""
     monitor: Any = SimpleNamespace(
         lost_openmpi_daemon=lambda at: "",

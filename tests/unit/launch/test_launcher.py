@@ -249,8 +249,8 @@ def test_rank_0_shows_the_line_that_works(
     first = {name: "0" if name.endswith(("_RANK", "_PROCID")) else value for name, value in env.items()}
     with pytest.raises(WrongLauncher) as error:
         check_world(library, (1, 0) if "-n 3" in " ".join(words) else None, command, first, {"A": "b c"})
-    problem, told, line = str(error.value).split("\n")
-    assert problem == error.value.problem and told == f"  {head}:"
+    problem, heading, line = str(error.value).split("\n")
+    assert problem == error.value.problem and heading == f"  {head}:"
     expected = [
         part
         for word in words
@@ -262,7 +262,7 @@ def test_rank_0_shows_the_line_that_works(
     assert "\n" not in str(error.value)  # another rank reports nothing, and looks for no mpirun
 
 
-def test_without_a_fitting_mpirun_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_fitting_mpirun_the_error_suggests_an_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     def detect() -> None:
         raise EveryRankError("no mpirun here; install one")
 

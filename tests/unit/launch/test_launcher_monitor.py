@@ -67,12 +67,12 @@ def test_the_host_of_a_lost_daemon(registry: RankRegistry, text: str) -> None:
     made = LauncherMonitor(registry)
     read_lines(made, text)
     how = ", which was ended by signal 9 (SIGKILL)" if text == FAILED else ""
-    said = f"mpirun has lost its daemon on h2{how}, and ended all ranks"
-    assert made.lost_openmpi_daemon(math.inf) == f"host h2 (ranks 2-3): {said}"
+    message = f"mpirun has lost its daemon on h2{how}, and ended all ranks"
+    assert made.lost_openmpi_daemon(math.inf) == f"host h2 (ranks 2-3): {message}"
     assert made.lost_openmpi_daemon(time.monotonic() - 60) == "", "the run had ended long before"
 
 
-def test_what_others_print_says_nothing(registry: RankRegistry) -> None:
+def test_other_output_is_not_a_lost_daemon(registry: RankRegistry) -> None:
     made = LauncherMonitor(registry)
     read_lines(made, "  Remote host:   h2\nDaemon exit status: 137\nmpillm: failed in phase 'test'\n")
     assert made.lost_openmpi_daemon(math.inf) == "" and made.failure_is_printed
@@ -117,8 +117,8 @@ def test_hydra_goes_on_without_a_daemon(registry: RankRegistry) -> None:
 
 
 @pytest.mark.parametrize("ended", [[0, 1], [0, 1, 3]])
-def test_a_host_of_which_nothing_is_heard(registry: RankRegistry, ended: list[int]) -> None:
-    """All shells have ended when Hydra's words are read, so they don't tell which was the first."""
+def test_a_host_without_reports(registry: RankRegistry, ended: list[int]) -> None:
+    """All shells have ended when Hydra's message is read: their order of exit is unknown."""
     made = LauncherMonitor(registry)
     made.hydra_ends_s = 0.1
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
@@ -150,5 +150,5 @@ def test_the_shell_of_another_host_may_end_first(registry: RankRegistry, is_sile
 def test_ranks_that_exited_before_rank_0(registry: RankRegistry) -> None:
     assert LauncherMonitor().exits_before_rank_0(1) == LauncherMonitor(registry).exits_before_rank_0(1) == ""
     registry._exited = (RankExit(2, "h2", 7, at=8.0), RankExit(0, "h1", 5, at=10.0))
-    said = LauncherMonitor(registry).exits_before_rank_0(137)
-    assert said == "rank 2 on h2 (pid 7) has ended; then mpirun, with 137, and all ranks"
+    message = LauncherMonitor(registry).exits_before_rank_0(137)
+    assert message == "rank 2 on h2 (pid 7) has ended; then mpirun, with 137, and all ranks"

@@ -83,13 +83,13 @@ def test_no_line_of_another_stream_is_drawn_over() -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux")  # noqa: PTH110
-@pytest.mark.parametrize("tells", [False, True])
-def test_an_alarm_is_red_on_a_terminal_only(tells: bool) -> None:
-    """A rank has the launcher write it."""
+@pytest.mark.parametrize("from_rank", [False, True])
+def test_an_alarm_is_red_on_a_terminal_only(from_rank: bool) -> None:
+    """The launcher writes the alarm of a rank."""
     ours, theirs = pty.openpty()
     with open(theirs, "w", encoding="utf-8") as terminal:  # noqa: PTH123
         lines = LiveLines(terminal, terminal)
-        if tells:
+        if from_rank:
             rank = io.StringIO()
             LiveLines(rank, rank).alarm("no page: \x07", sends=True)
             lines.pump(io.BytesIO(rank.getvalue().encode()), terminal)

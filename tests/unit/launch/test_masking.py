@@ -76,7 +76,7 @@ def test_other_texts_stay(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "shown"),
+    ("words", "expected"),
     [
         (["v", "--api-key", KEY, "b", "--port", "1"], ["v", "--api-key", MASK, MASK, "--port", "1"]),
         (["v", f"--api-key={KEY}", "m"], ["v", f"--api-key={MASK}", "m"]),
@@ -86,8 +86,8 @@ def test_other_texts_stay(text: str) -> None:
         (["-e", f"HF_TOKEN={KEY}"], ["-e", f"HF_TOKEN={MASK}"]),
     ],
 )
-def test_secrets_in_command_lines(words: list[str], shown: list[str]) -> None:
-    assert masked_args(words) == shown
+def test_secrets_in_command_lines(words: list[str], expected: list[str]) -> None:
+    assert masked_args(words) == expected
 
 
 def test_a_secret_that_is_known_is_masked_in_any_text(tmp_path: Path) -> None:
@@ -110,16 +110,20 @@ def test_options_are_written_and_named_without_secrets(words: list[str]) -> None
     config = parse_run(["--model_path", "m", *words])
     name = words[-2].removeprefix("--")
     assert KEY in str(config.values[name])
-    for shown in (config.to_json()[name], config.named(name), config.difference(config.values | {name: "x"})):
-        assert KEY not in str(shown) and MASK in str(shown)
+    for output in (
+        config.to_json()[name],
+        config.named(name),
+        config.difference(config.values | {name: "x"}),
+    ):
+        assert KEY not in str(output) and MASK in str(output)
 
 
-def test_a_command_is_shown_without_secrets() -> None:
+def test_a_command_is_printed_without_secrets() -> None:
     command = Command(("vllm", "--api-key", KEY), {"HF_TOKEN": KEY})
     assert KEY not in str(command) and str(command).count(MASK) == 2
 
 
-def test_the_line_of_mpirun_is_shown_without_secrets(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_line_of_mpirun_is_printed_without_secrets(capsys: pytest.CaptureFixture[str]) -> None:
     words: list[Any] = ["--dry_run", "-n", "2", "run", "--server_args", f"--api-key {KEY}"]
     assert mpirun(words, ["run"]) == 0
     out, err = capsys.readouterr()

@@ -60,10 +60,12 @@ def test_one_rank_of_each_other_host_is_tried(closed: int) -> None:
         assert "MPI does not connect them: a rank or a daemon of mpirun may be stopped" in apart
         assert "firewall" not in apart
         ports += [Port(3, "h3", here, closed), Port(4, "h3", here, port)]
-        said = f"host h3 (ranks 3-4) can't be reached from {h1} (127.0.0.1 port {closed}: Connection refused)"
-        assert unreachable_ranks(ports, h1) == said
-        said = f"all ranks have started, but rank 0 … from head; {said}: is there a firewall"
-        assert explain_separation("rank 0 … from head", ports, OPEN_MPI).startswith(said)
+        message = (
+            f"host h3 (ranks 3-4) can't be reached from {h1} (127.0.0.1 port {closed}: Connection refused)"
+        )
+        assert unreachable_ranks(ports, h1) == message
+        message = f"all ranks have started, but rank 0 … from head; {message}: is there a firewall"
+        assert explain_separation("rank 0 … from head", ports, OPEN_MPI).startswith(message)
 
 
 def test_an_address_of_two_hosts_is_named() -> None:
@@ -71,7 +73,7 @@ def test_an_address_of_two_hosts_is_named() -> None:
     assert "10.77.0.9 (eth0) is an address of h1 and of h2" in explain_separation("", twins, OPEN_MPI)
 
 
-def test_who_may_be_missing_where_no_launcher_tells() -> None:
+def test_missing_ranks_without_a_report_of_the_launcher() -> None:
     elsewhere = explain_missing_ranks([0, 1], 2, 4, OPEN_MPI)
     assert elsewhere.startswith(
         "ranks 2-3, on other hosts, have not started, or can't be reached: is there a fire"

@@ -109,12 +109,12 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("looked_at", ["as it runs", "as it ends"])
-def test_a_worker_whose_parent_asked_first_how_it_ended(
+def test_a_worker_whose_parent_reaped_it_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked_at: str
 ) -> None:
-    """Its parent gives up, too: the worker is named, not the parent alone.
+    """Its parent also fails: the error names the worker.
 
-    A process that ends gives its memory back some time before it has ended.
+    A process that ends frees its memory some time before its exit.
     """
     killed = False
 

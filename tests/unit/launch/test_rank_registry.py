@@ -108,24 +108,24 @@ def test_who_ended_before_rank_0(
     assert registry.hosts() == dict.fromkeys(range(3), os.uname().nodename)
 
 
-def test_who_has_started_but_does_not_reach_the_launcher(registry: RankRegistry) -> None:
+def test_a_rank_that_has_started_but_does_not_reach_the_launcher(registry: RankRegistry) -> None:
     assert not registry.note_cut_off("rank 1 prints this\n")
     assert registry.absent() == ""
     assert registry.note_cut_off("\x1b_mpillm-here:1 h2\x1b\\\n")
-    said = registry.absent()
-    assert said.startswith("rank 0, rank 2 has not started, or was lost before that; rank 1")
-    assert "has started, but can't reach `mpillm mpirun` at " in said and "firewall" in said
+    message = registry.absent()
+    assert message.startswith("rank 0, rank 2 has not started, or was lost before that; rank 1")
+    assert "has started, but can't reach `mpillm mpirun` at " in message and "firewall" in message
     assert registry.ports() == [] and not registry.waits()
 
 
 def test_ranks_that_the_launcher_has_no_open_files_for(registry: RankRegistry) -> None:
-    """They were named as ranks that have not started."""
+    """They must not be named as ranks that have not started."""
     registry.note_cut_off("\x1b_mpillm-here:1 h2\x1b\\\n")
     with socket.socket() as client:
         os.close(free := os.dup(client.fileno()))
         with soft_limit(free):
             client.connect(("127.0.0.1", int(registry.address.split("/")[1])))
-            cause = wait_until(lambda: "ulimit -n" in (said := registry.absent()) and said, "the cause")
+            cause = wait_until(lambda: "ulimit -n" in (message := registry.absent()) and message, "the cause")
     assert cause.startswith(
         f"rank 0, rank 2 cannot register: `mpillm mpirun` may open only {free} files: ulimit -n "
     )

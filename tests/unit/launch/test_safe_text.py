@@ -27,14 +27,14 @@ def is_tame(text: str) -> bool:
     return all(c.isprintable() or c in "\n\t \u3000" for c in text)
 
 
-def test_control_characters_are_shown_and_lines_stay() -> None:
+def test_control_characters_are_escaped_and_lines_stay() -> None:
     assert printable("plain\ttext\n\u3000\u4e2d\u6587\u200d") == "plain\ttext\n\u3000\u4e2d\u6587\u200d"
     assert printable(EVIL) == "a\\x1b[2J\\x1b]0;title\\x07\\x9b31m\\u202eb\nc\\x00"
     assert printable("\x1b[31mred\x1b[0m 10%\r20%\r\n") == "red 10%\n20%\n"
 
 
-def test_half_a_character_is_shown_in_files_and_on_terminals(tmp_path: Path) -> None:
-    """A file takes none, and a log that can't be written is a traceback on the console."""
+def test_half_a_character_is_escaped_in_files_and_on_terminals(tmp_path: Path) -> None:
+    """A file cannot hold one; the logger would print a traceback on the console."""
     assert printable("ouch \ud800") == one_line("ouch \ud800") == "ouch \\ud800"
     log = tmp_path / "log"
     code = (
@@ -86,10 +86,10 @@ def on_terminal(columns: int, code: str) -> str:
 
 
 def test_messages_fit_the_terminal() -> None:
-    """Not what is laid out already: stdout, a command line in several lines; no word is broken."""
+    """No word is broken. Text with its own layout stays: stdout, a command line in several lines."""
     long = "a message of many words that goes on and on /and/has/a/path/that/is/longer/than/the/terminal"
-    said = f"{long} end\n  indented: {long}"
-    error = f"raise cli.ConfigError({said!r})"
+    message = f"{long} end\n  indented: {long}"
+    error = f"raise cli.ConfigError({message!r})"
     assert on_terminal(40, error) == (
         "mpillm: a message of many words that\n  goes on and on\n"
         "  /and/has/a/path/that/is/longer/than/the/terminal\n  end\n"
@@ -102,15 +102,15 @@ def test_messages_fit_the_terminal() -> None:
     assert on_terminal(40, laid_out) == f"{long}\n{long}\\\n"
 
 
-def test_a_launcher_fits_what_its_ranks_say() -> None:
-    """A bar is cut."""
+def test_a_launcher_wraps_messages_of_its_ranks() -> None:
+    """A progress bar is cut."""
     code = (
         "from launch.live_lines import LiveLines; lines = LiveLines(sys.stdout, sys.stderr);"
         " lines.draw(['b' * 50]); lines.write('mpillm: ' + 'word ' * 9 + chr(10), lines.err); return 0"
     )
-    shown = on_terminal(40, code)
-    assert f"\x1b[?7l{'b' * 38} …\x1b[?7h" in shown
-    assert shown.endswith("mpillm: word word word word word word\n  word word word\n")
+    output = on_terminal(40, code)
+    assert f"\x1b[?7l{'b' * 38} …\x1b[?7h" in output
+    assert output.endswith("mpillm: word word word word word word\n  word word word\n")
 
 
 def test_a_bar_is_drawn_and_nothing_else_moves_the_cursor() -> None:

@@ -165,16 +165,16 @@ def test_a_folder_that_another_user_made_for_a_job(tmp_path: Path, monkeypatch: 
     assert (done.returncode, done.stdout) == (2, "") and "slurm-7-0" in done.stderr
 
 
-@pytest.mark.parametrize("told, code", [("5", 5), ("", 5)])
+@pytest.mark.parametrize("file_text, code", [("5", 5), ("", 5)])
 def test_a_run_has_a_folder_for_each_start_and_rank_0s_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file_text: str, code: int
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "srun").write_text(SRUN)
     (tmp_path / "srun").chmod(0o755)
     main(["--nodes", "2", "--ntasks_per_node", "4", "--gpus_per_node", "h200:8", "--mpi", "pmi2",
           "--log_root", "my runs", "--python", "python3", "--", "run", "--model_path", "a b"])  # fmt: skip
-    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "TOLD": told}
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "TOLD": file_text}
     for restart, folder in ((None, "slurm-7-0"), ("2", "slurm-7-2")):
         more = {} if restart is None else {"SLURM_RESTART_COUNT": restart}
         done = subprocess.run(["bash", "mpillm-runs/job.sub"], env=env | more, capture_output=True, text=True)
@@ -195,7 +195,7 @@ def test_a_harness_is_started_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "words, says",
+    "words, message",
     [
         (["--container_image", "image", "--", "run-harness"], "without srun"),
         (["--nodes", "2"], "no command to run"),
@@ -203,8 +203,8 @@ def test_a_harness_is_started_once(capsys: pytest.CaptureFixture[str]) -> None:
         (["--", "run", "--log-dir=here"], "--log_root"),
     ],
 )
-def test_what_cant_be_a_job(words: list[str], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_commands_that_cannot_be_a_job(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         main(words)
 
 
@@ -225,7 +225,7 @@ esac
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_who_stops_following_a_job_is_told_that_it_goes_on(tmp_path: Path, number: signal.Signals) -> None:
+def test_an_interrupted_wait_reports_that_the_job_goes_on(tmp_path: Path, number: signal.Signals) -> None:
     for name in ("sbatch", "scontrol"):
         (tmp_path / name).write_text(SLURM)
         (tmp_path / name).chmod(0o755)
@@ -233,8 +233,8 @@ def test_who_stops_following_a_job_is_told_that_it_goes_on(tmp_path: Path, numbe
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(line, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        told = [process.stderr.readline(), process.stderr.readline()]
-        assert told == ["submitted job 7\n", "job 7: RUNNING on n1\n"]
+        lines = [process.stderr.readline(), process.stderr.readline()]
+        assert lines == ["submitted job 7\n", "job 7: RUNNING on n1\n"]
         process.send_signal(number)
         name = "Ctrl-C" if number == signal.SIGINT else number.name
         assert process.stderr.read() == (

@@ -173,12 +173,12 @@ class Checks:
     def __init__(self, n: int) -> None:
         self.under_way = threading.Barrier(n)
         self.end = threading.Event()
-        self.asked: list[str] = []  # that are asked at the same time
+        self.begun: list[str] = []  # URLs of checks that run at the same time
         self.answered: list[str] = []
 
     def problem(self, url: str) -> str:
-        self.under_way.wait(300)  # broken, unless all are asked at the same time
-        self.asked.append(url)
+        self.under_way.wait(300)  # broken unless all checks run at the same time
+        self.begun.append(url)
         self.end.wait(300)
         self.answered.append(url)
         return "no answer"
@@ -219,7 +219,7 @@ def test_a_look_waits_for_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             for server in silent(4):
                 running.start_server(server)
             running.wait_ready(60)
-        wait_until(lambda: running.poll(1e9) is None and len(checks.asked) == 4, "the checks")
+        wait_until(lambda: running.poll(1e9) is None and len(checks.begun) == 4, "the checks")
         assert running.poll(1e9) is None
         with pytest.raises(
             ServerFailed, match=r"^no answer to a health check for 0.2 s \(--stall_timeout\): server "
@@ -242,13 +242,13 @@ def test_a_server_that_answers_is_not_silent_between_two_looks(tmp_path: Path) -
 
 
 def test_an_answer_between_two_looks_counts(tmp_path: Path) -> None:
-    """The only answer comes just before the server would be asked again."""
+    """The only answer comes just before the next health check."""
     come = threading.Event()
-    asked: list[str] = []
+    paths: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked.append(self.path)
+            paths.append(self.path)
             self.send_response(200 if come.wait(300) else 500)
             self.end_headers()
 
@@ -269,7 +269,7 @@ def test_an_answer_between_two_looks_counts(tmp_path: Path) -> None:
         running.start_server(Server("one", sleeps, {}, (f"http://localhost:{http.server_port}/",)))
         running.wait_ready(60)
         http.shutdown()
-    assert len(asked) == 1
+    assert len(paths) == 1
 
 
 def test_a_port_for_two() -> None:

@@ -72,8 +72,8 @@ def test_the_dummy_core_answers_under_a_server(scenario: str) -> None:
         values[AllFields.server_target_qps] = 10.0
     firsts, whole = answers("dummy", values, PROMPTS, core_options="tpot_ms:2")
     assert whole == expected(PROMPTS, 3)
-    told = {id_: answer[:1] for id_, answer in whole.items()}
-    assert firsts == (told if scenario == "Server" else {})
+    first_tokens = {id_: answer[:1] for id_, answer in whole.items()}
+    assert firsts == (first_tokens if scenario == "Server" else {})
 
 
 def test_more_requests_than_the_core_can_hold() -> None:
@@ -131,7 +131,7 @@ def test_a_failed_request_is_not_a_short_answer() -> None:
     core.end(abandon=True)
 
 
-def test_what_needs_ranks_says_so() -> None:
+def test_options_that_need_ranks_are_refused() -> None:
     values = {AllFields.tensor_parallelism: 2, AllFields.max_output_len: 2}
     with pytest.raises(ConfigError, match=r"tensor_parallelism 2.*one process; use LLMHarnessOp"):
         answers("dummy", values, PROMPTS)
@@ -190,7 +190,7 @@ def test_an_operation_runs_its_command(tmp_path: Path, monkeypatch: pytest.Monke
     assert str(model) in text and "num_instances: 2" in text
 
 
-def test_an_operation_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_operation_names_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="there is no build/triton_model_repo_0"):
         launch_server.RunTritonServerOp().run()

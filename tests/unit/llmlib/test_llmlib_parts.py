@@ -86,22 +86,22 @@ class Core(LLMCore):
         return {"name": f"Core#{core_index}", "harness_config": HarnessConfig(), **kwargs}
 
 
-Told = list[tuple[int, list[int], bool]]
+Calls = list[tuple[int, list[int], bool]]
 
 
 @pytest.fixture
-def told() -> Told:
+def calls() -> Calls:
     return []
 
 
-def make(told: Told, policy: str = "load_balancing", values: Any = None, **kwargs: Any) -> LLMServer:
+def make(calls: Calls, policy: str = "load_balancing", values: Any = None, **kwargs: Any) -> LLMServer:
     with Configuration(
         {AllFields.traffic_distribution_policy: policy, **(values or {})}, options={}
     ).autoapply():
         return LLMServerFactory.create_server(
             Core,
             disable_progress_display=True,
-            complete_callback=lambda request_id, output_tokens, is_first_token: told.append(
+            complete_callback=lambda request_id, output_tokens, is_first_token: calls.append(
                 (request_id, output_tokens, is_first_token)
             ),
             **kwargs,
@@ -113,8 +113,8 @@ def requests(n: int, first: int = 0) -> list[LLMRequest]:
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "load_balancing"])
-def test_a_server_spreads_a_batch_and_waits_for_it(told: Told, policy: str) -> None:
-    server = make(told, policy, n=3)
+def test_a_server_spreads_a_batch_and_waits_for_it(calls: Calls, policy: str) -> None:
+    server = make(calls, policy, n=3)
     cores: list[Any] = list(server.cores)
     server.issue_queries(requests(7))
     assert sorted(core.get_num_pending_samples() for core in cores) == [2, 2, 3]
@@ -123,7 +123,7 @@ def test_a_server_spreads_a_batch_and_waits_for_it(told: Told, policy: str) -> N
     for core in cores:
         core.may_answer.set()
     server.flush_queries()
-    assert sorted(told) == [(i, [1, 2], False) for i in range(8)]
+    assert sorted(calls) == [(i, [1, 2], False) for i in range(8)]
     assert (
         server.sample_count == 8
         and server.progress_display.completed == 8
@@ -136,31 +136,31 @@ def test_a_server_spreads_a_batch_and_waits_for_it(told: Told, policy: str) -> N
         cores[0].enqueue(requests(1))
 
 
-def test_a_policy_that_needs_ranks_is_refused(told: Told) -> None:
+def test_a_policy_that_needs_ranks_is_refused(calls: Calls) -> None:
     with pytest.raises(ConfigError, match="kv_cache_aware: LLMServer has round_robin, load_balancing"):
-        make(told, "kv_cache_aware", n=2)
+        make(calls, "kv_cache_aware", n=2)
 
 
-def test_streaming(told: Told) -> None:
-    server = make(told, values=STREAMING, n=1)
+def test_streaming(calls: Calls) -> None:
+    server = make(calls, values=STREAMING, n=1)
     (core,) = (core for core in server.cores if isinstance(core, Core))
     core.pieces = [[], [4], [5, 6], [7]]
     core.may_answer.set()
     server.issue_queries(requests(1))
     server.stop_work()
-    assert told == [(0, [4], True), (0, [4, 5, 6, 7], False)]
+    assert calls == [(0, [4], True), (0, [4, 5, 6, 7], False)]
     assert server.progress_display.units["TTFT(s)"][0] == server.progress_display.units["TPOT(ms)"][0] == 1
 
 
-def test_an_error_is_no_answer(told: Told) -> None:
+def test_an_error_is_no_answer(calls: Calls) -> None:
     """The core gives an error row for the request."""
-    server = make(told, n=1)
+    server = make(calls, n=1)
     (core,) = (core for core in server.cores if isinstance(core, Core))
     core.error_first = True
     core.may_answer.set()
     server.issue_queries(requests(2))
     server.stop_work()
-    assert sorted(told) == [(0, [1, 2], False), (1, [1, 2], False)]
+    assert sorted(calls) == [(0, [1, 2], False), (1, [1, 2], False)]
 
 
 @pytest.mark.parametrize(
@@ -175,9 +175,9 @@ def test_an_error_is_no_answer(told: Told) -> None:
         ([[1, 2], [3]], {"twice": True}, "which is not open"),
     ],
 )
-def test_wrong_responses(told: Told, pieces: Any, values: Any, message: str) -> None:
+def test_wrong_responses(calls: Calls, pieces: Any, values: Any, message: str) -> None:
     twice = values.pop("twice", False) if isinstance(values, dict) else False
-    server = make(told, values=values, n=1)
+    server = make(calls, values=values, n=1)
     (core,) = (core for core in server.cores if isinstance(core, Core))
     core.pieces = pieces if not twice else [[1, 2]]
     server.issue_queries(requests(1))
@@ -191,8 +191,8 @@ def test_wrong_responses(told: Told, pieces: Any, values: Any, message: str) -> 
     assert core.cleaned_up == 1
 
 
-def test_a_silent_core_is_waited_for_as_long_as_the_run_says(told: Told) -> None:
-    server = make(told, values={AllFields.stall_timeout: 0.1}, n=1)
+def test_a_silent_core_fails_after_the_stall_timeout(calls: Calls) -> None:
+    server = make(calls, values={AllFields.stall_timeout: 0.1}, n=1)
     server.issue_queries(requests(2))
     with pytest.raises(
         TimeoutError, match=r"core Core#0: 2 requests open, and silent for \d\d? s \(--stall_timeout 0\.1\)"
@@ -201,8 +201,8 @@ def test_a_silent_core_is_waited_for_as_long_as_the_run_says(told: Told) -> None
     server.abandon()
 
 
-def test_a_thread_that_does_not_end_is_reported(told: Told, caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody waits for ever for a backend that ignores the timeout of a poll."""
+def test_a_thread_that_does_not_end_is_reported(calls: Calls, caplog: pytest.LogCaptureFixture) -> None:
+    """The server does not wait for a backend that ignores the timeout of a poll."""
     polling, released = threading.Event(), threading.Event()
 
     def poll(timeout: datetime.timedelta) -> list[LLMResponse]:
@@ -210,7 +210,7 @@ def test_a_thread_that_does_not_end_is_reported(told: Told, caplog: pytest.LogCa
         released.wait(300)
         return []
 
-    server = make(told, n=1)
+    server = make(calls, n=1)
     (core,) = server.cores
     polled: Any = core
     polled._poll_responses_impl = poll
@@ -225,37 +225,37 @@ def test_a_thread_that_does_not_end_is_reported(told: Told, caplog: pytest.LogCa
     assert not core.response_thread.is_alive()
 
 
-def test_a_warm_up_is_reported_to_nobody(told: Told) -> None:
-    server = make(told)
+def test_a_warm_up_is_reported_to_nobody(calls: Calls) -> None:
+    server = make(calls)
     for core in server.cores:
         assert isinstance(core, Core)
         core.health_checks_left = 2
         core.may_answer.set()
     cores: list[Any] = list(server.cores)
     server.warm_up(3)
-    assert [len(core.seen) for core in cores] == [3, 3] and told == []
+    assert [len(core.seen) for core in cores] == [3, 3] and calls == []
     assert server.progress_display.completed == 0
     server.issue_queries(requests(2))
     server.stop_work()
-    assert len(told) == 2
+    assert len(calls) == 2
 
 
-def test_a_warm_up_of_its_own(told: Told) -> None:
+def test_a_warm_up_of_its_own(calls: Calls) -> None:
     class Own(Core):
         warmed = 0
 
         def warm_up(self) -> None:  # type: ignore[override]
             Own.warmed += 1
 
-    cores = make(told).cores
+    cores = make(calls).cores
     for core in cores:
         core.__class__ = Own
     WarmupManager().warmup(cores, requests(4))
     assert Own.warmed == 2 and all(not core.seen for core in cores if isinstance(core, Core))
 
 
-def test_an_unhealthy_core(told: Told) -> None:
-    cores = make(told).cores
+def test_an_unhealthy_core(calls: Calls) -> None:
+    cores = make(calls).cores
     for core in cores:
         assert isinstance(core, Core)
     cores[1].health_checks_left = 1000  # type: ignore[attr-defined]
@@ -373,8 +373,8 @@ def test_a_loader(tmp_path: Path) -> None:
             Other().load()
 
 
-def test_what_an_operation_says_to_a_run(command_line: list[str]) -> None:
-    """The call goes before the command line, and that before the configuration in force."""
+def test_arguments_that_an_operation_passes_to_a_run(command_line: list[str]) -> None:
+    """Arguments of the call override the command line, which overrides the configuration in force."""
     command_line += ["--max_output_len=5", "--seed=3"]
 
     class Op(LLMHarnessOp):

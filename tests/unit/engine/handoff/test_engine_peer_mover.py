@@ -133,7 +133,7 @@ def test_much_is_launched_in_parts() -> None:
     assert [tags for tags, _ in pair.wire.puts] == [[40, 41], [42, 43], [44]]
 
 
-def test_blocks_that_are_still_used_are_not_told() -> None:
+def test_targets_with_blocks_in_use_are_not_sent() -> None:
     """A receiver's GPU may still write to the blocks of a sequence that has ended."""
     pair = Pair(is_idle=False)
     pair.receive(40, [1])

@@ -100,7 +100,7 @@ def test_sizes() -> None:
 
 
 @pytest.mark.parametrize(("early", "options"), [(True, {"launch_pdl": True}), (False, {})])
-def test_only_a_kernel_that_may_start_early_asks_for_it(early: bool, options: dict[str, bool]) -> None:
+def test_only_a_kernel_that_may_start_early_has_the_option(early: bool, options: dict[str, bool]) -> None:
     function = Function()
     Kernel(function)[GRID](X, 5, 64, ROWS=2, BLOCK=16, EARLY=early)
     assert function.calls[0][-1] == {"ROWS": 2, "BLOCK": 16, "EARLY": early, **options}

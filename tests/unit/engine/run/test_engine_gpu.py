@@ -36,9 +36,9 @@ class Repacked(LateWorker):
     message: Buffer
 
     def run(self, step: Step) -> SampledTokens | None:
-        told = PLAN.read(self.message)
-        assert told == step
-        return super().run(told)
+        received = PLAN.read(self.message)
+        assert received == step
+        return super().run(received)
 
 
 def answer(

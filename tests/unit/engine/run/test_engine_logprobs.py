@@ -30,16 +30,16 @@ def answers(core: TorchCore, **fields: object) -> tuple[dict[int, list[int]], di
     n_tokens = dict.fromkeys(range(len(PROMPTS)), 0)
     while len(whole) < len(PROMPTS):
         for row in (core.poll_responses() or make_batch([])).split():
-            id_, flags, told = int(row.rows["id"][0]), int(row.rows["flags"][0]), row.tokens.tolist()
+            id_, flags, values = int(row.rows["id"][0]), int(row.rows["flags"][0]), row.tokens.tolist()
             if flags & ResponseFlag.LOGPROBS:
                 width = 2 * WANTS[id_] - 1
-                assert told[0] == len(numbers[id_]) and len(told) % width == 1 % width
-                numbers[id_] += [told[at : at + width] for at in range(1, len(told), width)]
+                assert values[0] == len(numbers[id_]) and len(values) % width == 1 % width
+                numbers[id_] += [values[at : at + width] for at in range(1, len(values), width)]
                 continue
-            n_tokens[id_] = len(told) if flags & ResponseFlag.FINAL else n_tokens[id_] + len(told)
+            n_tokens[id_] = len(values) if flags & ResponseFlag.FINAL else n_tokens[id_] + len(values)
             assert len(numbers[id_]) == (n_tokens[id_] if WANTS[id_] else 0)
             if flags & ResponseFlag.FINAL:
-                whole[id_] = told
+                whole[id_] = values
     return whole, numbers
 
 

@@ -284,8 +284,8 @@ def test_a_request_in_flight_keeps_its_blocks_until_its_step_has_ended(n_steps: 
     engine.cancel(0)
     assert s.in_flight and s.blocks
     check_blocks(engine)
-    told = []
+    results = []
     for _ in range(200):
-        told += engine.step()
-    assert [(p.sequence.id, p.is_first, p.is_final) for p in told] == [(0, False, True)]
+        results += engine.step()
+    assert [(p.sequence.id, p.is_first, p.is_final) for p in results] == [(0, False, True)]
     check_empty(engine)

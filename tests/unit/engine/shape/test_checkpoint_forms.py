@@ -186,7 +186,7 @@ def core_config(folder: Path) -> EngineConfig:
     return engine_config(folder)
 
 
-def test_what_is_wrong_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_wrong_tensors_are_named_before_loading(tmp_path: Path) -> None:
     name = "model.layers.2.mlp.up_proj.weight"
     make("modelopt", tmp_path)
     whole = load_file(tmp_path / "model.safetensors")

@@ -368,41 +368,41 @@ def test_bad_files(tmp_path: Path) -> None:
     file = write_checkpoint(tmp_path)
     good = file.read_bytes()
 
-    def says(message: str) -> None:
+    def expect_error(message: str) -> None:
         with pytest.raises(ConfigError, match=message) as caught:
             check_model(config(tmp_path))
         assert str(tmp_path) in str(caught.value)
 
     file.write_bytes(good[:-1])
-    says(r"model.safetensors: truncated: its header describes \d+ bytes, it has \d+")
+    expect_error(r"model.safetensors: truncated: its header describes \d+ bytes, it has \d+")
     for n in (0, 5, 100):
         file.write_bytes(good[:n])
-        says("model.safetensors: truncated, or not a safetensors file")
+        expect_error("model.safetensors: truncated, or not a safetensors file")
     file.write_bytes(struct.pack("<Q", 50) + b"x" * 1000)
-    says("its header cannot be read")
+    expect_error("its header cannot be read")
     header, n_data = read_header(good)
     write_file(file, {name: entry for name, entry in header.items() if name != "model.norm.weight"}, n_data)
-    says("no tensor model.norm.weight in model.safetensors")
+    expect_error("no tensor model.norm.weight in model.safetensors")
     header["lm_head.weight"]["dtype"] = "F8_E5M2"
     write_file(file, header, n_data)
-    says("tensor lm_head.weight is of type F8_E5M2; can read F32, BF16, F16")
+    expect_error("tensor lm_head.weight is of type F8_E5M2; can read F32, BF16, F16")
     file.unlink()
-    says("model.safetensors: no such file")
+    expect_error("model.safetensors: no such file")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}))
-    says("model-00001-of-00002.safetensors: no such file")
+    expect_error("model-00001-of-00002.safetensors: no such file")
     index.write_text("{}")
-    says("no weight_map")
+    expect_error("no weight_map")
     (tmp_path / "config.json").write_text("{")
-    says("config.json:1: not valid JSON")
+    expect_error("config.json:1: not valid JSON")
     (tmp_path / "config.json").write_text("[" * 100_000)
-    says("config.json: not valid JSON: nested too deep")
+    expect_error("config.json: not valid JSON: nested too deep")
     (tmp_path / "config.json").write_bytes(b'{"a": "\xff"}')
-    says("config.json: not UTF-8 text")
+    expect_error("config.json: not UTF-8 text")
     (tmp_path / "config.json").write_text("[]")
-    says("config.json: not a JSON object")
+    expect_error("config.json: not a JSON object")
     (tmp_path / "config.json").unlink()
-    says("no model there: the folder has no config.json")
+    expect_error("no model there: the folder has no config.json")
 
 
 def read_header(raw: bytes) -> tuple[dict[str, Any], int]:

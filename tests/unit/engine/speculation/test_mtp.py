@@ -34,13 +34,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, NaiveMtp]:
 
 
 @pytest.fixture(scope="module")
-def asked() -> Tokens:
+def prompts() -> Tokens:
     return [[token % 319 for token in prompt] for prompt in random_prompts([1, 7, 8, 9, 30, 45])]
 
 
 @pytest.fixture(scope="module")
-def plain(made: tuple[Path, NaiveMtp], asked: Tokens) -> Tokens:
-    return answer(make_core(made[0]), make_batch(asked, max_output=N_OUTPUT))
+def plain(made: tuple[Path, NaiveMtp], prompts: Tokens) -> Tokens:
+    return answer(make_core(made[0]), make_batch(prompts, max_output=N_OUTPUT))
 
 
 @pytest.mark.long
@@ -58,16 +58,16 @@ def plain(made: tuple[Path, NaiveMtp], asked: Tokens) -> Tokens:
 @pytest.mark.parametrize("way", KINDS)
 def test_guesses_are_those_of_a_naive_layer(
     made: tuple[Path, NaiveMtp],
-    asked: Tokens,
+    prompts: Tokens,
     plain: Tokens,
     way: str,
     options: dict[str, Any],
     replaced: bool,
 ) -> None:
-    """Also after guesses that were right, which random numbers have none of by themselves."""
+    """Also after correct guesses, which random weights do not make by themselves."""
     folder, naive = made
     core = make_core(folder, kind=KINDS[way], speculative_config=mtp(), **options)
-    seen = answer_with_guesses(core, asked, plain, replaced=replaced, n_output=N_OUTPUT)
+    seen = answer_with_guesses(core, prompts, plain, replaced=replaced, n_output=N_OUTPUT)
     if options.get("max_seq_len", 0) is None:
         assert core.statistics()["preemptions"] > 0
     check_guesses(seen, naive.guesses)
@@ -75,11 +75,11 @@ def test_guesses_are_those_of_a_naive_layer(
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
 @pytest.mark.long
-def test_a_rounded_model_guesses(made: tuple[Path, NaiveMtp], asked: Tokens, quantization: str) -> None:
+def test_a_rounded_model_guesses(made: tuple[Path, NaiveMtp], prompts: Tokens, quantization: str) -> None:
     more = {"dtype": "bfloat16", "quantization": quantization}
-    plain = answer(make_core(made[0], **more), make_batch(asked, max_output=N_OUTPUT))
+    plain = answer(make_core(made[0], **more), make_batch(prompts, max_output=N_OUTPUT))
     core = make_core(made[0], speculative_config=mtp(), **more)
-    found = answer(core, make_batch(asked, max_output=N_OUTPUT))
+    found = answer(core, make_batch(prompts, max_output=N_OUTPUT))
     assert [len(one) for one in found] == [len(one) for one in plain]
     assert core.statistics()["drafted_tokens"] > 0
 

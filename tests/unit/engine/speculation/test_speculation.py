@@ -222,7 +222,7 @@ def test_a_guess_is_what_followed_before(
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("options", "message"),
     [
         ({}, "decoding_type None: the torch core has NGram, Draft_Target, Eagle"),
         (
@@ -250,8 +250,8 @@ def test_a_guess_is_what_followed_before(
     ],
     ids=str,
 )
-def test_what_the_option_says(said: dict[Any, Any], message: str) -> None:
+def test_wrong_options_of_speculation(options: dict[Any, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        SpeculativeConfig.read(said)
+        SpeculativeConfig.read(options)
     assert str(error.value).startswith("--speculative_config") and message in str(error.value)
     assert error.value.about == ("speculative_config",)

@@ -199,7 +199,8 @@ def test_memory_is_kept_for_a_draft_model() -> None:
         config, model_path="llama3.1-8b", gpu_bytes=60 << 30, max_batch_size=2048, max_seq_len=4096
     )
     ngram, target = (
-        changed(config, speculative_config=said) for said in (NGRAM, draft_target(Path("llama3.2-1b"), 4))
+        changed(config, speculative_config=options)
+        for options in (NGRAM, draft_target(Path("llama3.2-1b"), 4))
     )
     plain, beside = (check_model(c) for c in (ngram, target))
     draft = check_model(changed(config, model_path="llama3.2-1b"))

@@ -30,7 +30,7 @@ def refusal(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("names", "said"),
+    ("names", "expected"),
     [
         ([], "model.safetensors: no such file"),
         (["pytorch_model.bin"], "the folder has pytorch_model.bin: save it as safetensors: `python3 -c"),
@@ -43,12 +43,12 @@ def refusal(folder: Path) -> str:
         (["model-00001-of-00002.safetensors"], "model-00001-of-00002.safetensors: truncated"),
     ],
 )
-def test_no_safetensors(model: Path, tmp_path: Path, names: list[str], said: str) -> None:
+def test_no_safetensors(model: Path, tmp_path: Path, names: list[str], expected: str) -> None:
     shutil.copy(model / "config.json", tmp_path)
     for name in names:
         (tmp_path / name).touch()
     message = refusal(tmp_path)
-    assert str(tmp_path) in message and said in message
+    assert str(tmp_path) in message and expected in message
 
 
 def test_a_stray_file_beside_an_index(model: Path, tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_an_engine_of_them(folders: tuple[Path, Any], tmp_path: Path) -> None:
         assert torch.equal(found, wanted) and torch.equal(exponents, others)
 
 
-def test_what_is_wrong_is_said(folders: tuple[Path, Any], tmp_path: Path) -> None:
+def test_wrong_tensors_are_named(folders: tuple[Path, Any], tmp_path: Path) -> None:
     folder, _ = folders
     blocks, scales = f"{_EXPERTS}.down_proj_blocks", f"{_EXPERTS}.down_proj_scales"
     for i, (tensors, message) in enumerate(

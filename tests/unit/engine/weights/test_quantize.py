@@ -277,7 +277,7 @@ def test_none_is_a_copy(two_files: Path, tmp_path: Path) -> None:
     assert check_model(config(tmp_path / "out")).quantization == "none"
 
 
-def test_an_existing_folder_is_replaced_only_if_told(folders: Folders, tmp_path: Path) -> None:
+def test_an_existing_folder_is_replaced_only_with_overwrite(folders: Folders, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("")
     with pytest.raises(ConfigError, match="out: exists already"):
@@ -402,13 +402,13 @@ def test_another_quantization_config(
         model_info(config(tmp_path))
 
 
-def test_what_an_engine_refuses(folders: Folders, tmp_path: Path) -> None:
+def test_an_engine_refuses_unsupported_quantizations(folders: Folders, tmp_path: Path) -> None:
     floats, int8 = folders["tiny-llama", "none"], folders["tiny-llama", "int8"]
     with pytest.raises(ConfigError, match="--quantization int3: not one of auto, none, int8, fp8"):
         model_info(config(floats, quantization="int3"))
-    for asked in ("fp8", "none"):
-        with pytest.raises(ConfigError, match=f"--quantization {asked}: the weights of .* are int8"):
-            model_info(config(int8, quantization=asked))
+    for kind in ("fp8", "none"):
+        with pytest.raises(ConfigError, match=f"--quantization {kind}: the weights of .* are int8"):
+            model_info(config(int8, quantization=kind))
     with pytest.raises(
         ConfigError, match=r"int8 weights run only on CPUs \(--device cpu\); on a GPU use fp8"
     ):
