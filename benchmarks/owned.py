@@ -127,8 +127,8 @@ def _owned(server: str) -> Iterator[str]:
         words = ("--core_type", "trtllm_endpoint", "--server", f"command:{server}")
         with served_in(folder, ("-n", "2"), words):
             started = (folder / "server_0.log").read_text(errors="replace").partition("\n")[0]
-            asked = shlex.split(server)
-            place = next(i for i, word in enumerate(asked) if "{port}" in word) - len(asked)
-            before, _, after = asked[place].partition("{port}")
+            command = shlex.split(server)
+            place = next(i for i, word in enumerate(command) if "{port}" in word) - len(command)
+            before, _, after = command[place].partition("{port}")
             word = shlex.split(started)[place]
             yield f"http://127.0.0.1:{word[len(before) : len(word) - len(after)]}"

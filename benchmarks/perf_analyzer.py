@@ -28,7 +28,7 @@ class Analyzed(NamedTuple):
 
 
 def analyze(program: str, url: str, model: str, input_len: int, output_len: int, at_once: int) -> Analyzed:
-    """Have it ask a decoupled model, with `at_once` requests open all the time. Raises ConfigError."""
+    """Measure a decoupled model with `at_once` requests open all the time. Raises ConfigError."""
     values: dict[str, list[int] | list[bool]] = {
         "input_ids": [(3 + i) % 256 for i in range(input_len)],
         "input_lengths": [input_len],
@@ -56,8 +56,8 @@ def analyze(program: str, url: str, model: str, input_len: int, output_len: int,
     rate = re.search(r"^ *Throughput: ([\d.]+) infer/sec", ended.stdout, re.MULTILINE)
     if ended.returncode or not rate or not float(rate[1]):
         lines = [*ended.stdout.splitlines(), *ended.stderr.splitlines()][-5:]
-        said = "".join(f"\n  | {line}" for line in lines)
-        raise ConfigError(f"--perf_analyzer {program} ended with exit code {ended.returncode}{said}")
+        output = "".join(f"\n  | {line}" for line in lines)
+        raise ConfigError(f"--perf_analyzer {program} ended with exit code {ended.returncode}{output}")
     return Analyzed(float(rate[1]), seconds, cores)
 
 

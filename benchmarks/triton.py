@@ -70,8 +70,8 @@ DESCRIPTION = (
 EPILOG = "example:\n  python -m benchmarks triton"
 
 
-class _Asked(NamedTuple):
-    """What clients did in one measurement."""
+class _Measurement(NamedTuple):
+    """Requests, time and CPU use of the clients in one measurement."""
 
     n: int  # requests
     seconds: float
@@ -87,7 +87,7 @@ def main(config: Options) -> int:
     """Print the table; 0 unless something failed."""
     found: dict[str, list[_Rate]] = defaultdict(list)
     with _served(config) as (url, model, server):
-        ways: dict[str, Callable[[], _Asked]] = {
+        ways: dict[str, Callable[[], _Measurement]] = {
             f"{_PLAIN}, one at a time": partial(_infer, config, url, model),
             f"{_PLAIN}, async_stream_infer": partial(_async_stream_infer, config, url, model),
             f"{_TOGETHER} of them in {_TOGETHER} processes": partial(_together, config, url, model),
@@ -103,11 +103,11 @@ def main(config: Options) -> int:
             for name, way in ways.items():
                 print(f"{name}, {i + 1} of {config.repeats}", file=sys.stderr, flush=True)
                 before, executed = _times(server), _executed_s(url, model)
-                asked = way()
-                used = cores(before, _times(server), asked.seconds)
-                executed = (_executed_s(url, model) - executed) / asked.seconds / config.instances
-                busy = Busy(*used, sum(asked.cores), max(asked.cores), min(1.0, executed))
-                found[name].append(_Rate(asked.n / asked.seconds, busy))
+                measured = way()
+                used = cores(before, _times(server), measured.seconds)
+                executed = (_executed_s(url, model) - executed) / measured.seconds / config.instances
+                busy = Busy(*used, sum(measured.cores), max(measured.cores), min(1.0, executed))
+                found[name].append(_Rate(measured.n / measured.seconds, busy))
     print(
         f"a model of zero cost behind Triton, {config.input_len} tokens in, {config.output_len} out;"
         f" {config.instances} instances, {os.cpu_count()} cores; median of {config.repeats} (least to most)"
@@ -204,32 +204,32 @@ def _inputs(input_len: int, output_len: int) -> list[Any]:
     ]
 
 
-def _infer(config: Options, url: str, model: str) -> _Asked:
+def _infer(config: Options, url: str, model: str) -> _Measurement:
     """One request after another, as a decoupled model allows: each waits for its answer on the stream."""
     return _plain(url, model, config.input_len, config.output_len, max(1, config.requests // 10), 1)
 
 
-def _async_stream_infer(config: Options, url: str, model: str) -> _Asked:
+def _async_stream_infer(config: Options, url: str, model: str) -> _Measurement:
     """Send all requests at once."""
     return _plain(url, model, config.input_len, config.output_len, config.requests, config.requests)
 
 
-def _together(config: Options, url: str, model: str) -> _Asked:
+def _together(config: Options, url: str, model: str) -> _Measurement:
     """Send all requests at once from each of several processes."""
     words = (url, model, config.input_len, config.output_len, config.requests, config.requests)
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager:
         begin = manager.Barrier(_TOGETHER)
         with ProcessPoolExecutor(_TOGETHER, context) as pool:
-            asked = [pool.submit(_plain, *words, begin) for _ in range(_TOGETHER)]
-            answered = [one.result(2 * _DEADLINE_S) for one in asked]
+            futures = [pool.submit(_plain, *words, begin) for _ in range(_TOGETHER)]
+            answered = [one.result(2 * _DEADLINE_S) for one in futures]
     used = [core for one in answered for core in one.cores]
-    return _Asked(sum(one.n for one in answered), max(one.seconds for one in answered), used)
+    return _Measurement(sum(one.n for one in answered), max(one.seconds for one in answered), used)
 
 
 def _plain(
     url: str, model: str, input_len: int, output_len: int, n: int, at_once: int, begin: Barrier | None = None
-) -> _Asked:
+) -> _Measurement:
     """Send `n` requests, `at_once` open at a time; all clients begin when all have come to `begin`."""
     import tritonclient.grpc as grpcclient
 
@@ -237,7 +237,7 @@ def _plain(
     done = threading.Event()
     left = n
 
-    def heard(result: Any, error: Any) -> None:
+    def on_response(result: Any, error: Any) -> None:
         nonlocal left
         if error is not None:
             errors.append(error)
@@ -249,7 +249,7 @@ def _plain(
             done.set()
 
     with grpcclient.InferenceServerClient(url) as client:
-        client.start_stream(heard)
+        client.start_stream(on_response)
         if begin is not None:
             begin.wait(_DEADLINE_S)
         began, cpu = time.perf_counter(), time.process_time()
@@ -264,16 +264,16 @@ def _plain(
         client.stop_stream()
     if errors:
         raise ConfigError(f"tritonserver {url}: {errors[0]}")
-    return _Asked(n, seconds, [used])
+    return _Measurement(n, seconds, [used])
 
 
-def _perf_analyzer(config: Options, url: str, model: str, at_once: int) -> _Asked:
+def _perf_analyzer(config: Options, url: str, model: str, at_once: int) -> _Measurement:
     assert config.perf_analyzer is not None
     found = analyze(config.perf_analyzer, url, model, config.input_len, config.output_len, at_once)
-    return _Asked(round(found.per_second * found.seconds), found.seconds, [found.cores])
+    return _Measurement(round(found.per_second * found.seconds), found.seconds, [found.cores])
 
 
-def _ours(config: Options, url: str, frontends: int, clients: int) -> _Asked:
+def _ours(config: Options, url: str, frontends: int, clients: int) -> _Measurement:
     """Offline through LoadGen; the time is the test's own."""
     options = {
         "core_type": "triton_grpc",
@@ -292,4 +292,6 @@ def _ours(config: Options, url: str, frontends: int, clients: int) -> _Asked:
     result = run_once(1 + frontends, *words)
     if result["errors"]:
         raise ConfigError(f"{result['errors']} requests failed")
-    return _Asked(result["samples"], result["samples"] / result["samples_per_second"], result["rank_cores"])
+    return _Measurement(
+        result["samples"], result["samples"] / result["samples_per_second"], result["rank_cores"]
+    )

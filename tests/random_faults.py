@@ -188,13 +188,13 @@ def hit(one: Round, made: Hosts) -> None:
         kill_named(made, HEAD, "prterun", "mpirun")
 
 
-def said(ended: Ended) -> str:
-    """Return all that rank 0 and the launcher tell a person; not mpirun's own words."""
-    told, goes_on = [], False
+def printed_messages(ended: Ended) -> str:
+    """Return the messages of rank 0 and the launcher, without mpirun's own output."""
+    lines, goes_on = [], False
     for line in ended.err.splitlines():
         goes_on = line.startswith("mpillm") or (goes_on and line.startswith("  "))
-        told += [line] if goes_on else []
-    return "\n".join(told)
+        lines += [line] if goes_on else []
+    return "\n".join(lines)
 
 
 def check(one: Round, ended: Ended, was_hit: bool) -> str:
@@ -220,12 +220,12 @@ def check(one: Round, ended: Ended, was_hit: bool) -> str:
     codes = (INSTANCE_LOST, TEST_FAILED, NOT_READY)
     # srun's is the highest of all tasks'
     assert ended.code in codes or (one.srun and ended.code > 128), f"exit code {ended.code}"
-    told = said(ended)
+    message = printed_messages(ended)
     host = one.host if one.spread else "h1"
     pattern = HITS[one.hit].format(rank=one.rank, host=host)
     if one.phase == "join" and not result:
-        assert told and ("rank 0 ended" not in told or one.rank == 0), f"join: {told}"
-        return "named" if re.search(pattern, told, re.DOTALL) else "named in mpirun's words only"
+        assert message and ("rank 0 ended" not in message or one.rank == 0), f"join: {message}"
+        return "named" if re.search(pattern, message, re.DOTALL) else "named in mpirun's words only"
     code = result["exit_code"]
     assert result["status"] == "FAILED" and code in (codes if one.srun else [ended.code]), (
         f"result.json says another end: {result['status']}, {code}"
@@ -238,8 +238,8 @@ def check(one: Round, ended: Ended, was_hit: bool) -> str:
     assert ranks <= _hit(one), f"ranks {ranks} are named: {causes}"
     if one.hit not in ON_HOSTS_ONLY or not ranks:
         assert re.search(pattern, causes, re.DOTALL), f"the cause is: {causes}"
-    assert re.search(pattern, told, re.DOTALL), f"the message is: {told}"
-    assert one.hit == "kill mpirun" or host in told, f"the message has no host: {told}"
+    assert re.search(pattern, message, re.DOTALL), f"the message is: {message}"
+    assert one.hit == "kill mpirun" or host in message, f"the message has no host: {message}"
     assert (ended.log_dir / "report.html").exists(), "no page"
     return "named"
 

@@ -217,7 +217,7 @@ def play(one: Round, folder: Path) -> Mapping[str, Any]:
                     hits.append(Hit(one, command, chance))
                 except Over:
                     break
-                wait_until(partial(heard, one, command, n, hits[-1]), "its being named", WITHIN_S)
+                wait_until(partial(is_reported, one, command, n, hits[-1]), "its being named", WITHIN_S)
                 hits[-1].note_named()
                 if n < one.hits:
                     wait_until(partial(is_back, command, n), "its return", WITHIN_S)
@@ -237,18 +237,18 @@ def play(one: Round, folder: Path) -> Mapping[str, Any]:
     }
 
 
-def heard(one: Round, command: Command, n: int, hit: Hit) -> bool:
-    """Return whether the `n`-th hit has been told of, or the run is over."""
+def is_reported(one: Round, command: Command, n: int, hit: Hit) -> bool:
+    """Return whether the `n`-th hit has been reported, or the run is over."""
     hit.note_end(command)
     if command.process.poll() is not None or "failed in phase" in command.err:
         return True
     if one.policy == "continue":
         return "\n  lost " in command.out
-    return said_in_logs(command, "it is started again") >= n
+    return count_in_logs(command, "it is started again") >= n
 
 
 def is_back(command: Command, n: int) -> bool:
-    return command.process.poll() is not None or said_in_logs(command, "is ready after") > n
+    return command.process.poll() is not None or count_in_logs(command, "is ready after") > n
 
 
 def is_left(path: Path, inode: int) -> bool:
@@ -258,7 +258,7 @@ def is_left(path: Path, inode: int) -> bool:
         return False
 
 
-def said_in_logs(command: Command, text: str) -> int:
+def count_in_logs(command: Command, text: str) -> int:
     return sum(path.read_text(errors="replace").count(text) for path in command.log_dir.glob("ranks/*.log"))
 
 
@@ -282,9 +282,9 @@ def check(one: Round, ended: Ended, hits: Sequence[Hit]) -> str:
         assert one.policy == "restart", "it went on as if nothing had happened"
         again = [one for client in result["per_instance"] for one in client["server"].get("restarts", ())]
         assert len(again) == len(hits), f"{len(again)} restarts"
-        for hit, told in zip(hits, again, strict=True):
-            assert hit.is_named_in(one, f"({one.kind}): {told['why']}"), f"restart: {told}"
-            assert told["back_after_s"] > 0
+        for hit, restart in zip(hits, again, strict=True):
+            assert hit.is_named_in(one, f"({one.kind}): {restart['why']}"), f"restart: {restart}"
+            assert restart["back_after_s"] > 0
         return "was started again"
     assert hits, "nobody was hit"
     hit = hits[-1]

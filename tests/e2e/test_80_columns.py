@@ -57,9 +57,9 @@ def test_a_run_and_what_reads_it(one: Starter, pipe: bool) -> None:
     """The mpirun line as well, which stderr has in a pipe."""
     run = ("--core_type", "dummy", "--scenarios", "Server", *SHORT, "--mode", "disaggregated")
     ended = typed(one, "mpirun", "-n", 4, "run", *run, "--log_dir", "a", pipe=pipe).end(120)
-    shown = fits(ended, prose=not pipe)
-    assert any(line.startswith("  time to first token") for line in shown)
-    command = ended.err if pipe else "\n".join(shown)
+    lines = fits(ended, prose=not pipe)
+    assert any(line.startswith("  time to first token") for line in lines)
+    command = ended.err if pipe else "\n".join(lines)
     assert "/mpirun -n 4" in command and "\\\n    " in command
     path = one.folder / "a" / "result.json"
     result = json.loads(path.read_text())
@@ -84,8 +84,8 @@ def test_a_run_and_what_reads_it(one: Starter, pipe: bool) -> None:
 def test_errors(one: Starter, words: Sequence[object]) -> None:
     """On a terminal in lines that fit; in a pipe each is one line, which can be searched."""
     fits(typed(one, *words).end(120), code=2)
-    said = typed(one, *words, pipe=True).end(120).must(2).err
-    assert any(len(line) > 80 for line in said.splitlines()), said
+    errors = typed(one, *words, pipe=True).end(120).must(2).err
+    assert any(len(line) > 80 for line in errors.splitlines()), errors
 
 
 def test_a_server(one: Starter) -> None:

@@ -68,7 +68,7 @@ class Typed:
 
     more: str = ""
     code: int = DONE
-    says: str = ""
+    expected: str = ""
     before: tuple[str, ...] = ()
 
 
@@ -86,7 +86,7 @@ class Elsewhere:
     why: str
 
 
-NO_GPU = Typed(code=USAGE, says=r"there is no NVIDIA GPU|--device cuda: \d ranks, 0 GPUs")
+NO_GPU = Typed(code=USAGE, expected=r"there is no NVIDIA GPU|--device cuda: \d ranks, 0 GPUs")
 WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r"make (fuzz|test-wheel)": Elsewhere("make test has the fuzzers' examples, .ci/run the wheel's tests"),
     r"make (run|install|docs)": Elsewhere("installs, or writes the pages: whoever builds this types it"),
@@ -96,7 +96,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     ),
     r".*--core_type torch .*--dataset_path talks\.jsonl.*": Typed(
         "--max_output_len 2 --num_conversations 2",
-        says="2 of 2 ended",
+        expected="2 of 2 ended",
         before=("""echo '{"prompt": [5, 6]}' > talks.jsonl""",),  # the model has no chat template
     ),
     r".* --dataset_path BurstGPT_1\.csv .*": Parsed("a published file of 60 MB"),
@@ -122,7 +122,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* doctor --cluster-report .*": Elsewhere("minutes: tests/e2e/test_doctor.py"),
     r".* selftest --.*": Elsewhere("minutes: tests/e2e/test_selftest.py"),
     r"srun .* doctor": Elsewhere("there is no Slurm here: tests/e2e/test_doctor.py, under mpirun"),
-    r".*mpirun -n \d doctor( --json)?": Typed(says="launcher"),
+    r".*mpirun -n \d doctor( --json)?": Typed(expected="launcher"),
     r"srun --mpi=\S+": Elsewhere("an option of srun's: tests/e2e/test_launchers.py"),
     r"srun .*": Parsed("there is no Slurm here"),
     r"MLPERF_DISAGG_LAUNCH_TYPE=\S+ srun .*": Elsewhere("with a real Slurm: tests/e2e/test_slurm.py"),
@@ -164,12 +164,12 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* benchmarks (http --peers|harness-agreement) .*": Elsewhere(
         "other people's programs must be there: make test-peers"
     ),
-    r".* benchmarks products": Typed("--model_path tiny-llama --rows 1,8", says="GFLOP"),
+    r".* benchmarks products": Typed("--model_path tiny-llama --rows 1,8", expected="GFLOP"),
     r".* benchmarks scale( --instances 64,512)?": Typed(
-        "--instances 8,16", says="rank 0's control in the test"
+        "--instances 8,16", expected="rank 0's control in the test"
     ),
     r".* benchmarks http": Typed(
-        "--repeats 1 --parts streams,clients --requests 400", says="tokens/s.*\\n.*trtllm_endpoint"
+        "--repeats 1 --parts streams,clients --requests 400", expected="tokens/s.*\\n.*trtllm_endpoint"
     ),
     r"make (test-)?triton": Elsewhere("it installs a real tritonserver"),
     r"make test-peers": Elsewhere("it installs 4 GB and takes half an hour"),
@@ -186,55 +186,56 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     ),
     r".* serve .*--server_role .*": Elsewhere("tests/e2e/test_disaggregated_servers.py"),
     r".* serve .*": Elsewhere("until a signal ends it: tests/e2e/test_serve.py"),
-    r".* --help( all)?": Typed(says="usage: python -m mpillm run"),
+    r".* --help( all)?": Typed(expected="usage: python -m mpillm run"),
     r".* plan --disagg_config .*": Typed(
-        before=(DISAGG_YAML, "tee recipe.yaml deploy.yaml < disagg.yaml"), says="gen"
+        before=(DISAGG_YAML, "tee recipe.yaml deploy.yaml < disagg.yaml"), expected="gen"
     ),
     r".* plan --world_size 8194 .*": Typed(),
-    r".* plan --explain max_batch_size .*": Typed(says="max_batch_size is "),
-    r".* plan .*": Typed(says="ranks on 1 node"),
-    r".* generate-disagg-config --mode .*": Typed("&& cat disagg.yaml", says="context_servers"),
-    r"mpirun .* generate-disagg-config .*": Typed("&& cat disagg.yaml", says="context_servers"),
+    r".* plan --explain max_batch_size .*": Typed(expected="max_batch_size is "),
+    r".* plan .*": Typed(expected="ranks on 1 node"),
+    r".* generate-disagg-config --mode .*": Typed("&& cat disagg.yaml", expected="context_servers"),
+    r"mpirun .* generate-disagg-config .*": Typed("&& cat disagg.yaml", expected="context_servers"),
     r".* run --benchmarks llama2-70b .*--model_scale tiny.*": Typed(
-        f"{SHORT} --server_target_qps 200", says="LoadGen"
+        f"{SHORT} --server_target_qps 200", expected="LoadGen"
     ),
     r".* --config_file mine.yaml .*": Elsewhere("an example of what rerun prints: tests/e2e/test_rerun.py"),
-    r".* run --core_type dummy .*": Typed(says=r"LoadGen +VALID"),
+    r".* run --core_type dummy .*": Typed(expected=r"LoadGen +VALID"),
     r".* run-harness .*--world_size 17 .*": Elsewhere("more ranks than fit here: tests/e2e/test_slurm.py"),
-    r".* run-harness --core_type dummy .*": Typed(says="Server"),
+    r".* run-harness --core_type dummy .*": Typed(expected="Server"),
     r".* run-harness --benchmarks=llama2,moe .*": Typed(
-        f"{SHORT} --server_target_qps 200", says="mixtral-8x7b"
+        f"{SHORT} --server_target_qps 200", expected="mixtral-8x7b"
     ),
     r".* run .*build/(checkpoints|engines)/smollm2.*": Typed(
-        SHORT, says="LoadGen", before=(f"python - <<'END'\n{QUANTISED}END",)
+        SHORT, expected="LoadGen", before=(f"python - <<'END'\n{QUANTISED}END",)
     ),
-    r".* run .*(smollm2|--model_path DIR).*": Typed(SHORT, says=r"sample 1: "),
+    r".* run .*(smollm2|--model_path DIR).*": Typed(SHORT, expected=r"sample 1: "),
     r".* bench routing .*": Typed(
-        "--offline_samples 2000 --qps 200 --server_s 1 --idle_s 1 --repeats 1", says="part of aiohttp's p99"
+        "--offline_samples 2000 --qps 200 --server_s 1 --idle_s 1 --repeats 1",
+        expected="part of aiohttp's p99",
     ),
-    r".* benchmarks soak.*": Typed("--samples 2000000 --duration 6", says="bytes/sample"),
+    r".* benchmarks soak.*": Typed("--samples 2000000 --duration 6", expected="bytes/sample"),
     r".* benchmarks engine .*--against vllm.*": Elsewhere("tests/peers/test_servers.py"),
     # The test model has a token for each letter.
     r".* benchmarks engine .*--dataset_path examples/.*": Typed(
-        "--max_prompt_len 900 --output_len 2 --num_prompts 2 --repeats 1", says="draft tokens of a round"
+        "--max_prompt_len 900 --output_len 2 --num_prompts 2 --repeats 1", expected="draft tokens of a round"
     ),
     r".* benchmarks engine .*build/head/.*": Elsewhere(
         "its head takes half an hour to train: tests/e2e/test_speculation.py has one of random numbers"
     ),
     r".* benchmarks engine --model_path .*": Typed(
-        "--output_len 2 --num_prompts 4 --repeats 1", says="tokens/s"
+        "--output_len 2 --num_prompts 4 --repeats 1", expected="tokens/s"
     ),
-    r".* benchmarks load .*": Typed("--repeats 1", says="engine"),
-    r".* benchmarks precision .*": Typed("--num_made 4 --made_len 8 --output_len 2", says="tokens alike"),
-    r".* benchmarks products .*": Typed("--rows 1", says="GFLOP/s"),
-    r".* benchmarks dataset.*": Typed("--repeats 1", says="samples"),
-    r".* generate-engines --model_path build/models.*": Typed(says="engine"),
-    r".* generate-(engines|triton-config) .*": Typed("--dry_run", says="build"),
+    r".* benchmarks load .*": Typed("--repeats 1", expected="engine"),
+    r".* benchmarks precision .*": Typed("--num_made 4 --made_len 8 --output_len 2", expected="tokens alike"),
+    r".* benchmarks products .*": Typed("--rows 1", expected="GFLOP/s"),
+    r".* benchmarks dataset.*": Typed("--repeats 1", expected="samples"),
+    r".* generate-engines --model_path build/models.*": Typed(expected="engine"),
+    r".* generate-(engines|triton-config) .*": Typed("--dry_run", expected="build"),
     r".* run-llm-server --core_type=\{\} .*": Elsewhere(
         "a name is put in: tests/e2e/test_disaggregated_servers.py"
     ),
     r".* run-llm-server .*": Typed(
-        "--dry_run", says="tritonserver --|trtllm-serve ", before=(TRITON_REPOSITORY,)
+        "--dry_run", expected="tritonserver --|trtllm-serve ", before=(TRITON_REPOSITORY,)
     ),
     r".* accuracy .*--evaluated .*|python eval_accuracy.py .*|python -c .*read_parquet.*": Elsewhere(
         "tests/unit/submission/test_accuracy.py, and a program of mlcommons/inference"
@@ -251,7 +252,7 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
             "mv runs mpillm-runs && mv mpillm-runs/server-accuracy mpillm-runs/accuracy",
             f"python -c '{OPEN_ORCA}' && mkdir MODEL_DIR && cp tokenizer.json MODEL_DIR",
         ),
-        says="rouge1",
+        expected="rouge1",
     ),
     r".* (rerun|certify) .*": Elsewhere("tests/e2e/test_rerun.py"),
     r".* (advise|find-max-qps|ab|sweep) .*|.* compare (DIR|mpillm-runs/first) .*": Elsewhere(
@@ -260,15 +261,15 @@ WAYS: dict[str, Typed | Parsed | Elsewhere] = {
     r".* (accuracy|compliance) {}": Elsewhere(
         "tests/e2e/test_submission_run.py types it, and test_typed with a folder"
     ),
-    r".* accuracy runs/server-accuracy": Typed(before=RUNS[1:2], says="rouge1"),
-    r".* compliance runs/server-test06": Typed(before=RUNS[2:], says="TEST06 verification complete"),
+    r".* accuracy runs/server-accuracy": Typed(before=RUNS[1:2], expected="rouge1"),
+    r".* compliance runs/server-test06": Typed(before=RUNS[2:], expected="TEST06 verification complete"),
     r".* compliance mpillm-runs/test06": Typed(
         before=(RUNS[2], "mkdir mpillm-runs; mv runs/server-test06 mpillm-runs/test06"),
-        says="TEST06 verification complete",
+        expected="TEST06 verification complete",
     ),
-    r".* submission runs/\* .*": Typed(before=JUDGED, code=TEST_FAILED, says="the model is a tiny one"),
+    r".* submission runs/\* .*": Typed(before=JUDGED, code=TEST_FAILED, expected="the model is a tiny one"),
     r".* submission mpillm-runs/\* .*": Typed(
-        before=(*JUDGED, "mv runs mpillm-runs"), code=TEST_FAILED, says="the model is a tiny one"
+        before=(*JUDGED, "mv runs mpillm-runs"), code=TEST_FAILED, expected="the model is a tiny one"
     ),
 }
 ADVICE = commands()
@@ -460,7 +461,7 @@ def test_typed(shell: Shell, advice: Advice) -> None:
         if torch.cuda.is_available():
             pytest.skip("there is a GPU: tests/gpu and test_gpu_layouts are for it")
     ended = shell.type(*how.before, *advice.setting, f"{advice.text} {how.more}").must(how.code)
-    assert re.search(how.says, ended.out + ended.err), ended
+    assert re.search(how.expected, ended.out + ended.err), ended
 
 
 # --- the cures that messages name ---
@@ -497,7 +498,7 @@ CURES = {  # what fails, what it says, and how the words of the advice are added
 @pytest.mark.parametrize("name", CURES)
 def test_cure(shell: Shell, name: str) -> None:
     """The command fails and names a cure; with the cure it works."""
-    fails, says, cured = CURES[name]
+    fails, message, cured = CURES[name]
     (shell.starter.folder / "long.jsonl").write_text('{"prompt": "' + "a" * 300 + '"}\n')
-    assert says in shell.type(fails).must(USAGE).message
+    assert message in shell.type(fails).must(USAGE).message
     shell.type(cured).must(DONE)

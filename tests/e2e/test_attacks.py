@@ -38,21 +38,21 @@ def with_few_files(starter: Starter) -> Starter:
 
 
 @contextlib.contextmanager
-def strangers(host: str, port: int, n: int, says: bytes = b"") -> Iterator[None]:
-    """Hold `n` connections that have said no more than `says`."""
+def strangers(host: str, port: int, n: int, data: bytes = b"") -> Iterator[None]:
+    """Hold `n` connections that have sent only `data`."""
     with contextlib.ExitStack() as stack:
         for _ in range(n):
             with contextlib.suppress(OSError):  # closed at once
                 one = stack.enter_context(socket.create_connection((host, port), 10.0))
-                one.sendall(says)
+                one.sendall(data)
         yield
 
 
-@pytest.mark.parametrize("says", [b"", HALF])
-def test_strangers_take_no_file_from_the_run(one: Starter, says: bytes) -> None:
+@pytest.mark.parametrize("data", [b"", HALF])
+def test_strangers_take_no_file_from_the_run(one: Starter, data: bytes) -> None:
     """They hold more connections than the server may open files."""
     command, host, port = serve(with_few_files(one), 3, "--core_type", "dummy")
-    with strangers(host, port, FILES + 20, says):
+    with strangers(host, port, FILES + 20, data):
         time.sleep(HELD_S)
         assert answer(host, port, "/v1/completions", prompt=[1, 2], max_tokens=2)["usage"]
         command.process.send_signal(signal.SIGTERM)

@@ -83,7 +83,7 @@ def test_a_bench_that_takes_too_long(one: Starter) -> None:
         (2, ("handoff", "--device", "gpu"), "did you mean 'cpu'"),
     ],
 )
-def test_what_cannot_run_is_said_once(
+def test_an_impossible_run_gives_one_message(
     one: Starter, ranks: int, options: tuple[str, ...], message: str
 ) -> None:
     assert message in on_ranks(one, ranks, *options).must(2).message

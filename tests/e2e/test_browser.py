@@ -75,13 +75,13 @@ def test_pages_of_several_runs_draw(tmp_path: Path) -> None:
         assert drawn(page, tmp_path).count("<canvas") == charts[name], name
 
 
-def test_the_index_hides_runs_of_series_and_says_that_a_table_goes_on(tmp_path: Path) -> None:
+def test_the_index_hides_runs_of_series_and_marks_a_table_that_goes_on(tmp_path: Path) -> None:
     for name in ("own", "a-sweep/point"):
         write(make_run(tmp_path / "runs" / name) / "plan.json", {"ranks": []})
     assert main(["runs", str(tmp_path / "runs")]) == 0
     page = tmp_path / "runs" / "index.html"
-    shown = drawn(page, tmp_path)
-    assert 'data-series=""' in shown and 'data-series="a-sweep"' not in shown and "1 of 2 runs" in shown
+    dom = drawn(page, tmp_path)
+    assert 'data-series=""' in dom and 'data-series="a-sweep"' not in dom and "1 of 2 runs" in dom
     narrow = rendered(page, tmp_path, "--window-size=500,900").stdout
     assert "goes-on" in narrow.partition("<main>")[2]
 
@@ -109,10 +109,10 @@ const put = (id, value) => {
 put("filter", "FAST"); note(); found.push([document.getElementById("count").textContent]);
 put("filter", ""); put("group", "1"); note();
 """
-    shown = json.loads(after(page, steps, tmp_path))
-    assert shown[:3] == [["fast", "mid", "slow", "none"], ["slow", "mid", "fast", "none"], ["ascending"]]
-    assert shown[3:5] == [["fast"], ["1 of 4 runs"]]
-    assert shown[5] == ["VALID (3)", "slow", "mid", "none", "VALID DOUBTFUL (1)", "fast"]
+    rows = json.loads(after(page, steps, tmp_path))
+    assert rows[:3] == [["fast", "mid", "slow", "none"], ["slow", "mid", "fast", "none"], ["ascending"]]
+    assert rows[3:5] == [["fast"], ["1 of 4 runs"]]
+    assert rows[5] == ["VALID (3)", "slow", "mid", "none", "VALID DOUBTFUL (1)", "fast"]
 
 
 def after(page: Path, steps: str, folder: Path) -> str:

@@ -458,11 +458,11 @@ def test_a_conversation_with_branches(one: Starter, tmp_path: Path) -> None:
         )
         prompts.append(prompt)
         sessions[prompt] = request.headers["x-session-id"]
-    says = f"({TEXT})"
+    response = f"({TEXT})"
     assert prompts[0] == "A"
-    assert sorted(prompts) == sorted(["A", "S", f"A{says}F", f"S{says}T", f"A{says}B"])
-    assert prompts.index(f"S{says}T") < prompts.index(f"A{says}B")
-    assert sessions["A"] == sessions[f"A{says}B"] and len({*sessions.values()}) == 3
+    assert sorted(prompts) == sorted(["A", "S", f"A{response}F", f"S{response}T", f"A{response}B"])
+    assert prompts.index(f"S{response}T") < prompts.index(f"A{response}B")
+    assert sessions["A"] == sessions[f"A{response}B"] and len({*sessions.values()}) == 3
     figures = ended.result["conversations"]
     assert [figures[name] for name in ("started", "ended", "failed", "branches")] == [1, 1, 0, 2]
     assert ended.result["requests_expected"] == ended.result["samples"] == 5

@@ -138,7 +138,7 @@ class TestTwoServers:
             handed(ask(at, **BODY, **CONTEXT))
         leave(at, {**BODY, **CONTEXT, "prompt": [9] * 400})
 
-        # What TensorRT-LLM's leader asks, and what it makes of it.
+        # The requests of TensorRT-LLM's leader.
         assert ask(at, "/server_info") == ask(to, "/server_info") == (200, {"disaggregated_params": {}})
         sent: dict[str, Any] = {
             "disaggregated_params": {"request_type": "context_only", "disagg_request_id": 77}
@@ -155,13 +155,15 @@ class TestTwoServers:
         first_ids: list[Any] = []
         rest_ids: list[Any] = []
 
-        def all_told() -> bool:
-            """Each request is told once, when the engine has let it go, after the client has its answer."""
+        def all_reported() -> bool:
+            """Each request is reported once, when the engine releases it, after the client has its answer."""
             for port, ids in ((at, first_ids), (to, rest_ids)):
-                ids += [told.get("ctx_request_id") for told in json.loads(ask(port, "/perf_metrics")[1])]
+                ids += [
+                    metrics.get("ctx_request_id") for metrics in json.loads(ask(port, "/perf_metrics")[1])
+                ]
             return first_ids.count(77) >= 3 and rest_ids.count(77) >= 2
 
-        wait_until(all_told, "metrics of every request", TIMEOUT_S)
+        wait_until(all_reported, "metrics of every request", TIMEOUT_S)
         assert first_ids.count(77) == 3 and rest_ids.count(77) == 2 and rest_ids.count(None) == 1
         status, error = ask(to, **BODY, disaggregated_params=params)
         gone = f"context server http://127.0.0.1:{at}: its KV cache cannot be fetched; our log has the cause"
@@ -219,24 +221,24 @@ class TestTwoServers:
         leader.process.send_signal(signal.SIGINT)
         assert leader.end().code == 128 + signal.SIGINT
 
-    def test_a_file_that_asks_for_a_leader(self, one: Starter) -> None:
-        """Ranks can't be one, and would have served the model themselves."""
+    def test_a_file_cannot_make_a_rank_the_leader(self, one: Starter) -> None:
+        """Ranks cannot be a leader; without the error they would serve the model themselves."""
         (one.folder / "mine.yaml").write_text("server_role: leader\n")
         ended = one.mpillm("mpirun", "-n", 1, "serve", "--config_file", "mine.yaml", *MODEL).must(USAGE)
         assert "--server_role leader needs no ranks: write it on the command line" in ended.message
         assert "server_role is set by mine.yaml" in ended.err
 
     @pytest.mark.parametrize(
-        ("ranks", "says"),
+        ("ranks", "expected"),
         [
             (1, "--server_role leader needs --disagg_config"),
             (2, "--server_role leader is one process, but Open MPI's mpirun has started 2"),
         ],
     )
-    def test_a_leader_under_mpirun(self, one: Starter, ranks: int, says: str) -> None:
-        """One rank is a leader like any other; the launcher learns its exit code."""
-        said = one.mpillm("mpirun", "-n", ranks, "serve", "--server_role", "leader").must(USAGE).message
-        assert said.count("mpillm: ") == 1 and said.startswith(f"mpillm: {says}"), said
+    def test_a_leader_under_mpirun(self, one: Starter, ranks: int, expected: str) -> None:
+        """One rank is a leader like any other; the launcher returns its exit code."""
+        message = one.mpillm("mpirun", "-n", ranks, "serve", "--server_role", "leader").must(USAGE).message
+        assert message.count("mpillm: ") == 1 and message.startswith(f"mpillm: {expected}"), message
 
     def test_a_leader_whose_servers_never_come(self, one: Starter) -> None:
         port, context, generation = free_ports(3)

@@ -28,8 +28,8 @@ from tests.helpers.support import (
 FAILED = 1
 
 
-def told(ended: Ended) -> dict[str, list[dict[str, Any]]]:
-    """Return its lines, by check."""
+def lines_by_check(ended: Ended) -> dict[str, list[dict[str, Any]]]:
+    """Return the lines of the report by check."""
     found: dict[str, list[dict[str, Any]]] = {}
     for line in json.loads(ended.out)["lines"]:
         found.setdefault(line["check"], []).append(line)
@@ -44,7 +44,7 @@ def doctor(starter: Starter, n: int, *options: object, prefix: tuple[str, ...] =
 @pytest.mark.smoke
 def test_ranks_of_one_node(both: Starter) -> None:
     ended = doctor(both, 3, "--log_dir", both.folder / "runs").must(DONE)
-    found = told(ended)
+    found = lines_by_check(ended)
     assert {check for check, lines in found.items() if lines[0]["status"] == "failure"} == set()
     assert found["launcher"][0]["text"].endswith("one world of 3")
     (pair,) = found["MPI within nodes"][0]["figures"]["pairs"]
@@ -56,7 +56,7 @@ def test_ranks_of_one_node(both: Starter) -> None:
 def test_the_mpirun_of_another_mpi_and_a_folder_that_cannot_be_written(one: Starter) -> None:
     program = [one.python, "-m", "mpillm", "doctor", "--json", "--log_dir", "/proc/none"]
     ended = one.plain(3, *program, python=PYTHONS["mpich"]).end().must(FAILED)
-    found = told(ended)
+    found = lines_by_check(ended)
     assert found["launcher"][0]["status"] == "failure"
     assert "mpillm mpirun -n 3 doctor" in found["launcher"][0]["advice"]
     assert found["run directory"][0]["text"].startswith("/proc can't be written")
@@ -65,10 +65,10 @@ def test_the_mpirun_of_another_mpi_and_a_folder_that_cannot_be_written(one: Star
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root, for a mount")
 def test_too_small_a_dev_shm(one: Starter) -> None:
-    """Open MPI would end all ranks inside MPI_Init: it is said before, by the doctor and by a run."""
+    """Open MPI would end all ranks inside MPI_Init; the doctor and a run report it before that."""
     script = 'mount -t tmpfs -o size=1m none /dev/shm; exec "$@"'
     small = ("unshare", "--mount", "sh", "-c", script, "sh")
-    found = told(doctor(one, 2, prefix=small).must(FAILED))
+    found = lines_by_check(doctor(one, 2, prefix=small).must(FAILED))
     assert found["shared memory"][0]["status"] == "failure"
     head = [*small, one.python, "-m", "mpillm", "mpirun", "-n", 2, "run", "--core_type", "dummy"]
     ended = one.command([*head, "--log_dir", one.folder / "run"]).end()
@@ -78,7 +78,7 @@ def test_too_small_a_dev_shm(one: Starter) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to be another user")
 def test_hardly_a_process_may_start(one: Starter) -> None:
-    """As with ``ulimit -u 15``: of a user of its own, who may read all; the limit counts all of a user's."""
+    """As with ``ulimit -u 15``, for a separate user who may read all files: it counts all of a user's."""
     may = "+dac_override"
     user = [
         "setpriv",
@@ -89,7 +89,7 @@ def test_hardly_a_process_may_start(one: Starter) -> None:
     ]
     words = [one.python, "-m", "mpillm", "doctor", "--json", "--log_dir", one.folder]
     ended = one.command(["prlimit", "--nproc=15", *user, *words]).end().must(DONE)
-    (line,) = told(ended)["processes"]
+    (line,) = lines_by_check(ended)["processes"]
     assert line["status"] == "warning" and "ulimit -u" in line["advice"]
     assert "Traceback" not in ended.err
 
@@ -145,7 +145,7 @@ def test_a_cluster_report(one: Starter) -> None:
     assert not [*(one.folder / "runs").iterdir()]
 
 
-def test_a_cluster_report_says_which_step_fails_first(one: Starter) -> None:
+def test_a_cluster_report_names_the_first_step_that_fails(one: Starter) -> None:
     file = one.folder / "cluster.txt"
     words = ["--cluster_report", file, "--log_dir", one.folder / "runs", "--mpirun", "-n 2 --no-such-option"]
     ended = one.command([one.python, "-m", "mpillm", "doctor", *words]).end(240).must(FAILED)

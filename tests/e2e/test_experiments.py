@@ -58,7 +58,7 @@ def test_the_highest_rate_of_a_known_system(one: Starter, tmp_path: Path) -> Non
     assert confirming["loadgen"]["min_duration_ms"] == 20_000
 
 
-def test_a_search_that_is_interrupted_tells_the_best_rate_and_goes_on(one: Starter, tmp_path: Path) -> None:
+def test_an_interrupted_search_prints_the_best_rate_and_goes_on(one: Starter, tmp_path: Path) -> None:
     """The tests that have ended are not repeated, and no other search goes on there."""
     words = (
         *("find-max-qps", *DUMMY, "--server_target_qps", 100, "--goodput", "ttft:2000"),
@@ -122,12 +122,12 @@ def test_advice_is_calibrated_predicted_and_verified(one: Starter, tmp_path: Pat
     """Two instances have twice the slots of one that another computes the contexts for."""
     words = ("advise", "--total_gpus", 2, "--core_type", "dummy", "--core_options", "ttft_ms:60,tpot_ms:6")
     limits = ("--max_output_len", 4, "--max_batch_size", 4, "--min_query_count", 32)
-    told = tmp_path / "advice.json"
-    ended = one.mpillm(*words, *limits, "--verify", 1, "--log_dir", tmp_path / "runs", "--output", told).must(
-        0
-    )
+    advice = tmp_path / "advice.json"
+    ended = one.mpillm(
+        *words, *limits, "--verify", 1, "--log_dir", tmp_path / "runs", "--output", advice
+    ).must(0)
     assert "1. 2 x tp 1, max_batch_size 4: " in ended.out and "Pareto curve" in ended.out, ended.out
-    found = json.loads(told.read_text())
+    found = json.loads(advice.read_text())
     assert len(found["predicted"]) == 2 * 3  # modes, batch sizes
     assert [one["options"].split("--mode=")[1].split()[0] for one in found["best"]] == [
         "aggregated",
@@ -141,12 +141,12 @@ def test_advice_is_calibrated_predicted_and_verified(one: Starter, tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_test_is_predicted_anew_right_before_it_is_verified(one: Starter, tmp_path: Path) -> None:
-    """From a short run of its own, which is no part of the test: all places at least, half of it at most."""
+    """From a separate short run, with at least one request per slot and at most half of the test's."""
     words = ("advise", "--total_gpus", 1, "--model_path", "tiny-llama", "--max_output_len", 8)
     more = ("--max_batch_size", 1, "--min_query_count", 16, "--verify", 1)
-    told = tmp_path / "advice.json"
-    ended = typed(one, *words, *more, "--log_dir", tmp_path / "runs", "--output", told).end(600).must(0)
-    (verified,) = json.loads(told.read_text())["verified"]
+    advice = tmp_path / "advice.json"
+    ended = typed(one, *words, *more, "--log_dir", tmp_path / "runs", "--output", advice).end(600).must(0)
+    (verified,) = json.loads(advice.read_text())["verified"]
     now = ended.out.index(f"predicted, now {verified['predicted_just_before']:,.4g}")
     assert now < ended.out.index(f"VALID, prediction {verified['error_just_before']:+.1%}")
     run = Path(verified["run"])

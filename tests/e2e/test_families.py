@@ -79,7 +79,7 @@ def test_behind_serve(one: Starter, family: tuple[Path, Answers]) -> None:
     """All prompts at once, whole and as streams."""
     model, (dataset, expected) = family
     prompts = [json.loads(line)["input_tokens"] for line in dataset.read_text().splitlines()]
-    asked = {"max_tokens": FAMILY_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    options = {"max_tokens": FAMILY_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     command, host, port = serve(
         one, 2, "--core_type", "torch", "--model_path", model, "--dtype", "float32", "--num_threads", 1
     )
@@ -87,7 +87,7 @@ def test_behind_serve(one: Starter, family: tuple[Path, Answers]) -> None:
     def ask(case: tuple[list[int], bool]) -> list[int]:
         prompt, stream = case
         with contextlib.closing(
-            post(host, port, "/v1/completions", prompt=prompt, stream=stream, **asked)
+            post(host, port, "/v1/completions", prompt=prompt, stream=stream, **options)
         ) as connection:
             text = connection.getresponse().read().decode()
         parts = [line[6:] for line in text.splitlines() if line.startswith("data: {")] if stream else [text]

@@ -34,8 +34,8 @@ from tests.helpers.support import (
 def test_a_core_that_raises(both: Starter, phase: str, code: int) -> None:
     ended = both.run(4, *GRACE, "--core_options", f"fault:raise,fault_phase:{phase},fault_rank:3,fault_at:7")
     # The constructor runs when join has been released, which is when the others load.
-    shown = {"join": "load"}.get(phase, phase)
-    check_failure(ended, code, "RuntimeError: injected fault in", rank=3, phase=shown)
+    reported_phase = {"join": "load"}.get(phase, phase)
+    check_failure(ended, code, "RuntimeError: injected fault in", rank=3, phase=reported_phase)
     assert "in _fault" in ended.message
     assert "injected fault" in (ended.log_dir / "ranks" / "rank_0003.log").read_text()
     assert [failure["rank"] for failure in ended.result["failures"]] == [3]
@@ -148,9 +148,9 @@ def test_a_slow_core_is_no_failure(one: Starter) -> None:
     indirect=["mpi"],
 )
 def test_a_core_that_hangs(both: Starter, phase: str, code: int) -> None:
-    shown = {"join": "load"}.get(phase, phase)
+    reported_phase = {"join": "load"}.get(phase, phase)
     options = [
-        f"--{shown}_deadline",
+        f"--{reported_phase}_deadline",
         2,
         *GRACE,
         "--core_options",
@@ -158,8 +158,8 @@ def test_a_core_that_hangs(both: Starter, phase: str, code: int) -> None:
     ]
     ended = both.run(4, *options)
     # Who, for how long, and where: the stack of the rank's main thread.
-    causes = [f"phase '{shown}' missed its deadline of 2 s", "stuck for", "in _fault", "time.sleep"]
-    check_failure(ended, code, *causes, rank=3, phase=shown, within=START_S + 2 + GRACE_S)
+    causes = [f"phase '{reported_phase}' missed its deadline of 2 s", "stuck for", "in _fault", "time.sleep"]
+    check_failure(ended, code, *causes, rank=3, phase=reported_phase, within=START_S + 2 + GRACE_S)
     if phase != "test":  # in the test the harness waits for the answers, and is late too
         assert [failure["rank"] for failure in ended.result["failures"]] == [3]
     assert (

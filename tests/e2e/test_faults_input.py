@@ -230,7 +230,7 @@ def test_different_data(both: Starter, samples: Samples, tmp_path: Path) -> None
 def run_two_programs(
     starter: Starter, n_first: int, first: list[object], n_others: int, others: list[object]
 ) -> Ended:
-    """Run a plain `mpirun -n … run FIRST : -n … run OTHERS`; the exit code is the one that rank 0 told.
+    """Run a plain `mpirun -n … run FIRST : -n … run OTHERS`; the exit code is the one that rank 0 wrote.
 
     Hydra kills the other ranks as soon as one has ended with an error, and then returns 9: only `mpillm
     mpirun` prevents that.
@@ -259,14 +259,14 @@ def run_two_programs(
         *program,
         *others,
     ]
-    told = starter.folder / "exit_code"
+    exit_file = starter.folder / "exit_code"
     env = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "MPILLM_EXIT_FILE": str(told),
+        "MPILLM_EXIT_FILE": str(exit_file),
     }
     ended = starter.command(line, env=env).end(tidy=starter.mpi == "openmpi")
     assert ended.code != DONE, repr(ended)
-    assert starter.mpi == "mpich" or ended.code == int(told.read_text())
-    ended.code = int(told.read_text())
+    assert starter.mpi == "mpich" or ended.code == int(exit_file.read_text())
+    ended.code = int(exit_file.read_text())
     return ended

@@ -21,13 +21,13 @@ TWICE_OVER_TWO = ["--tensor_parallelism", 2]
 
 
 def check_answers(on: OnHosts, ended: Ended) -> None:
-    """Check that they are those of one worker on one host."""
+    """Check that the answers are those of one worker on one host."""
     folder = on.starter.folder / "alone"
     alone = on.starter.run(2, *MODEL, *FEW, core="torch", log_dir=folder, timeout=WITHIN_S).must(DONE)
-    told, wanted = (
+    outputs, wanted = (
         sorted((line["index"], line["output_tokens"]) for line in one.outputs()) for one in (ended, alone)
     )
-    assert told == wanted and len(wanted) == 16, "every sample once, with the same tokens"
+    assert outputs == wanted and len(wanted) == 16, "every sample once, with the same tokens"
 
 
 @pytest.mark.parametrize(

@@ -152,10 +152,10 @@ def test_a_random_kill(
         victims.append(chance.choice(chance.choice(chance.choice(layout.kinds))))
     victims = list(dict.fromkeys(victims))
     n_answers, extra_s = chance.randrange(N_SAMPLES * 3 // 4), chance.random() * 0.2
-    told = (
+    description = (
         f"{name}, {policy}, {scenario}: {number.name} of {victims} in {phase} at {n_answers} + {extra_s:.3f}"
     )
-    print(told)
+    print(description)
 
     options = [*test_options(few, scenario), *layout.options, "--on_instance_loss", policy, *HANG]
     if layout.core == "torch":
@@ -165,14 +165,14 @@ def test_a_random_kill(
     if wait_until_signalled(command, phase, n_answers, extra_s):
         hit = [rank for rank in victims if send(command, rank, number)]
     ended = command.end(120)
-    check(ended, layout, policy, hit, undisturbed[layout.core], told)
+    check(ended, layout, policy, hit, undisturbed[layout.core], description)
 
 
 def check(
-    ended: Ended, layout: Layout, policy: str, hit: list[int], expected: list[list[int]], told: str
+    ended: Ended, layout: Layout, policy: str, hit: list[int], expected: list[list[int]], description: str
 ) -> None:
     """It ended well, or with the loss as its reason; nothing in between."""
-    assert "Traceback" not in ended.err, f"{told}\n{ended!r}"
+    assert "Traceback" not in ended.err, f"{description}\n{ended!r}"
     owners = {
         rank: (kind, i)
         for kind, instances in enumerate(layout.kinds)
@@ -188,12 +188,14 @@ def check(
     if ended.code == DONE:  # also if the loss came when everything was done
         check_answers(ended, expected)
         if ended.result["lost"]:
-            assert policy == "continue", told
+            assert policy == "continue", description
             check_losses(ended, sorted(one["instance"] for one in ended.result["lost"]))
         return
-    assert ended.code in (INSTANCE_LOST, TEST_FAILED), f"{told}\n{ended!r}"
+    assert ended.code in (INSTANCE_LOST, TEST_FAILED), f"{description}\n{ended!r}"
     before_test = "\n  ready  " not in ended.out
-    assert hit and (before_test or not can_go_on), f"{told}\n{ended!r}"
+    assert hit and (before_test or not can_go_on), f"{description}\n{ended!r}"
     if 0 not in hit:
         assert ended.result["status"] == "FAILED"
-        assert {failure["rank"] for failure in ended.result["failures"]} & set(hit), f"{told}\n{ended!r}"
+        assert {failure["rank"] for failure in ended.result["failures"]} & set(hit), (
+            f"{description}\n{ended!r}"
+        )

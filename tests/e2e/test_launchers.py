@@ -61,10 +61,10 @@ def test_the_mpirun_of_another_mpi(both: Starter, other: str, name: str, tmp_pat
     command = [*OF_RANKS[name], *(["--log_dir", tmp_path / "run"] if name == "run" else [])]
     env = WORKER if name == "worker" else {}
     program = [both.python, "-m", "mpillm", *command]
-    # Each rank tells its code, and no launcher ends others: they wait for rank 0 at most as long as this file
-    # is not there.
-    told = {"MPILLM_EXIT_FILE": str(tmp_path / "exit_code")}
-    ended = both.plain(3, *through_a_shell(*program), python=PYTHONS[other], env=env | told).end()
+    # Each rank writes its exit code, and no launcher ends the others: they wait for rank 0 until this file
+    # exists.
+    exit_file = {"MPILLM_EXIT_FILE": str(tmp_path / "exit_code")}
+    ended = both.plain(3, *through_a_shell(*program), python=PYTHONS[other], env=env | exit_file).end()
     assert ended.out.count("ended with 2") == 3, repr(ended)
     check_refusal(ended, LAUNCHERS[other], TITLES[both.mpi], command, "=".join(*env.items()) if env else "")
     assert not (tmp_path / "made.yaml").exists()
@@ -90,7 +90,7 @@ def test_a_launcher_that_does_not_tell_how_many(both: Starter, tmp_path: Path) -
         assert head.endswith("with the number of ranks for N:") and " mpirun -n N run " in line
 
 
-def test_the_line_that_is_shown_works(both: Starter, other: str, tmp_path: Path) -> None:
+def test_the_suggested_command_works(both: Starter, other: str, tmp_path: Path) -> None:
     command = [*RUN, "--log_dir", tmp_path / "run"]
     ended = both.plain(3, both.python, "-m", "mpillm", *command, python=PYTHONS[other]).end().must(USAGE)
     words = check_refusal(ended, LAUNCHERS[other], TITLES[both.mpi], command)

@@ -155,7 +155,7 @@ def test_endpoints(place: Path, one: Starter) -> None:
     )
     flags = "--trtllm_runtime_flags=max_batch_size:8,batch_scheduler_policy:max_util"
     flags += ",kvcache_free_gpu_mem_frac:0.7"
-    shown = one.mpillm(*options, flags, "--dry_run").must(DONE).out
+    output = one.mpillm(*options, flags, "--dry_run").must(DONE).out
     assert not (place / "build").exists() and not (place / "mpillm-runs").exists()
     command = one.command([one.python, "-m", "mpillm", *options, flags, "--tensor_parallelism=2"])
     wait_until(lambda: "ready after" in command.out or command.process.poll() is not None, "readiness", 30)
@@ -169,7 +169,7 @@ def test_endpoints(place: Path, one: Starter) -> None:
     )
     assert f"{words.format(port)} --num_postprocess_workers 2 --extra_llm_api_options" in log.read_text()
     yaml = (place / "mpillm-runs/servers/extra_llm_api_options.yaml").read_text()
-    assert yaml in shown
+    assert yaml in output
     assert "free_gpu_memory_fraction: 0.7" in yaml and "capacity_scheduler_policy: MAX_UTILIZATION" in yaml
 
 

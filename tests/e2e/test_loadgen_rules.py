@@ -52,11 +52,11 @@ def test_early_stopping(one: Starter, queries: int | None, result: str) -> None:
     assert ended.result["loadgen_result"] == result
     assert ended.result["loadgen"]["expected_queries"] == ended.result["samples"] == (queries or 459)
     assert ended.result["loadgen"]["early_stopping_queries"] == 459
-    told = (
+    note = (
         "this test can't become VALID: early stopping needs 459 queries at p99, and the test has 458: give"
         " --min_query_count 459 or more"
     )
-    assert (told in ended.out) == (result == "INVALID")
+    assert (note in ended.out) == (result == "INVALID")
     assert ended.result["loadgen_unsatisfied"] == (["early stopping"] if result == "INVALID" else [])
     assert ("not satisfied: early stopping\n" in ended.out) == (result == "INVALID")
 
@@ -73,7 +73,7 @@ def test_early_stopping_in_single_stream(one: Starter, queries: int, result: str
     assert ended.result["loadgen_result"] == result and ended.result["loadgen"]["target_qps"] is None
 
 
-def test_a_compliance_run_is_not_told_of_early_stopping(one: Starter) -> None:
+def test_a_compliance_run_has_no_note_on_early_stopping(one: Starter) -> None:
     tiny = (
         "--benchmarks",
         "llama2-70b",
@@ -92,7 +92,7 @@ SLOTS = ("--core_type", "dummy", "--core_options", "ttft_ms:20", "--max_batch_si
 
 
 @pytest.mark.parametrize("rate", [400, 75])
-def test_an_overloaded_server_run_says_so(one: Starter, rate: int) -> None:
+def test_an_overloaded_server_run_is_reported(one: Starter, rate: int) -> None:
     """Without limits LoadGen calls both VALID."""
     ended = one.run(2, *SERVER, *SLOTS, "--server_target_qps", rate).must(DONE)
     overloaded = rate > 200

@@ -183,7 +183,7 @@ def python(mpi: str) -> str:
 
 
 @pytest.mark.parametrize("code", [0, 4])
-def test_the_code_that_rank_0_told_is_returned(python: str, start: Start, code: int) -> None:
+def test_the_exit_code_of_rank_0_is_returned(python: str, start: Start, code: int) -> None:
     status, output = start(python, f"tell{code}", ranks=5).end()
     assert status == code
     assert f"rank 0 of 5 ends with {code}" in output
@@ -191,7 +191,7 @@ def test_the_code_that_rank_0_told_is_returned(python: str, start: Start, code: 
 
 
 @pytest.mark.parametrize("mode", ["killed", "exits"])
-def test_rank_0_outlives_a_lost_rank_and_says_so(python: str, start: Start, mode: str) -> None:
+def test_rank_0_outlives_a_lost_rank_and_reports_it(python: str, start: Start, mode: str) -> None:
     status, output = start(python, mode, ranks=4).end()
     assert status == 5
     assert output.count("still here") == 10
@@ -243,7 +243,7 @@ def test_an_interrupt_while_starting_leaves_nothing(python: str, start: Start, d
     assert job.end()[0] in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
-def test_ranks_that_hang_after_rank_0_told_are_ended(python: str, start: Start) -> None:
+def test_ranks_that_hang_after_rank_0_wrote_its_exit_code_are_ended(python: str, start: Start) -> None:
     status, output = start(python, "hangs_at_the_end").end()
     assert status == 0
     assert "the run is over: ending mpirun" in output
@@ -310,7 +310,7 @@ def test_mpirun_of_another_mpi_is_refused(start: Start, mpich: str) -> None:
     assert f"{Path(sys.executable).parent / 'mpirun'} (Open MPI): each rank would run alone" in output
 
 
-def test_without_an_mpi_library_it_says_what_to_install(start: Start) -> None:
+def test_a_missing_mpi_library_is_named_with_its_package(start: Start) -> None:
     status, output = start(sys.executable, "tell0", MPI4PY_LIBMPI="/nowhere/libmpi.so").end()
     assert status == 1
     assert "finds no MPI library" in output

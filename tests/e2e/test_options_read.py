@@ -25,7 +25,7 @@ OF_GPUS = ["kv_cache_free_gpu_mem_fraction"]
 @pytest.mark.parametrize(
     ("core", "words"), [("dummy", ()), ("torch", ("--model_path=tiny-llama", "--device=cpu"))]
 )
-def test_what_a_core_is_said_to_use_is_read(
+def test_a_core_reads_its_declared_options(
     one: Starter, core: str, words: tuple[str, ...], command: str
 ) -> None:
     of_core = (f"--core_type={core}", *words)
@@ -36,10 +36,10 @@ def test_what_a_core_is_said_to_use_is_read(
 
 
 @pytest.mark.parametrize("command", ["run", "serve"])
-def test_what_a_client_of_http_servers_is_said_to_use_is_read(
+def test_a_client_of_http_servers_reads_its_declared_options(
     one: Starter, tmp_path: Path, command: str
 ) -> None:
-    """Of our own `serve`."""
+    """With our own `serve`."""
     make_tokenizer(tmp_path / "model")
     _, host, port = serve(one, 2, "--core_type", "dummy")
     of_core = (
@@ -53,7 +53,7 @@ def test_what_a_client_of_http_servers_is_said_to_use_is_read(
 
 
 @pytest.mark.parametrize("command", ["run", "serve"])
-def test_what_a_client_of_disaggregated_servers_is_said_to_use_is_read(
+def test_a_client_of_disaggregated_servers_reads_its_declared_options(
     one: Starter, tmp_path: Path, command: str
 ) -> None:
     make_tokenizer(tmp_path / "model")

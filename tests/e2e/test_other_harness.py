@@ -104,19 +104,19 @@ def test_a_client_that_has_ended_is_not_waited_for(one: Starter) -> None:
 
 
 def test_servers_that_are_there(one: Starter) -> None:
-    """The client asks the servers of --trtllm_server_urls, by the name that they have for their model."""
+    """The client sends requests to the servers of --trtllm_server_urls, with their name of the model."""
     with ScriptedServer() as first, ScriptedServer() as second:
         urls = f"{first.address},{second.address}"
         ended = (
             start(one, 2, "--trtllm_server_urls", urls, *client(), core="trtllm_endpoint").end(60).must(DONE)
         )
         assert "straight to 2 servers" in ended.out and ended.result["samples"] == N
-        asked = [server.requests for server in (first, second)]
-    assert min(map(len, asked)) >= N // 2
+        requests_by_server = [server.requests for server in (first, second)]
+    assert min(map(len, requests_by_server)) >= N // 2
 
 
-def test_what_a_client_that_asks_servers_itself_would_not_hear_of(one: Starter) -> None:
-    """It was dropped in silence, and the answers were others'."""
+def test_an_option_that_the_client_cannot_pass_on_is_refused(one: Starter) -> None:
+    """The client sends its own requests, which would lack the stop words."""
     options = ("--trtllm_server_urls", "127.0.0.1:9", "--stop_words", "x")
     ended = start(one, 2, *options, *client(), core="trtllm_endpoint").end(60).must(USAGE)
     assert ": harness (command) asks its servers itself" in " ".join(ended.message.split())
@@ -135,14 +135,14 @@ def test_one_url_and_two_servers(one: Starter) -> None:
 
 
 def test_texts_without_a_tokenizer_stay_texts(one: Starter) -> None:
-    """The client sends them as they are, where it asks the server itself."""
+    """A client that sends requests to the server itself sends texts unchanged."""
 
     def texts(request: Request) -> Reply:
-        asked = request.json
-        if not isinstance(asked["prompt"], str):
+        body = request.json
+        if not isinstance(body["prompt"], str):
             return plain({"error": {"message": "a text, please"}}, "400 Bad Request")
-        asked["prompt"] = [*asked["prompt"].encode()]
-        return good(replace(request, body=json.dumps(asked).encode()))
+        body["prompt"] = [*body["prompt"].encode()]
+        return good(replace(request, body=json.dumps(body).encode()))
 
     with ScriptedServer(texts) as server:
         options = ("--url", server.url, "--min_query_count", 8, "--max_output_len", 4)
@@ -151,7 +151,7 @@ def test_texts_without_a_tokenizer_stay_texts(one: Starter) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("--code", 3), "harness (command): ended with exit code 3\nthe end of "),
         (("--nonsense",), "it does not know one of its options: look at --harness_args"),
@@ -161,12 +161,12 @@ def test_texts_without_a_tokenizer_stay_texts(one: Starter) -> None:
         (("--hangs", "--stall_timeout", 2), "has printed and computed nothing for 2 s (--stall_timeout)"),
     ],
 )
-def test_a_client_that_fails(one: Starter, options: tuple[object, ...], said: str) -> None:
+def test_a_client_that_fails(one: Starter, options: tuple[object, ...], message: str) -> None:
     mine = [word for word in options if word not in ("--stall_timeout", 2)]
     ours = [word for word in options if word in ("--stall_timeout", 2)]
     ended = start(one, 2, *client(*mine), *ours).end(60).must(TEST_FAILED)
     lines = [line.strip() for line in ended.message.splitlines()]
-    assert said in "\n".join(lines), repr(ended)
+    assert message in "\n".join(lines), repr(ended)
     assert lines[0] == "mpillm: failed in phase 'test'" and lines[1].startswith("rank 0 (")
     assert ended.result["status"] == "FAILED" and (ended.log_dir / "report.html").exists()
 
@@ -187,7 +187,7 @@ def test_a_client_that_is_killed_or_stopped(both: Starter, number: int) -> None:
     assert how in ended.message, repr(ended)
 
 
-def test_a_signal_while_the_client_asks(both: Starter) -> None:
+def test_a_signal_while_the_client_sends_requests(both: Starter) -> None:
     command = start(both, 2, *client("--worker", "--hangs"))
     of_client(command)
     command.process.send_signal(signal.SIGINT)
@@ -195,7 +195,7 @@ def test_a_signal_while_the_client_asks(both: Starter) -> None:
     assert ended.result["status"] == "FAILED" and "interrupted" in ended.message, repr(ended)
 
 
-def test_an_instance_that_is_lost_while_the_client_asks(one: Starter) -> None:
+def test_an_instance_that_is_lost_while_the_client_sends_requests(one: Starter) -> None:
     """The run ends, and the client with it."""
     command = start(one, 2, *client("--worker", "--hangs"))
     of_client(command)
@@ -221,7 +221,7 @@ def test_what_is_doubtful(one: Starter, options: tuple[object, ...], doubt: str)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (
             ("--harness", "jmeter"),
@@ -241,7 +241,7 @@ def test_what_is_doubtful(one: Starter, options: tuple[object, ...], doubt: str)
         (("--harness", "vllm-bench"), "counts tokens with a tokenizer: name a folder"),
     ],
 )
-def test_what_is_refused(one: Starter, options: tuple[object, ...], said: str) -> None:
+def test_what_is_refused(one: Starter, options: tuple[object, ...], message: str) -> None:
     ended = start(one, 2, *options).end(60).must(USAGE)
-    assert said in " ".join(ended.message.split()), repr(ended)
+    assert message in " ".join(ended.message.split()), repr(ended)
     assert not (one.folder / "run" / "result.json").exists() or ended.result["status"] == "FAILED"

@@ -139,7 +139,7 @@ def test_a_server_that_is_killed_while_it_streams_to_two_ranks(one: Starter) -> 
 
 
 @pytest.mark.parametrize(
-    ("options", "within", "said"),
+    ("options", "within", "message"),
     [
         (("--says", "torch.OutOfMemoryError: CUDA out of memory", "--nonsense"), 60, "too little memory"),
         (("--nonsense",), 60, "ended with exit code 2"),
@@ -147,11 +147,11 @@ def test_a_server_that_is_killed_while_it_streams_to_two_ranks(one: Starter) -> 
     ],
 )
 def test_a_server_that_does_not_become_ready(
-    one: Starter, options: tuple[object, ...], within: float, said: str
+    one: Starter, options: tuple[object, ...], within: float, message: str
 ) -> None:
     command, _ = start(one, 3, *server(*options), "--load_deadline", within)
     ended = command.end(60).must(NOT_READY)
-    assert said in ended.message and "the end of" in ended.message, repr(ended)
+    assert message in ended.message and "the end of" in ended.message, repr(ended)
 
 
 def test_a_server_that_takes_too_much_memory(one: Starter) -> None:
@@ -192,8 +192,8 @@ def test_what_stands_over_a_server_is_stopped(one: Starter) -> None:
     (guard,) = guards(command)
     os.kill(guard, signal.SIGSTOP)
     ended = command.end(60, lingers=10).must(INSTANCE_LOST)
-    said = f"process {guard} (its guard) is stopped: kill -CONT {guard}"
-    assert said in ended.message, repr(ended)
+    message = f"process {guard} (its guard) is stopped: kill -CONT {guard}"
+    assert message in ended.message, repr(ended)
 
 
 @pytest.mark.parametrize("victim", ["owner", "mpirun", "guard"])

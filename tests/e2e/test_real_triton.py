@@ -45,7 +45,7 @@ class TritonPythonModel:
         pass
 """
 
-SAID = 'a "quoted" \\ word,\na line and ü'
+PARAMETER = 'a "quoted" \\ word,\na line and ü'
 
 
 def test_a_real_tritonserver(tmp_path: Path, one: Starter) -> None:
@@ -61,11 +61,11 @@ def test_a_real_tritonserver(tmp_path: Path, one: Starter) -> None:
         "input": [{"name": "input_ids", **tensor}],
         "output": [{"name": "output_ids", **tensor}],
         "instance_group": [{"count": 1, "kind": EnumName("KIND_CPU")}],
-        "parameters": [{"key": "said", "value": {"string_value": SAID}}],
+        "parameters": [{"key": "said", "value": {"string_value": PARAMETER}}],
     }
     (model / "config.pbtxt").write_text(dump(config))
     with serving(one, "repo", "tokens") as served:
-        assert served["parameters"]["said"]["string_value"] == SAID
+        assert served["parameters"]["said"]["string_value"] == PARAMETER
         assert served["model_transaction_policy"]["decoupled"] is True
 
 

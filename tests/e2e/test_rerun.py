@@ -20,15 +20,15 @@ def test_a_run_directory_is_enough(one: Starter) -> None:
         and environment["mpi"] == first.json("ranks.json")[0]["versions"]["MPI"]
     )
     second = one.folder / "second"
-    said = one.mpillm("rerun", first.log_dir, "--log_dir", second).must(DONE).out
-    assert "nothing known is different from when the run was made" in said and "LoadGen" in said
+    output = one.mpillm("rerun", first.log_dir, "--log_dir", second).must(DONE).out
+    assert "nothing known is different from when the run was made" in output and "LoadGen" in output
     configs = [json.loads((folder / "config.json").read_text()) for folder in (first.log_dir, second)]
     for name in ("log_dir", "dataset_path"):
         assert all(config.pop(name) for config in configs)
     assert configs[0] == configs[1]
-    said = one.mpillm("certify", first.log_dir).must(DONE).out
+    output = one.mpillm("certify", first.log_dir).must(DONE).out
     found = first.json("certificate.json")
-    assert "harness alone" in said
+    assert "harness alone" in output
     assert found["latencies"]["ttft_ms"]["p50"]["run"] == first.result["ttft_ms"]["p50"] >= 400
     alone, config = (
         json.loads((first.log_dir / "certify" / name).read_text()) for name in ("result.json", "config.json")

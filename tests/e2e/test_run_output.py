@@ -100,7 +100,7 @@ def test_the_run_directory(one: Starter, samples: Samples, tmp_path: Path) -> No
 
     # The plan is the one that `mpillm plan` shows beforehand (it knows no host, and whether there are GPUs),
     # and the YAML gives the same.
-    shown = json.loads(one.mpillm("plan", "--world_size", 4, *options[:4], "--format", "json").out)
+    planned = json.loads(one.mpillm("plan", "--world_size", 4, *options[:4], "--format", "json").out)
     again = json.loads(
         one.mpillm(
             "plan", "--world_size", 4, "--disagg_config", log_dir / "disagg.yaml", "--format", "json"
@@ -109,11 +109,11 @@ def test_the_run_directory(one: Starter, samples: Samples, tmp_path: Path) -> No
     plan = ended.json("plan.json")
     for rank in plan["ranks"]:
         rank["node"] = "localhost"
-    assert shown.pop("notes") == [] and again.pop("notes")  # what of a YAML has no effect
+    assert planned.pop("notes") == [] and again.pop("notes")  # what of a YAML has no effect
     assert {rank["device"] for rank in plan["ranks"]} == {None}, "the dummy core takes none"
-    for rank in (*shown["ranks"], *again["ranks"]):
+    for rank in (*planned["ranks"], *again["ranks"]):
         rank["device"] = None
-    assert plan == shown == again
+    assert plan == planned == again
 
 
 @pytest.mark.smoke
@@ -124,12 +124,12 @@ def test_the_console(one: Starter) -> None:
     ended.must(DONE)
     lines = ended.out.splitlines()
     assert any(line.split()[:4] == ["rank", "node", "device", "roles"] for line in lines)
-    shown = [
+    phases = [
         line.split()[0]
         for line in lines
         if len(line.split()) > 2 and line.split()[2] == "s" and line.split()[0] in PHASES
     ]
-    assert shown == PHASES
+    assert phases == PHASES
     for word in (
         "LoadGen",
         "samples per second",
@@ -154,7 +154,7 @@ def test_the_progress_bar_on_a_terminal(both: Starter) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_what_is_computed_is_shown_before_it_is_answered(both: Starter, samples: Samples, ranks: int) -> None:
+def test_progress_is_drawn_before_a_sample_is_answered(both: Starter, samples: Samples, ranks: int) -> None:
     """Answers are long: for seconds no sample is answered, but the instances generate, on rank 0 or
     others."""
     options = [
@@ -233,8 +233,8 @@ def test_a_second_run_into_the_same_directory(one: Starter, samples: Samples, tm
     assert not (third.log_dir / "outputs.jsonl").exists()
 
 
-def test_a_run_directory_has_the_rights_that_the_umask_says(one: Starter, tmp_path: Path) -> None:
-    """Also what ranks write that mpirun has started."""
+def test_a_run_directory_has_the_rights_of_the_umask(one: Starter, tmp_path: Path) -> None:
+    """Also the files of ranks that mpirun has started."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\numask 027\nexec {one.python} "$@"\n')
     python.chmod(0o755)

@@ -87,8 +87,8 @@ def test_policies_on_several_ranks(
     see(check(one, alike, tp, pp, *options), policy, reuse)
 
 
-def test_a_yaml_says_it(one: Starter, alike: Answers) -> None:
-    """A YAML says everything in TensorRT-LLM's words, the model too, and the run directory's says what ran.
+def test_a_yaml_sets_all_options(one: Starter, alike: Answers) -> None:
+    """A YAML has all options under TensorRT-LLM's names, and the run directory's YAML those of the run.
 
     Stop words end an answer, and reuse is not for submissions.
     """

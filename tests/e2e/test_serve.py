@@ -121,9 +121,9 @@ def test_disaggregated_instances_behind_one_url(one: Starter) -> None:
 
     connection = HTTPConnection(host, port, timeout=TIMEOUT_S)
     connection.request("GET", "/perf_metrics")
-    told = json.loads(connection.getresponse().read())
-    assert len(told) == 2
-    for metrics in (entry["perf_metrics"] for entry in told):
+    entries = json.loads(connection.getresponse().read())
+    assert len(entries) == 2
+    for metrics in (entry["perf_metrics"] for entry in entries):
         times = metrics["timing_metrics"]
         order = ["server_arrival_time", "arrival_time", "first_scheduled_time", "first_token_time"]
         order.append("last_token_time")
@@ -179,12 +179,12 @@ def test_tokens_of_another_server_come_as_it_sends_them(both: Starter, n: int) -
     goes_on = threading.Event()
 
     def answered(request: Request) -> Reply:
-        asked = request.json
-        if asked["prompt"] == [9]:
+        received = request.json
+        if received["prompt"] == [9]:
             return plain({"error": {"message": "no nines"}}, "400 Bad Request")
-        if asked["prompt"] == [10]:
+        if received["prompt"] == [10]:
             return plain({"error": "full"}, "429 Too Many Requests", Retry_After=70)
-        return Reply(pieces()) if asked.get("stream") else good(request)
+        return Reply(pieces()) if received.get("stream") else good(request)
 
     def pieces() -> Iterator[bytes]:
         yield STREAM
@@ -267,7 +267,7 @@ def test_a_signal_to_a_plain_mpirun_is_a_server_s_normal_end(both: Starter, tmp_
 
 
 @pytest.mark.smoke
-def test_a_signal_ends_a_server_and_says_what_it_did(both: Starter) -> None:
+def test_a_signal_ends_a_server_and_prints_its_counts(both: Starter) -> None:
     command, host, port = serve(
         both, 3, "--core_type", "dummy", "--max_seq_len", 4096, "--served_model_name", "mine"
     )
@@ -327,18 +327,18 @@ def test_log_probabilities_are_those_of_transformers_whatever_the_layout(one: St
     expected = Oracle(one.folder / "model").logprobs(prompt, whole["token_ids"])
     chosen = [float(expected[i, token]) for i, token in enumerate(whole["token_ids"])]
     assert whole["logprobs"]["token_logprobs"] == pytest.approx(chosen, abs=1e-4)
-    for told, likeliest in zip(whole["logprobs"]["top_logprobs"], expected.topk(3).values, strict=True):
-        assert max(told.values()) == pytest.approx(float(likeliest[0]), abs=1e-4)
+    for listed, likeliest in zip(whole["logprobs"]["top_logprobs"], expected.topk(3).values, strict=True):
+        assert max(listed.values()) == pytest.approx(float(likeliest[0]), abs=1e-4)
     chunks = post(host, port, "/v1/completions", **body, temperature=0, stream=True).getresponse().read()
     streamed = [json.loads(chunk[6:])["choices"][0] for chunk in chunks.decode().split("\n\n")[:-2]]
-    told = [number for choice in streamed for number in choice["logprobs"]["token_logprobs"]]
-    assert told == pytest.approx(chosen, abs=1e-4)
+    streamed_logprobs = [number for choice in streamed for number in choice["logprobs"]["token_logprobs"]]
+    assert streamed_logprobs == pytest.approx(chosen, abs=1e-4)
     command.process.send_signal(signal.SIGTERM)
     command.end(TIMEOUT_S).must(DONE)
 
 
 def test_a_lost_instance_is_not_noticed_by_clients(one: Starter) -> None:
-    """Their streams go on where they were, and nothing comes twice; what is asked later is answered, too."""
+    """Their streams go on where they were, no token comes twice, and later requests are answered."""
     pace = ("--core_options", "ttft_ms:50,tpot_ms:25", "--grace", 1.5)
     command, host, port = serve(one, 3, "--core_type", "dummy", *pace)
     body = {"prompt": [5, 6, 7], "max_tokens": 60, "return_token_ids": True, "ignore_eos": True}
@@ -359,8 +359,8 @@ def test_a_lost_instance_is_not_noticed_by_clients(one: Starter) -> None:
     connection.request("GET", "/health")
     response = connection.getresponse()
     assert response.status == 200
-    told = json.loads(response.read())
-    assert told["status"] == "degraded" and told["lost"][0]["instance"] == 1
+    health = json.loads(response.read())
+    assert health["status"] == "degraded" and health["lost"][0]["instance"] == 1
     connection.close()
     command.process.send_signal(signal.SIGTERM)
     ended = command.end().must(DONE)

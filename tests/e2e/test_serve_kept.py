@@ -13,25 +13,25 @@ import pytest
 from tests.helpers.support import INSTANCE_LOST, Starter, wait_until
 
 
-@pytest.mark.parametrize(("who", "said"), [("rank 0", "killed"), ("mpirun", "ended by signal 9 (SIGKILL)")])
-def test_a_test_leaves_what_its_instances_did(one: Starter, who: str, said: str) -> None:
+@pytest.mark.parametrize(("who", "cause"), [("rank 0", "killed"), ("mpirun", "ended by signal 9 (SIGKILL)")])
+def test_a_test_leaves_what_its_instances_did(one: Starter, who: str, cause: str) -> None:
     """And a page, which the launcher writes."""
     endless = ("--core_type", "dummy", "--scenarios=Server", "--server_target_qps=50", "--min_duration=300")
     command = one.command([one.python, "-m", "mpillm", "mpirun", "-n", 2, "run", *endless, "--log_dir", "r"])
     result = one.folder / "r" / "result.json"
 
-    def told() -> int:
+    def generated_tokens() -> int:
         per_instance = json.loads(result.read_text()).get("per_instance") if result.exists() else None
         return per_instance[0]["metrics"]["generated_tokens"] if per_instance else 0
 
-    wait_until(told, "what the instance has computed", 120)
+    wait_until(generated_tokens, "what the instance has computed", 120)
     ranks = json.loads((one.folder / "r" / "ranks.json").read_text())
     rank_0 = next(entry["pid"] for entry in ranks if entry["rank"] == 0)
     os.kill(rank_0 if who == "rank 0" else parent_of(rank_0), signal.SIGKILL)
     command.end(120, tidy=False).must(INSTANCE_LOST)
     ended = json.loads(result.read_text())
-    assert ended["status"] == "FAILED" and ended["samples"] > 0 and told() > 0
-    assert said in (one.folder / "r" / "report.html").read_text()
+    assert ended["status"] == "FAILED" and ended["samples"] > 0 and generated_tokens() > 0
+    assert cause in (one.folder / "r" / "report.html").read_text()
 
 
 def parent_of(pid: int) -> int:

@@ -61,11 +61,11 @@ def test_the_plan_shows_slurms_nodes(both_under: UnderSlurm, tasks: list[int], o
 def test_the_doctor_examines_slurms_nodes(both_under: UnderSlurm) -> None:
     log_dir = ["--log_dir", both_under.starter.folder / "runs"]
     ended = both_under.start(["-n", 4, "-N", 2], "doctor", "--json", *log_dir).end(WITHIN_S).must(DONE)
-    told = json.loads(ended.out)
-    assert (told["ranks"], told["nodes"]) == (4, ["h1", "h2"])
-    lines = {line["check"]: line for line in told["lines"]}
+    report = json.loads(ended.out)
+    assert (report["ranks"], report["nodes"]) == (4, ["h1", "h2"])
+    lines = {line["check"]: line for line in report["lines"]}
     assert "srun" in lines["launcher"]["text"] and lines["launcher"]["text"].endswith("one world of 4")
-    assert [line["check"] for line in told["lines"] if line["status"] == "failure"] == []
+    assert [line["check"] for line in report["lines"] if line["status"] == "failure"] == []
     for check, nodes in (("MPI between nodes", ["h1", "h2"]), ("MPI within nodes", ["h1"])):
         pair = lines[check]["figures"]["pairs"][0]
         assert sorted(set(pair["nodes"])) == nodes and pair["bytes_per_s"] > 0 and pair["latency_s"] > 0
@@ -100,9 +100,9 @@ def test_no_rank_sends_before_those_of_other_nodes_have_left_mpi_init(under: Und
     program = [under.starter.python, "-c", FENCE]
     line = ["srun", "-n", 4, "-N", 2, f"--mpi={under.mpi}", *program]
     ended = under.on_head(line, under.starter.folder / "run").end(WITHIN_S).must(DONE)
-    told = [line.split() for line in ended.out.splitlines() if line.startswith("rank")]
-    called, left = ([float(words[i]) for words in told] for i in (2, 3))
-    assert len(told) == 4 and min(left) >= max(called), ended
+    lines = [line.split() for line in ended.out.splitlines() if line.startswith("rank")]
+    called, left = ([float(words[i]) for words in lines] for i in (2, 3))
+    assert len(lines) == 4 and min(left) >= max(called), ended
 
 
 @pytest.mark.parametrize("host", ["h1", "h2"])
@@ -222,7 +222,7 @@ def test_a_job_whose_rank_0_was_killed_has_its_exit_code_too(both_under: UnderSl
     assert (run / "report.html").exists()
 
 
-def test_who_stops_following_a_job_is_told_that_it_goes_on(under: UnderSlurm) -> None:
+def test_an_interrupted_sbatch_names_the_job_that_goes_on(under: UnderSlurm) -> None:
     command = sbatch(under)
     job = job_of(command)
     in_test(command, under.starter.folder / f"slurm-{job}-0")
@@ -237,7 +237,7 @@ def test_who_stops_following_a_job_is_told_that_it_goes_on(under: UnderSlurm) ->
     assert f"job {job} goes on; end it with: scancel {job}\n" in ended.err
 
 
-def test_a_requeued_job_has_a_folder_of_its_own_and_the_first_says_why_it_ended(under: UnderSlurm) -> None:
+def test_a_requeued_job_has_a_new_folder_and_the_first_names_its_cause(under: UnderSlurm) -> None:
     command = sbatch(under)
     job = job_of(command)
     folder = under.starter.folder
@@ -249,7 +249,7 @@ def test_a_requeued_job_has_a_folder_of_its_own_and_the_first_says_why_it_ended(
     second = folder / f"slurm-{job}-1"
 
     def has_begun_again() -> bool:
-        # In two minutes, says Slurm when the first run has ended on all nodes, even if told before that.
+        # Slurm sets it to two minutes later when the first run has ended on all nodes, also after an update.
         under.slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
         return second.exists()
 

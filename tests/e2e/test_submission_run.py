@@ -125,7 +125,7 @@ def submit(
 
 def test_submission(runs: Runs) -> None:
     pytest.importorskip("rouge_score")
-    output, said, code = submit(runs, ["Server"], "closed")
+    output, console, code = submit(runs, ["Server"], "closed")
     assert code == TEST_FAILED
     result = output / "closed" / "Us" / "results" / "box" / "llama2-70b-99.9" / "Server"
     accuracy = (result / "accuracy" / "accuracy.txt").read_text()
@@ -145,10 +145,12 @@ def test_submission(runs: Runs) -> None:
         assert option in readme
     assert (
         "rejected by the checker (scenarios_check): llama2-70b-99.9: the closed division also needs Offline"
-        in said
+        in console
     )
     assert (
-        said.count("against the rules: llama2-70b-99.9 Server: the model is a tiny one (--model_scale tiny)")
+        console.count(
+            "against the rules: llama2-70b-99.9 Server: the model is a tiny one (--model_scale tiny)"
+        )
         == 1
     )
 
@@ -157,16 +159,16 @@ def test_submission(runs: Runs) -> None:
 def test_what_is_too_small_is_listed(runs: Runs, division: str) -> None:
     """It is listed in both divisions, between which the checker makes no difference there."""
     pytest.importorskip("rouge_score")
-    _, said, code = submit(runs, ["Server"], division)
+    _, console, code = submit(runs, ["Server"], division)
     assert code == TEST_FAILED
-    assert {("llama2-70b-99.9", "Server", check) for check in SIZES} <= listed(said)
+    assert {("llama2-70b-99.9", "Server", check) for check in SIZES} <= listed(console)
     performance, accuracy = (runs.get("Server", kind) for kind in ("performance", "accuracy"))
     for text in (
         f"{performance}: performance_sample_count was 48 samples; must be at least 24576",
         f"{performance}: min_duration_ms was 0 ms; must be at least 600000",
         f"{accuracy}: accuracy_sample_count was 48 samples; the benchmark has 24576",
     ):
-        assert text in said
+        assert text in console
 
 
 # --- MLCommons' own programs ---
@@ -185,10 +187,10 @@ def test_checker(runs: Runs, benchmark: str, scenarios: list[str], division: str
     Every check that fails is listed, and no other.
     """
     pytest.importorskip("rouge_score")
-    output, said, _ = submit(runs, scenarios, division, benchmark)
+    output, console, _ = submit(runs, scenarios, division, benchmark)
     verdict = check_submission(output)
     assert verdict.checks >= len(scenarios) * 30, verdict.log[-2000:]
-    assert verdict.failed == listed(said), f"{said}\n{verdict.log[-4000:]}"
+    assert verdict.failed == listed(console), f"{console}\n{verdict.log[-4000:]}"
     by_size = {*SIZES, "min_query_count_check", *(["accuracy_result_check"] if division == "closed" else [])}
     by_load = {"latency_check", "llm_check"}  # of the machine that runs these tests
     assert {check for *_, check in verdict.failed} <= by_size | by_load

@@ -33,7 +33,7 @@ def see_bar(command: Command) -> None:
     wait_until(lambda: command.out.count("samples  ") > 2 and "tok/s" in command.out, "the bar")
 
 
-def shown_whole(ended: Ended) -> list[str]:
+def whole_message(ended: Ended) -> list[str]:
     """Return the screen's lines from the message of a failure on; no line of it may be missing or cut."""
     lines = screen(ended.out, 200)
     first = next((i for i, line in enumerate(lines) if re.match(r"mpillm: (failed|interrupted)", line)), None)
@@ -41,9 +41,9 @@ def shown_whole(ended: Ended) -> list[str]:
     message = lines[first:]
     assert not any(BAR.search(line) for line in message), message
     assert all(len(line) <= 80 or len(max(line.split(), key=len)) > 40 for line in message), message
-    said = " ".join(" ".join(message).split())
+    text = " ".join(" ".join(message).split())
     for failure in ended.result["failures"]:
-        assert " ".join(failure["cause"].split()) in said, (failure["cause"], message)
+        assert " ".join(failure["cause"].split()) in text, (failure["cause"], message)
     assert any(re.match(r"  see ", line) for line in message), message
     return message
 
@@ -52,7 +52,7 @@ def shown_whole(ended: Ended) -> list[str]:
 def test_a_failure_before_the_test(both: Starter, phase: str) -> None:
     options = [*ENDLESS, "--core_options", f"fault:raise,fault_phase:{phase},fault_rank:2"]
     ended = both.start(3, *options, terminal=True, one_terminal=True).end().must(NOT_READY)
-    assert shown_whole(ended)[0] == f"mpillm: failed in phase '{phase}'"
+    assert whole_message(ended)[0] == f"mpillm: failed in phase '{phase}'"
 
 
 def test_a_failure_in_the_test(both: Starter) -> None:
@@ -62,7 +62,7 @@ def test_a_failure_in_the_test(both: Starter) -> None:
     see_bar(command)
     (both.folder / "fail").touch()
     ended = command.end().must(TEST_FAILED)
-    assert shown_whole(ended)[0] == "mpillm: failed in phase 'test'"
+    assert whole_message(ended)[0] == "mpillm: failed in phase 'test'"
 
 
 @pytest.mark.parametrize("where", ["ready", "drain", "stop"])
@@ -73,7 +73,7 @@ def test_a_failure_in_other_phases(one: Starter, where: str) -> None:
     )
     ended = command.end()
     assert ended.code in (NOT_READY, TEST_FAILED), repr(ended)
-    assert shown_whole(ended)[0].startswith("mpillm: failed in phase ")
+    assert whole_message(ended)[0].startswith("mpillm: failed in phase ")
 
 
 def test_ctrl_c_in_the_test(both: Starter) -> None:
@@ -81,27 +81,27 @@ def test_ctrl_c_in_the_test(both: Starter) -> None:
     see_bar(command)
     command.press_ctrl_c()
     ended = command.end().must(130)
-    assert shown_whole(ended)[0] == "mpillm: interrupted (Ctrl-C) in phase 'test'"
+    assert whole_message(ended)[0] == "mpillm: interrupted (Ctrl-C) in phase 'test'"
     assert "mpillm mpirun: Ctrl-C: stopping the ranks; press Ctrl-C again to kill them" in screen(
         ended.out, 200
     )
 
 
 @pytest.mark.parametrize(
-    ("number", "said"),
+    ("number", "cause"),
     [
         (signal.SIGKILL, "its log has no cause, as after SIGKILL"),
         (signal.SIGSEGV, "SIGSEGV ended it: its log has the stacks"),
     ],
 )
-def test_a_killed_rank(both: Starter, number: int, said: str) -> None:
-    """Its signal is named, as far as it can be known: no MPI's mpirun tells."""
+def test_a_killed_rank(both: Starter, number: int, cause: str) -> None:
+    """Its signal is named as far as it can be known: no MPI's mpirun reports it."""
     command = both.start(3, *ENDLESS, terminal=True, one_terminal=True)
     see_bar(command)
     os.kill(command.wait_rank(2), number)
-    message = shown_whole(command.end().must(INSTANCE_LOST))
+    message = whole_message(command.end().must(INSTANCE_LOST))
     assert message[0] == "mpillm: failed in phase 'test'"
-    assert any(said in line for line in message), message
+    assert any(cause in line for line in message), message
 
 
 @pytest.mark.smoke
@@ -142,17 +142,17 @@ def test_one_rank_without_mpirun(one: Starter, tmp_path: Path) -> None:
     command = one.command([one.python, "-m", "mpillm", "run", *options], controlling=True, one_terminal=True)
     see_bar(command)
     command.press_ctrl_c()
-    assert shown_whole(command.end().must(130))[0] == "mpillm: interrupted (Ctrl-C) in phase 'test'"
+    assert whole_message(command.end().must(130))[0] == "mpillm: interrupted (Ctrl-C) in phase 'test'"
 
 
 def test_runs_that_another_command_starts(one: Starter) -> None:
-    """How far each is, is shown while it goes on, and nothing of that stays."""
+    """The progress of each run is drawn while it goes on, and removed afterwards."""
     options = ("-n", 2, "--core_type", "dummy", "--server_target_qps", 20, "--goodput", "ttft:500")
     lengths = ("--min_duration", 60, "--probe_duration", 8)
     words = [one.python, "-m", "mpillm", "find-max-qps", *options, *lengths]
     command = one.command(words, controlling=True, one_terminal=True)
-    said = r"  01-short-20, \d+ s: test \d+/\d+ samples .* left"
-    wait_until(lambda: re.search(said, command.out), "the progress of the run", 60.0)
+    progress = r"  01-short-20, \d+ s: test \d+/\d+ samples .* left"
+    wait_until(lambda: re.search(progress, command.out), "the progress of the run", 60.0)
     command.press_ctrl_c()
     lines = screen(command.end().must(130).out, 200)
     assert "no rate has been VALID so far" in lines, lines
@@ -161,23 +161,23 @@ def test_runs_that_another_command_starts(one: Starter) -> None:
 
 
 def test_a_server_that_is_not_there(one: Starter) -> None:
-    """It is named within seconds, with what it says: on a terminal, and in a log."""
+    """It is named within seconds with its error, on a terminal and in a log."""
     url = f"127.0.0.1:{free_port()}"
     options = ["--trtllm_server_urls", f"http://{url}/v1"]
     for terminal in (True, False):
         command = one.start(2, *options, core="trtllm_endpoint", terminal=terminal, one_terminal=terminal)
         # The rest of "refused" is behind 80 columns.
-        said = rf"load +after \d+ s  rank 1: waiting for http://{url}: Connection r"
-        wait_until(lambda: re.search(said, command.out), "the server's name", 30.0)  # noqa: B023
+        waiting = rf"load +after \d+ s  rank 1: waiting for http://{url}: Connection r"
+        wait_until(lambda: re.search(waiting, command.out), "the server's name", 30.0)  # noqa: B023
         more = r"at most\s+54\s+s\s+\(--load_deadline\)[^;]+;\s+with --server"
         wait_until(lambda: re.search(more, command.out), "how long it waits", 30.0)  # noqa: B023
         command.kill()
 
 
 def test_weights_that_take_long_to_read(one: Starter, tmp_path: Path) -> None:
-    """How many bytes are read is shown while they are read."""
+    """The progress counts the bytes that are read."""
     options = ["--model_path", "llama3.2-1b", "--max_output_len", 4, "--load_format", "dummy"]
     command = one.start(2, *options, core="torch", terminal=True, one_terminal=True)
-    said = r"load +after \d+ s  rank 1: \d\.\d\d of \d\.\d\d GB of weights"
-    wait_until(lambda: re.search(said, command.out), "the bytes read", 60.0)
+    progress = r"load +after \d+ s  rank 1: \d\.\d\d of \d\.\d\d GB of weights"
+    wait_until(lambda: re.search(progress, command.out), "the bytes read", 60.0)
     command.kill()

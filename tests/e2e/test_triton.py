@@ -235,7 +235,7 @@ def test_a_model_that_does_not_load(one: Starter) -> None:
 
 
 @pytest.mark.parametrize("command", ["run", "serve"])
-def test_what_the_client_is_said_to_use_is_read(one: Starter, command: str) -> None:
+def test_the_client_reads_its_declared_options(one: Starter, command: str) -> None:
     """See `test_options_read`."""
     generate(one, scenario="Offline")
     with serving(one) as ((port,), _):

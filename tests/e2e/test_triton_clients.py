@@ -68,13 +68,13 @@ def streams(one: Starter, port: int) -> None:
         "triton-client", *words, "--text", "Name a fruit.", "--streaming", "--request-output-len", 6
     ).must(DONE)
     assert re.findall(r"^\[(\d+)\]$", out.out, re.MULTILINE) == [str(token) for token in expected], out
-    for how, says in (
+    for how, message in (
         ((), "Got cancellation response from server"),
         (("--stop-via-request-cancel", "--streaming"), "Request is cancelled"),
     ):
         long = ("--stop-after-ms", 1, "--request-output-len", 1500, "--end-id", -1)
         ended = one.mpillm("triton-client", *words, *long, *how).must(DONE)
-        assert says in ended.out and "had ended before" not in ended.err, ended
+        assert message in ended.out and "had ended before" not in ended.err, ended
 
 
 def text(one: Starter, port: int) -> None:
@@ -162,7 +162,7 @@ def failures(one: Starter, port: int, http: int) -> None:
 
 def test_what_is_refused_before_a_request(one: Starter, tmp_path: Path) -> None:
     make_tokenizer(tmp_path)
-    for words, says in (
+    for words, message in (
         (("triton-client", "token"), "no client 'token' (did you mean 'tokens'?)"),
         (("triton-client", "tokens"), "needs --tokenizer_dir or --input_tokens_csv"),
         (("triton-client", "tokens", "--check-output", "--tokenizer_dir", tmp_path), "--output_tokens_csv"),
@@ -175,4 +175,4 @@ def test_what_is_refused_before_a_request(one: Starter, tmp_path: Path) -> None:
         (("bench", "core-model"), "needs one of dataset, token_norm_dist"),
         (("bench", "core-model", "-i", "mpi", "token_norm_dist"), "-i mpi needs --model_path"),
     ):
-        assert says in one.mpillm(*words).must(USAGE).message, words
+        assert message in one.mpillm(*words).must(USAGE).message, words

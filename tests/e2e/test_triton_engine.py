@@ -97,7 +97,7 @@ def check_a_batch(asker: Asker, plain: list[list[int]]) -> None:
 
 
 def check_choices(asker: Asker, oracle: Oracle, plain: list[list[int]], threads: ThreadPoolExecutor) -> None:
-    """Check options of requests side by side; what the engine can't do is refused by name."""
+    """Check options of concurrent requests; the engine refuses unsupported options by name."""
 
     def answer(number: int, **tensors: Any) -> list[int]:
         (one,) = asker.ask([PROMPTS[number]], N_OUTPUT, **tensors)
@@ -106,7 +106,7 @@ def check_choices(asker: Asker, oracle: Oracle, plain: list[list[int]], threads:
 
     first, second = plain[0], plain[1]
     sampled = {"runtime_top_k": 50, "temperature": 2.0}
-    asked: dict[str, tuple[int, dict[str, Any], list[int] | None]] = {
+    cases: dict[str, tuple[int, dict[str, Any], list[int] | None]] = {
         "bad words": (
             1,
             {"bad_words_list": [[second[2], second[3], second[0]], [2, 3, -1]]},
@@ -127,9 +127,9 @@ def check_choices(asker: Asker, oracle: Oracle, plain: list[list[int]], threads:
         "seed 2": (0, {**sampled, "seed": np.uint64(2)}, None),
         "a tiny top-p": (0, {"runtime_top_p": 0.0001, "temperature": 2.0}, first),
     }
-    open_ = {name: threads.submit(answer, n, **tensors) for name, (n, tensors, _) in asked.items()}
+    open_ = {name: threads.submit(answer, n, **tensors) for name, (n, tensors, _) in cases.items()}
     found = {name: future.result() for name, future in open_.items()}
-    for name, (_, _, expected) in asked.items():
+    for name, (_, _, expected) in cases.items():
         if expected is not None:
             assert found[name] == expected, name
     assert first != found["presence"] and first != found["frequency"]

@@ -141,8 +141,8 @@ def a_response_that_never_comes(one: Starter, address: tuple[str, str]) -> None:
     assert (ended.result["errors"], ended.result["samples"]) == (1, 3), ended
     assert "no whole answer within --triton_request_timeout 10 s" in logged(ended)
     ended = run(one, [PLAIN, SILENT, PLAIN], *address, "--stall_timeout", 15).must(TEST_FAILED)
-    said = f"tritonserver {address[1]}: no response for 13.5 s; outstanding requests: 1 (ids "
-    assert said in ended.message, ended
+    message = f"tritonserver {address[1]}: no response for 13.5 s; outstanding requests: 1 (ids "
+    assert message in ended.message, ended
 
 
 def many_streams(one: Starter, address: tuple[str, str]) -> None:

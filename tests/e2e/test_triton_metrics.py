@@ -64,14 +64,14 @@ def test_metrics(kind: str, one: Starter) -> None:
         assert rest["runtime_memory"]["cpu"] > 1 << 20
         assert abs(rest["general"]["timestamp"] - time.time()) < TIMEOUT_S
 
-        asked = {
+        body = {
             "input_ids": PROMPT,
             "input_lengths": len(PROMPT),
             "request_output_len": OUTPUT,
             "end_id": -1,
         }
         with ThreadPoolExecutor(N_LONG) as threads:
-            answers = [threads.submit(post, http, "tensorrt_llm/generate", asked) for _ in range(N_LONG)]
+            answers = [threads.submit(post, http, "tensorrt_llm/generate", body) for _ in range(N_LONG)]
             at_work = wait_until(
                 lambda: found if works(found := metrics(port, "tensorrt_llm"), own, blocks) else None,
                 "three requests, which generate",
@@ -103,16 +103,16 @@ def test_metrics(kind: str, one: Starter) -> None:
 
 
 def check_reuse(port: int, http: int, per_block: int) -> None:
-    """Of a prompt that comes again only the last block is computed, and the answer is the same."""
+    """For a repeated prompt only the last block is computed, and the answer is the same."""
 
     def computed() -> int:
         return int(metrics(port, "tensorrt_llm")["v1"]["total_context_tokens"])
 
     prompt = [3 + i % 200 for i in range(3 * per_block)]
-    asked = {"input_ids": prompt, "input_lengths": len(prompt), "request_output_len": 5, "end_id": -1}
+    body = {"input_ids": prompt, "input_lengths": len(prompt), "request_output_len": 5, "end_id": -1}
     counts, answers = [computed()], list[str]()
     for _ in range(2):
-        answers.append(json.loads(post(http, "tensorrt_llm/generate", asked))["output_ids"])
+        answers.append(json.loads(post(http, "tensorrt_llm/generate", body))["output_ids"])
         wait_until(lambda: computed() > counts[-1], "a prompt's tokens", TIMEOUT_S)
         counts.append(computed())
     first, second = (after - before for before, after in itertools.pairwise(counts))

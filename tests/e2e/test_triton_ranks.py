@@ -78,7 +78,7 @@ def test_a_worker_that_dies_is_named(one: Starter) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "options", "says"),
+    ("rank", "options", "message"),
     [
         (0, (), "noticed that process rank 0 "),
         (1, (), "noticed that process rank 1 "),
@@ -90,8 +90,8 @@ def test_a_worker_that_dies_is_named(one: Starter) -> None:
     ],
     ids=["leader", "follower", "orchestrator"],
 )
-def test_a_server_that_dies(rank: int | None, options: tuple[str, ...], says: str, one: Starter) -> None:
-    """The open request ends, no process stays, and run-llm-server names who died."""
+def test_a_server_that_dies(rank: int | None, options: tuple[str, ...], message: str, one: Starter) -> None:
+    """The open request ends, no process stays, and run-llm-server names the process that died."""
     import grpc
 
     repository(one)
@@ -105,7 +105,7 @@ def test_a_server_that_dies(rank: int | None, options: tuple[str, ...], says: st
             if n == 2:
                 os.kill(pid, signal.SIGKILL)
     ended = servers.end(60).must(INSTANCE_LOST)
-    assert says in ended.message, ended
+    assert message in ended.message, ended
     wait_until(lambda: not servers.pids(), "no process that stays", 30)
 
 

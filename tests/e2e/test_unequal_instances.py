@@ -63,16 +63,19 @@ def test_a_role_may_have_several_sections(both: Starter, samples: Samples, tmp_p
         assert answer == samples.answer(line["index"], len(answer))
     ranks = [rank["instance"] for rank in ended.json("plan.json")["ranks"]]
     assert ranks == [None, 0, 1, 2, 2]
-    said = "instances 0-1 17 % each (max_batch_size 2), instance 2 67 % (max_batch_size 8)"
-    assert said in ended.flowing
+    instance_shares = "instances 0-1 17 % each (max_batch_size 2), instance 2 67 % (max_batch_size 8)"
+    assert instance_shares in ended.flowing
     kept = ended.log_dir / "disagg.yaml"
     again = both.run(5, "--disagg_config", kept, *words[2:], log_dir=tmp_path / "again").must(DONE)
     assert (again.log_dir / "disagg.yaml").read_text() == kept.read_text()
-    assert said in both.mpillm("plan", "--disagg_config", file, "--core_type", "dummy").must(DONE).flowing
+    assert (
+        instance_shares
+        in both.mpillm("plan", "--disagg_config", file, "--core_type", "dummy").must(DONE).flowing
+    )
 
 
 def test_lists_are_for_one_run(one: Starter, tmp_path: Path) -> None:
     file = tmp_path / "lists.yaml"
     file.write_text("context_servers: [{}, {}]\ngeneration_servers: {}\n")
-    said = one.mpillm("plan", "--disagg_config", file, "--core_type", "trtllm_disagg").must(USAGE).err
-    assert "context_servers is a list, which is for the instances of one run" in said
+    error = one.mpillm("plan", "--disagg_config", file, "--core_type", "trtllm_disagg").must(USAGE).err
+    assert "context_servers is a list, which is for the instances of one run" in error

@@ -45,8 +45,8 @@ class Installed:
         """Return what `env -i PATH=… HOME=…` leaves."""
         return {"PATH": os.defpath, "HOME": str(self.folder)}
 
-    def call(self, *words: str, says: str = "", code: int = 0) -> str:
-        """Run Python with some words; return what it prints. Fails unless it `says` that, with that code."""
+    def call(self, *words: str, expected: str = "", code: int = 0) -> str:
+        """Run Python with arguments; return its output. Fails on another code, or without `expected`."""
         done = subprocess.run(
             [self.python, *words],
             cwd=self.folder,
@@ -59,7 +59,7 @@ class Installed:
             check=False,
         )
         assert done.returncode == code, f"{words}: exit code {done.returncode}\n{done.stdout}"
-        assert says in done.stdout, f"{words}:\n{done.stdout}"
+        assert expected in done.stdout, f"{words}:\n{done.stdout}"
         return done.stdout
 
     def install(self, extras: str) -> None:
@@ -101,26 +101,28 @@ def test_it_is_the_wheel(installed: Installed) -> None:
     where = installed.call("-c", "import mpillm; print(mpillm.__file__)")
     assert Path(where.strip()).is_relative_to(installed.python.parents[1])
     assert str(ROOT) not in installed.call("-c", "import sys; print(sys.path)")
-    installed.call("-m", "mpillm", "--version", says=f"mpillm {__version__}\n")
+    installed.call("-m", "mpillm", "--version", expected=f"mpillm {__version__}\n")
 
 
 def test_every_command_has_help(installed: Installed) -> None:
     """Without any extra."""
     for command in COMMANDS:
-        installed.call("-m", "mpillm", command, "--help", says="usage: ")
+        installed.call("-m", "mpillm", command, "--help", expected="usage: ")
 
 
 def test_a_run_and_its_pages(installed: Installed) -> None:
     test = ("run", "--core_type", "dummy", "--max_output_len", "8", "--min_query_count", "24")
-    said = installed.call("-m", "mpillm", "mpirun", "-n", "3", *test, "--mode", "disaggregated", says="VALID")
-    (page,) = re.findall(r"^  page +(\S+)$", said, re.MULTILINE)
+    output = installed.call(
+        "-m", "mpillm", "mpirun", "-n", "3", *test, "--mode", "disaggregated", expected="VALID"
+    )
+    (page,) = re.findall(r"^  page +(\S+)$", output, re.MULTILINE)
     assert Path(page).parts[0] == "mpillm-runs"
     text = (installed.folder / page).read_text(encoding="utf-8")
     assert "VALID" in text and "<svg" in text
-    installed.call("-m", "mpillm", "runs", says=str(Path(page).parent))
-    installed.call("-m", "mpillm", "report", "latest", says=page)
+    installed.call("-m", "mpillm", "runs", expected=str(Path(page).parent))
+    installed.call("-m", "mpillm", "report", "latest", expected=page)
     made = "import mpillm; print(mpillm.run(ranks=2, core_type='dummy', max_output_len=4, min_query_count=8))"
-    installed.call("-c", made, says="VALID")
+    installed.call("-c", made, expected="VALID")
     left = {path.name for path in installed.folder.iterdir()} - {".cache"}
     assert left == {"mpillm-runs"}, "files where nobody looks for them"
 
@@ -137,7 +139,7 @@ def test_a_run_and_its_pages(installed: Installed) -> None:
     ],
 )
 def test_a_missing_extra_is_named(installed: Installed, words: str, extra: str) -> None:
-    installed.call("-m", "mpillm", *words.split(), code=2, says=f"pip install 'mpillm[{extra}]'")
+    installed.call("-m", "mpillm", *words.split(), code=2, expected=f"pip install 'mpillm[{extra}]'")
 
 
 def test_serve(installed: Installed) -> None:

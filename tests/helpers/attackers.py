@@ -33,14 +33,14 @@ _FORGED = {
 }
 
 
-def hold(port: int, says: bytes = b"", n: int = PER_PORT) -> None:
+def hold(port: int, data: bytes = b"", n: int = PER_PORT) -> None:
     """Hold connections; where one is closed, make another."""
     held: list[socket.socket] = []
     while True:
         with contextlib.suppress(OSError):
             one = socket.create_connection((HOST, port), 5.0)
             held.append(one)
-            one.sendall(says)
+            one.sendall(data)
         if len(held) > n:
             held.pop(0).close()
             time.sleep(PAUSE_S)

@@ -38,7 +38,7 @@ def ask(port: int, path: str = "/v1/completions", **body: Any) -> tuple[int, Any
 
 
 def shown(command: Command, pattern: str) -> re.Match[str]:
-    """Return what a command prints sooner or later."""
+    """Wait until a command prints `pattern`; return the match."""
     wait_until(
         lambda: re.search(pattern, command.out) or command.process.poll() is not None, pattern, TIMEOUT_S
     )

@@ -118,9 +118,9 @@ def failure(core: LLMCore) -> str:
     rows = Rows(core)
     with pytest.raises(RunError) as caught:
         wait_until(lambda: not rows.poll() and False, "a failure")
-    (told,) = caught.value.failures
-    assert told.rank == 2 and told.traceback == ""
-    return told.cause
+    (rank_failure,) = caught.value.failures
+    assert rank_failure.rank == 2 and rank_failure.traceback == ""
+    return rank_failure.cause
 
 
 SERVER = "--scenarios=Server"

@@ -20,7 +20,7 @@ def check_failure(
 ) -> None:
     """Check the exit code, the one message with the causes and the rank, and the time.
 
-    result.json, if the run directory was made, must say the same.
+    result.json, if the run directory was made, must contain the same.
     """
     ended.must(code)
     message = ended.message
@@ -37,8 +37,8 @@ def check_failure(
     if (ended.log_dir / "plan.json").exists():
         result = ended.result
         assert (result["status"], result["exit_code"]) == ("FAILED", code)
-        told = "\n".join(failure["cause"] + failure["traceback"] for failure in result["failures"])
-        assert all(cause in told for cause in causes)
+        recorded = "\n".join(failure["cause"] + failure["traceback"] for failure in result["failures"])
+        assert all(cause in recorded for cause in causes)
         assert rank is None or rank in [failure["rank"] for failure in result["failures"]]
     else:
         assert not (ended.log_dir / "result.json").exists()

@@ -95,8 +95,8 @@ class FakeGroups(Groups):
         for span in step.spans:
             tokens = step.tokens[first : first + span.n_new]
             tokens = [self._last[span.slot] if token == UNREAD else token for token in tokens]
-            told = (span.n_blocks_sent, span.blocks), (span.n_window_blocks_sent, span.window_blocks)
-            for cache, (n_blocks_sent, blocks) in zip(self._caches, told, strict=False):
+            sent_blocks = (span.n_blocks_sent, span.blocks), (span.n_window_blocks_sent, span.window_blocks)
+            for cache, (n_blocks_sent, blocks) in zip(self._caches, sent_blocks, strict=False):
                 cache.tables.setdefault(span.slot, [])[n_blocks_sent:] = blocks
                 cache.put(span.slot, span.n_cached, tokens)
             first += span.n_new

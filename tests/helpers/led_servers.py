@@ -35,10 +35,10 @@ BODY = {"prompt": "a text", "max_tokens": 3}
 
 
 def context(request: Request, reason: str = "not_finished") -> Reply:
-    """Answer as a context server whose opaque state says what it was asked."""
-    asked = request.json
+    """Answer as a context server, with the `disagg_request_id` of the request."""
+    body = request.json
     params = {"request_type": "context_only", "first_gen_tokens": [7], "encoded_opaque_state": "state"}
-    params["disagg_request_id"] = asked["disaggregated_params"]["disagg_request_id"]
+    params["disagg_request_id"] = body["disaggregated_params"]["disagg_request_id"]
     made = choice([7], "t", reason) | {"prompt_token_ids": [1, 2]}
     made["choices"][0]["disaggregated_params"] = params
     return plain(made)

@@ -54,7 +54,7 @@ class Lie:
     """One difference from an honest server."""
 
     answer: Callable[[Answer, Request], Any] = lambda answer, request: answer  # from an honest answer
-    tokens: Callable[[list[int], Mapping[str, Any]], list[int]] = lambda tokens, asked: tokens
+    tokens: Callable[[list[int], Mapping[str, Any]], list[int]] = lambda tokens, body: tokens
     reason: str | None = "length"
     counts: Counts = field(default_factory=dict)  # that grow by so much more with each answer
     hidden: tuple[str, ...] = ()  # counts that are not on its page
@@ -86,27 +86,27 @@ class LyingServer:
     def _metrics(self, _: Request) -> Reply:
         if not self.lie.metrics:
             return plain({}, "404 Not Found")
-        shown = [name for name in NAMES if name not in self.lie.hidden]
+        visible = [name for name in NAMES if name not in self.lie.hidden]
         with self._lock:
-            body = "".join(f"{NAMES[name]} {self._counts[name]}\n" for name in shown).encode()
+            body = "".join(f"{NAMES[name]} {self._counts[name]}\n" for name in visible).encode()
         return Reply([head(Content_Length=len(body)) + body])
 
     def _answer(self, request: Request) -> Reply:
-        asked, lie = request.json, self.lie
-        params = asked.get("kv_transfer_params") or {}
-        tokens = answer_of(asked["prompt"], asked["max_tokens"])
-        if not (health := asked["max_tokens"] == 1 and not params):
-            tokens = lie.tokens(tokens, asked)
-        usage = {"prompt_tokens": len(asked["prompt"]), "completion_tokens": len(tokens)}
-        made: Any = {"model": asked["model"], **choice(tokens, "t", lie.reason), "usage": usage}
+        received, lie = request.json, self.lie
+        params = received.get("kv_transfer_params") or {}
+        tokens = answer_of(received["prompt"], received["max_tokens"])
+        if not (health := received["max_tokens"] == 1 and not params):
+            tokens = lie.tokens(tokens, received)
+        usage = {"prompt_tokens": len(received["prompt"]), "completion_tokens": len(tokens)}
+        made: Any = {"model": received["model"], **choice(tokens, "t", lie.reason), "usage": usage}
         if params.get("do_remote_decode"):
             made["kv_transfer_params"] = {"do_remote_prefill": True, "remote_block_ids": [next(self._ids)]}
-        self._count(len(asked["prompt"]), len(tokens), arrived=bool(params.get("do_remote_prefill")))
+        self._count(len(received["prompt"]), len(tokens), arrived=bool(params.get("do_remote_prefill")))
         if not health:
             made = lie.answer(made, request)
             with self._lock:
                 self._counts.update(lie.counts)
-        if asked.get("stream"):
+        if received.get("stream"):
             return Reply([STREAM, chunk(event(made)), DONE])
         body = made if isinstance(made, bytes) else json.dumps(made).encode()
         status = "200 OK" if health else lie.status

@@ -72,14 +72,14 @@ def check_submission(output: Path, version: str = "v6.1") -> Verdict:
     return Verdict(done.returncode == 0, failed, len(checks), done.stderr)
 
 
-def listed(said: str) -> set[tuple[str, str, str]]:
-    """Return the checks that `submission` says will fail, as `Verdict.failed`.
+def listed(output: str) -> set[tuple[str, str, str]]:
+    """Return the checks that `submission` expects to fail, as `Verdict.failed`.
 
     A check of a benchmark or the system fails in each scenario.
     """
-    results = re.findall(r"^  (\S+) (Offline|Server|Interactive|SingleStream): ", said, re.MULTILINE)
+    results = re.findall(r"^  (\S+) (Offline|Server|Interactive|SingleStream): ", output, re.MULTILINE)
     found = set()
-    for checks, text in re.findall(r"^  rejected by the checker \(([^)]*)\): (.*)$", said, re.MULTILINE):
+    for checks, text in re.findall(r"^  rejected by the checker \(([^)]*)\): (.*)$", output, re.MULTILINE):
         concerned = [result for result in results if text.startswith(f"{' '.join(result)}: ")]
         concerned = concerned or [
             result for result in results if text.startswith((f"{result[0]}: ", "the system description: "))

@@ -161,7 +161,7 @@ def make_client_run(
     summary: Mapping[str, Any] | None = None,
     **config: Any,
 ) -> Path:
-    """Make a run of llama3.1-8b whose load MLCommons' client made, of full size except for what is said:
+    """Make a run of llama3.1-8b whose load MLCommons' client made, of full size except for the arguments:
 
     `settings` of the runtime in its configuration, `summary`: of its report; `answers`: its log of events.
     """
@@ -188,13 +188,13 @@ def make_client_run(
         "settings": {"runtime": runtime, "load_pattern": pattern},
     }
     (left / "config.yaml").write_text(yaml.safe_dump(written))
-    told: dict[str, Any] = {"min": 1, "max": 10**8, "avg": 10**7, "percentiles": {"50.0": 10**7}}
-    told["early_stopping_percentiles"] = {"50.0": 10**7, "99.0": 10**7, "99.9": None}
+    latencies: dict[str, Any] = {"min": 1, "max": 10**8, "avg": 10**7, "percentiles": {"50.0": 10**7}}
+    latencies["early_stopping_percentiles"] = {"50.0": 10**7, "99.0": 10**7, "99.9": None}
     lengths = {"min": 1, "max": 128, "avg": 120.5, "total": 120 * n, "percentiles": {}}
     found: dict[str, Any] = {"version": "0.1.0", "git_sha": "abc", "test_started_at": 1}
     found |= {"state": "complete", "complete": True, "duration_ns": 610 * 10**9, "qps": 20.0, "tps": 2400.0}
     found |= {"n_samples_issued": n, "n_samples_completed": n, "n_samples_failed": 0}
-    found |= {"ttft": told, "tpot": told, "latency": told, "output_sequence_lengths": lengths}
+    found |= {"ttft": latencies, "tpot": latencies, "latency": latencies, "output_sequence_lengths": lengths}
     write(left / "performance" / "result_summary.json", found | dict(summary or {}))
     uuids = {f"{index:032x}": index for index in answers or {}}
     write(left / "sample_idx_map.json", {"performance": uuids})

@@ -48,4 +48,4 @@ def screen(text: str, width: int = 80) -> list[str]:
             cells[column] = piece[0]
             column += 1
         rows += [[] for _ in range(row + 1 - len(rows))]
-    return [shown for cells in rows if (shown := "".join(cells).rstrip())]
+    return [line for cells in rows if (line := "".join(cells).rstrip())]

@@ -81,10 +81,10 @@ def answer_of(prompt: Sequence[int], n: int) -> list[int]:
 
 def good(request: Request) -> Reply:
     """Reply as a good server: as vLLM, with token ids."""
-    asked = request.json
-    tokens = answer_of(asked["prompt"], asked["max_tokens"])
-    counts = {"prompt_tokens": len(asked["prompt"]), "completion_tokens": len(tokens)}
-    if not asked.get("stream"):
+    body = request.json
+    tokens = answer_of(body["prompt"], body["max_tokens"])
+    counts = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(tokens)}
+    if not body.get("stream"):
         return plain({**choice(tokens, "t" * len(tokens), "length"), "usage": counts})
     pieces = [chunk(event(choice([token], "t"))) for token in tokens[:-1]]
     last = chunk(event(choice(tokens[-1:], "t", "length"))) + chunk(event({"choices": [], "usage": counts}))
@@ -112,8 +112,8 @@ class ScriptedServer:
         self._threads: list[threading.Thread] = []
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         self._socket = socket.create_server((self.host, self.port), family=family, backlog=512)
-        shown = f"[{self.host}]" if ":" in self.host else self.host
-        self.address = f"{shown}:{self._socket.getsockname()[1]}"
+        url_host = f"[{self.host}]" if ":" in self.host else self.host
+        self.address = f"{url_host}:{self._socket.getsockname()[1]}"
         self.url = f"{'https' if self.tls else 'http'}://{self.address}"
         self._thread = threading.Thread(target=self._accept, daemon=True)
 

@@ -52,7 +52,7 @@ def main() -> None:
         size = 1 if options.gives_up else _MEGABYTES
         code = f"import time; x = b'x' * ({size} << 20); time.sleep(600)"
         worker = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-        if options.gives_up:  # and asks how it ended, so that nobody else learns it
+        if options.gives_up:  # and collects its exit status, so that no other code can
             threading.Thread(target=worker.wait, daemon=True).start()
     time.sleep(options.ready_after_s)
     if options.part:
@@ -60,14 +60,14 @@ def main() -> None:
 
     compiler = f"import time; x = b'x' * ({_MEGABYTES} << 20); time.sleep(1)"
     compiling = threading.Lock()
-    asked = itertools.count()
+    numbers = itertools.count()
 
     def answer(request: Request) -> Reply:
         with compiling:
             if options.compiles:
                 options.compiles = False
                 subprocess.run([sys.executable, "-c", compiler], check=True)
-        if next(asked) >= options.at_once:
+        if next(numbers) >= options.at_once:
             time.sleep(options.pause_s)
         if options.gives_up and worker.returncode is not None:
             threading.Timer(1.0, os._exit, [0]).start()

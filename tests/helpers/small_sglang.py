@@ -55,17 +55,17 @@ class Server(ABC):
         return {"version": "0.0", "disaggregation_mode": self.mode, **ports}
 
     def answer(self, request: Request) -> Reply:
-        asked = request.json
-        if asked.get("bootstrap_room") is None:
+        body = request.json
+        if body.get("bootstrap_room") is None:
             return error("Disaggregated request received without bootstrap room id", "400 Bad Request")
-        if asked["bootstrap_host"] == ALONE:
+        if body["bootstrap_host"] == ALONE:
             return good(request)
-        if missing := [name for name in FIELDS if not asked.get(name)]:
+        if missing := [name for name in FIELDS if not body.get(name)]:
             return error(f"no {missing[0]}", "400 Bad Request")
-        return self.answer_pair(request, asked)
+        return self.answer_pair(request, body)
 
     @abstractmethod
-    def answer_pair(self, request: Request, asked: dict[str, Any]) -> Reply:
+    def answer_pair(self, request: Request, body: dict[str, Any]) -> Reply:
         """Answer one half of a request."""
 
     def count(self, prompt: int, generated: int) -> None:
@@ -100,12 +100,12 @@ class ContextServer(Server):
         with self.lock:
             return self._rooms.setdefault(number, _Room())
 
-    def answer_pair(self, request: Request, asked: dict[str, Any]) -> Reply:
-        if asked.get("stream"):
+    def answer_pair(self, request: Request, body: dict[str, Any]) -> Reply:
+        if body.get("stream"):
             return error("a router does not stream from here", "400 Bad Request")
-        number = asked["bootstrap_room"]
+        number = body["bootstrap_room"]
         room = self._room(number)
-        room.sum = sum(asked["prompt"])
+        room.sum = sum(body["prompt"])
         room.is_computed.set()
         if not self._comes(room.is_fetched):
             with self.lock:
@@ -115,8 +115,8 @@ class ContextServer(Server):
             )
         with self.lock:
             self.counts["kv_transfer_latency_ms_count"] += 1
-        self.count(len(asked["prompt"]), 1)
-        usage = {"prompt_tokens": len(asked["prompt"]), "completion_tokens": 1}
+        self.count(len(body["prompt"]), 1)
+        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": 1}
         return plain({**choice([room.sum], "t", "length"), "usage": usage})
 
     def _comes(self, event: threading.Event) -> bool:
@@ -142,16 +142,16 @@ class ContextServer(Server):
 class GenerationServer(Server):
     mode = "decode"
 
-    def answer_pair(self, request: Request, asked: dict[str, Any]) -> Reply:
-        where = asked["bootstrap_host"], asked["bootstrap_port"]
+    def answer_pair(self, request: Request, body: dict[str, Any]) -> Reply:
+        where = body["bootstrap_host"], body["bootstrap_port"]
         with closing(socket.create_connection(where)) as connection, connection.makefile("rw") as file:
-            print(asked["bootstrap_room"], file=file, flush=True)
+            print(body["bootstrap_room"], file=file, flush=True)
             fetched = file.readline().strip()
-        if fetched != str(sum(asked["prompt"])):
+        if fetched != str(sum(body["prompt"])):
             with self.lock:
                 self.counts["num_transfer_failed_reqs_total"] += 1
             return error(f"Decode transfer failed: {fetched!r} is not of this prompt", "500 Internal Error")
-        self.count(len(asked["prompt"]), asked["max_tokens"])
+        self.count(len(body["prompt"]), body["max_tokens"])
         return good(request)
 
 

@@ -37,10 +37,10 @@ def main() -> None:
 
     def answer(request: Request) -> Reply:
         time.sleep(options.pause_s)
-        asked = request.json
-        if asked["max_tokens"] == 1 and "kv_transfer_params" not in asked:
-            return good(request)  # which of us is healthy
-        return half.answer(request, asked)
+        body = request.json
+        if body["max_tokens"] == 1 and "kv_transfer_params" not in body:
+            return good(request)  # a health check
+        return half.answer(request, body)
 
     models = {"data": [{"id": options.served_model_name, "owned_by": "vllm"}]}
     others = {
@@ -75,20 +75,20 @@ class _Context:
         listener = socket.create_server((self._host, self._port), backlog=512)
         threading.Thread(target=self._hands_off, args=(listener,), daemon=True).start()
 
-    def answer(self, request: Request, asked: dict[str, Any]) -> Reply:
-        params = asked.get("kv_transfer_params") or {}
-        if asked["max_tokens"] != 1 or asked.get("stream") or params.get("do_remote_decode") is not True:
+    def answer(self, request: Request, body: dict[str, Any]) -> Reply:
+        params = body.get("kv_transfer_params") or {}
+        if body["max_tokens"] != 1 or body.get("stream") or params.get("do_remote_decode") is not True:
             return _refuse("a context server is asked for one token, and to hand over")
         if _FIELDS - params.keys() or params["do_remote_prefill"] is not False:
             return _refuse(f"not as vLLM wants it: {params}")
         self._n_prompts += 1
-        self._n_tokens += len(asked["prompt"])
+        self._n_tokens += len(body["prompt"])
         made = json.loads(next(iter(good(request).pieces)).partition(b"\r\n\r\n")[2])
-        if len(asked["prompt"]) % ENDS_AT_ONCE == 0:
+        if len(body["prompt"]) % ENDS_AT_ONCE == 0:
             made["choices"][0]["finish_reason"] = "stop"
         elif not self._hides:
             key = f"cmpl-{next(self._ids)}"
-            self._sums[key] = sum(asked["prompt"])
+            self._sums[key] = sum(body["prompt"])
             at = {"remote_host": self._host, "remote_port": self._port}
             kept = {"remote_engine_id": str(os.getpid()), "remote_block_ids": [[1, 2]]}
             kept["remote_request_id"] = key
@@ -117,8 +117,8 @@ class _Generation:
         self._lock = threading.Lock()
         self._n = dict.fromkeys(("fetched", "failed", "prompts", "tokens"), 0)
 
-    def answer(self, request: Request, asked: dict[str, Any]) -> Reply:
-        params = asked.get("kv_transfer_params") or {}
+    def answer(self, request: Request, body: dict[str, Any]) -> Reply:
+        params = body.get("kv_transfer_params") or {}
         if params.get("do_remote_prefill") is not True or not params.get("remote_block_ids"):
             return _refuse("a generation server is asked without kv_transfer_params")
         if self._loses:
@@ -127,11 +127,11 @@ class _Generation:
             where = params["remote_host"], params["remote_port"]
             with socket.create_connection(where) as connection, connection.makefile("rw") as file:
                 print(params["remote_request_id"], file=file, flush=True)
-                said = file.readline().strip()
-            if said != str(sum(asked["prompt"])):
-                return _refuse(f"{params['remote_request_id']}: {said!r} is not what its prompt makes")
+                total = file.readline().strip()
+            if total != str(sum(body["prompt"])):
+                return _refuse(f"{params['remote_request_id']}: {total!r} is not what its prompt makes")
             self._count(fetched=1)
-        self._count(prompts=len(asked["prompt"]), tokens=asked["max_tokens"])
+        self._count(prompts=len(body["prompt"]), tokens=body["max_tokens"])
         return good(request)
 
     def _count(self, **by: int) -> None:

@@ -230,7 +230,7 @@ def test_a_process_that_is_gone_is_noticed(comm: MPI.Intracomm) -> None:
         assert (error.value.failures[0].rank, error.value.failures[0].code) == (1, ExitCode.INSTANCE_LOST)
 
 
-def test_rank_0_that_says_nothing_is_missed(comm: MPI.Intracomm) -> None:
+def test_a_silent_rank_0_is_reported_as_lost(comm: MPI.Intracomm) -> None:
     rank = Rank(comm)
     rank.phase("join")
     if comm.rank != 0:

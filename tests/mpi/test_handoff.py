@@ -134,7 +134,7 @@ def test_every_request_arrives_once_with_its_own_cache(
     comm: MPI.Intracomm, mover: MpiMover, room: int, n_requests: int
 ) -> None:
     """With room for one, for a few, or for more than there are slots, from one context or two, every request
-    arrives once. First tokens are told in another order than requests are offered in, so some before they are
+    arrives once. First tokens are sent in another order than requests are offered, so some before they are
     accepted; one in seven ends there."""
     transport = Transport(comm)
     n_contexts = 1 if comm.size == 2 else 2
@@ -148,18 +148,18 @@ def test_every_request_arrives_once_with_its_own_cache(
         sender = HandoffSender(transport, context, {rank: rank for rank in generations})
         random = np.random.default_rng(comm.rank)
         to_offer = mine[:]
-        to_tell: list[int] = []
+        to_send: list[int] = []
         left: list[int] = []
         while len(left) < len(mine):
             assert time.monotonic() < end
             offered, to_offer = to_offer[:5], to_offer[5:]
             sender.offer([request(id_, receiver_of[id_]) for id_ in offered])
-            to_tell = random.permutation(to_tell + offered).tolist()
-            told, to_tell = to_tell[:4], to_tell[4:]
-            sender.send_first_tokens({id_: first_token(id_) for id_ in told})
+            to_send = random.permutation(to_send + offered).tolist()
+            sent, to_send = to_send[:4], to_send[4:]
+            sender.send_first_tokens({id_: first_token(id_) for id_ in sent})
             transport.dispatch()
             done = [one.id for one in sender.poll()]
-            assert not set(done) & context.held  # released before it is told
+            assert not set(done) & context.held  # released before it is reported
             left += done
         assert sorted(left) == mine
         assert sender.idle

@@ -63,7 +63,7 @@ def test_the_same_prompts(
     one.command(words, env=peer_environment()).end(TIMEOUT_S, tidy=False).must(0)
     records = [json.loads(line) for line in (folder / "profile_export.jsonl").read_text().splitlines()]
     assert not [record["error"] for record in records if record.get("error")]
-    told = {
+    counts = {
         (record["metadata"]["conversation_id"], record["metadata"]["turn_index"]): (
             record["metrics"]["usage_prompt_tokens"]["value"],
             record["metrics"]["usage_completion_tokens"]["value"],
@@ -79,9 +79,9 @@ def test_the_same_prompts(
         for number, name in enumerate("ab")
         for turn in (0, 1)
     }
-    say(f"{kind}: prompt and response tokens {sorted(told.items())}, ours {sorted(made.items())}")
+    say(f"{kind}: prompt and response tokens {sorted(counts.items())}, ours {sorted(made.items())}")
     if kind == "multi_turn":  # the same texts
-        assert made == told
+        assert made == counts
     else:  # random texts with the same lengths; responses may differ
-        for turn, (n_prompt, _) in told.items():
+        for turn, (n_prompt, _) in counts.items():
             assert made[turn][0] == pytest.approx(n_prompt, abs=16)

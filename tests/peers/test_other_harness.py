@@ -45,7 +45,7 @@ def harness(request: pytest.FixtureRequest, program: Program) -> str:
     return name
 
 
-def shown(result: dict[str, object]) -> str:
+def summary(result: dict[str, object]) -> str:
     client, first = result["harness"], result["ttft_ms"]
     assert isinstance(client, dict) and isinstance(first, dict)
     return f"{client['name']} {client['version']}: first token p50 {first['p50']:.1f} ms"
@@ -61,17 +61,17 @@ def test_our_endpoint(harness: str, load: str, model: Path, one: Starter, say: S
     assert result["harness"]["completed"] == result["harness"]["asked"] == result["samples"] == n
     assert result["errors"] == 0 and not [one_ for one_ in result["doubts"] if harness in one_]
     assert result["endpoint"]["samples"] >= n
-    said, made = result["harness"], result
+    reported, made = result["harness"], result
     for name in ("ttft_ms", "latency_ms"):
-        assert made[name]["mean"] == pytest.approx(said[name]["mean"], rel=0.02)
+        assert made[name]["mean"] == pytest.approx(reported[name]["mean"], rel=0.02)
         assert made[name]["mean"] >= result["endpoint"][name]["mean"]
     assert abs(result["tokens"] - n * OUTPUT) <= (0 if harness != "vllm-bench" else n)
-    say(f"{load}: {shown(result)}, at the endpoint {result['endpoint']['ttft_ms']['p50']:.1f} ms")
+    say(f"{load}: {summary(result)}, at the endpoint {result['endpoint']['ttft_ms']['p50']:.1f} ms")
 
 
 @pytest.mark.parametrize("division", ["closed", "open"])
 def test_a_result_of_its_runs(division: str, model: Path, one: Starter, say: Says) -> None:
-    """What the client leaves of an accuracy and a performance run is a result, and lacks nothing but size."""
+    """The client's files of an accuracy and a performance run make a result that lacks only size."""
     if not shutil.which(CLIENT):
         pytest.skip("there is no inference-endpoint in PATH")
     pytest.importorskip("rouge_score")
@@ -83,18 +83,18 @@ def test_a_result_of_its_runs(division: str, model: Path, one: Starter, say: Say
         one.start(2, *options, *more, core="dummy", log_dir=runs[-1]).end(TIMEOUT_S).must(DONE)
     one.mpillm("accuracy", runs[1]).must(DONE)
     where = ("--output", one.folder / "out", "--submitter", "Us", "--system_name", "box")
-    said = one.mpillm("submission", *runs, *where, "--division", division).must(TEST_FAILED).out
-    found = {check for *_, check in listed(said)}
+    output = one.mpillm("submission", *runs, *where, "--division", division).must(TEST_FAILED).out
+    found = {check for *_, check in listed(output)}
     lacks = {"scenarios_check"} if division == "closed" else set()
-    assert found == {"min_duration_check", "dataset_check", *lacks}, said
+    assert found == {"min_duration_check", "dataset_check", *lacks}, output
     if INFERENCE:
         verdict = check_submission(one.folder / "out")
-        assert verdict.failed == listed(said), verdict.log
+        assert verdict.failed == listed(output), verdict.log
     say(f"{division}: {', '.join(sorted(found))}")
 
 
 def test_vllm(harness: str, model: Path, program: Program, one: Starter, say: Says) -> None:
-    """The ranks start vLLM, and the client asks it itself."""
+    """The ranks start vLLM, and the client sends its requests to it directly."""
     program("vllm")
     options = ("--harness", harness, "--model_path", model, "--dtype", "float32", "--concurrency", 4)
     data = ("--num_samples", 16, "--min_query_count", 16)
@@ -106,4 +106,4 @@ def test_vllm(harness: str, model: Path, program: Program, one: Starter, say: Sa
     (served,) = result["per_instance"]
     assert served["server_generated_tokens"] >= result["tokens"] > 0
     counted = f"{result['tokens']} tokens, by its own count {served['server_generated_tokens']}"
-    say(f"vLLM: {shown(result)}, {counted}")
+    say(f"vLLM: {summary(result)}, {counted}")

@@ -146,7 +146,7 @@ def test_a_server_that_is_started_again(
     assert ended.result["errors"] == 0 and equal == n and "(SIGKILL)" in again["why"]
 
 
-def test_a_prefix_cache_that_nobody_asked_for(model: Path, one: Starter, tmp_path: Path, say: Says) -> None:
+def test_an_unwanted_prefix_cache_is_found(model: Path, one: Starter, tmp_path: Path, say: Says) -> None:
     """vLLM's default, which `--server=vllm` turns off, found by vLLM's own count."""
     ids = [100 + i % 50 for i in range(400)]  # its blocks on CPUs have 128 tokens
     (data := tmp_path / "same.jsonl").write_text(

@@ -72,9 +72,9 @@ def test_its_scheduler_is_killed(
     (scheduler,) = processes(command, b"sglang::scheduler", b"sglang")
     os.kill(scheduler, signal.SIGKILL)
     ended = command.end(60).must(INSTANCE_LOST)
-    (told,) = [line.strip() for line in ended.err.splitlines() if "server 0 (sglang): process" in line]
-    say(f"SGLang's scheduler killed in the test: {told}")
-    assert "(sglang::scheduler) was ended by signal 9 (SIGKILL)" in told
+    (message,) = [line.strip() for line in ended.err.splitlines() if "server 0 (sglang): process" in line]
+    say(f"SGLang's scheduler killed in the test: {message}")
+    assert "(sglang::scheduler) was ended by signal 9 (SIGKILL)" in message
 
 
 @pytest.mark.usefixtures("mooncake")

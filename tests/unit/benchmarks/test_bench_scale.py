@@ -47,7 +47,7 @@ def test_losses_are_noticed() -> None:
     assert 30 < ready_cluster().notices(7, 0.5, ended=False) < 31
 
 
-def test_what_all_ranks_are_told_is_written_once() -> None:
+def test_a_message_to_all_ranks_is_written_once() -> None:
     assert ready_cluster().n_written == PHASES.index("test")
 
 

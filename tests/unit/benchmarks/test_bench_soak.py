@@ -34,6 +34,6 @@ def test_threads_and_files_are_counted_from_the_settled_test_to_its_end() -> Non
     assert (found.threads, found.open_files) == (0, 1)
 
 
-def test_a_test_too_short_to_look_is_said() -> None:
+def test_a_test_that_is_too_short_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"rank 2 was looked at 0 times"):
         gain(telemetry(lambda seconds: 5e7 + 0 * seconds), 2)

@@ -9,7 +9,7 @@ from mpillm.runtime.whole_runs import rank_cores
 
 
 @pytest.mark.parametrize(
-    ("busy", "says"),
+    ("busy", "expected"),
     [
         (Busy(1.0, 0.5, 0.8, 0.8), "the machine: server and clients use 1.80 of 2 cores"),
         (Busy(1.0, 0.9, 0.1, 0.1), "the server: one of its threads uses 0.90 of a core"),
@@ -21,8 +21,8 @@ from mpillm.runtime.whole_runs import rank_cores
         ),
     ],
 )
-def test_the_limit(busy: Busy, says: str) -> None:
-    first, *rest = says.split(" .* ")
+def test_the_limit(busy: Busy, expected: str) -> None:
+    first, *rest = expected.split(" .* ")
     assert busy.limit(2).startswith(first) and all(part in busy.limit(2) for part in rest)
 
 

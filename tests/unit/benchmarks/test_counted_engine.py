@@ -47,7 +47,7 @@ def test_operations(family: str, mlp: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_says_nothing_of_layers_that_it_does_not_know(tmp_path: Path) -> None:
+def test_unknown_layers_are_not_counted(tmp_path: Path) -> None:
     counted = engine("DeepseekV3ForCausalLM", tmp_path)
     counted.answer([[5, 6, 7, 8]], 2)
     assert counted.n_operations() == 0

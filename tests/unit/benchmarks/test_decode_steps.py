@@ -25,11 +25,11 @@ N_STEPS, CONTEXT = 5, 40
 @pytest.mark.parametrize("batch", [1, 3, 4])
 @pytest.mark.parametrize("of_one", [1, 2, 4])
 @pytest.mark.parametrize("how", [{"decoding_type": "NGram"}, draft_target(Path("tiny-llama"))], ids=str)
-def test_each_step_has_the_rows_asked_for(how: dict[str, Any], batch: int, of_one: int) -> None:
+def test_each_step_has_the_requested_rows(how: dict[str, Any], batch: int, of_one: int) -> None:
     """Each sequence has a token and its guesses, none of them right, up to `max_concurrency` sequences."""
-    said = how | {"max_draft_len": 3, "max_concurrency": 3}
+    speculation = how | {"max_draft_len": 3, "max_concurrency": 3}
     config = engine_config(
-        "tiny-llama", load_format="dummy", max_batch_size=4, max_seq_len=256, speculative_config=said
+        "tiny-llama", load_format="dummy", max_batch_size=4, max_seq_len=256, speculative_config=speculation
     )
     worker: Any = gpu_worker(TorchCore(CoreConfig("torch", config)))
     rows: list[int] = []

@@ -11,7 +11,7 @@ from benchmarks.perf_analyzer import analyze
 from disagg.errors import ConfigError
 
 # As version 2.60 prints it.
-SAYS = """Request concurrency: 64
+OUTPUT = """Request concurrency: 64
   Client:
     Request count: 17753
     Throughput: 2954.77 infer/sec
@@ -20,9 +20,9 @@ SAYS = """Request concurrency: 64
 """
 
 
-def program(folder: Path, says: str, code: int = 0) -> str:
-    """Write one that keeps its words and the requests, and prints this."""
-    (folder / "says").write_text(says)
+def program(folder: Path, output: str, code: int = 0) -> str:
+    """Write a program that keeps its arguments and the requests, and prints `output`."""
+    (folder / "says").write_text(output)
     path = folder / "perf_analyzer"
     keep = f'echo "$@" > {folder}/words; cp input.json {folder}/input.json'
     path.write_text(f"#!/bin/sh\n{keep}; cat {folder}/says; echo bad luck >&2; exit {code}\n")
@@ -31,7 +31,7 @@ def program(folder: Path, says: str, code: int = 0) -> str:
 
 
 def test_its_rate(tmp_path: Path) -> None:
-    found = analyze(program(tmp_path, SAYS), "localhost:1", "llama", 5, 16, 64)
+    found = analyze(program(tmp_path, OUTPUT), "localhost:1", "llama", 5, 16, 64)
     assert found.per_second == 2954.77 and found.seconds > 0 and found.cores >= 0
     words = (tmp_path / "words").read_text()
     assert (
@@ -42,10 +42,10 @@ def test_its_rate(tmp_path: Path) -> None:
     assert tensors["request_output_len"] == {"content": [16], "shape": [1]}
 
 
-@pytest.mark.parametrize(("says", "code"), [(SAYS, 1), ("nothing", 0), ("Throughput: 0 infer/sec", 0)])
-def test_it_fails(says: str, code: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("output", "code"), [(OUTPUT, 1), ("nothing", 0), ("Throughput: 0 infer/sec", 0)])
+def test_it_fails(output: str, code: int, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"ended with exit code {code}(\n  \|.*)*\n  \| bad luck"):
-        analyze(program(tmp_path, says, code), "localhost:1", "llama", 5, 16, 64)
+        analyze(program(tmp_path, output, code), "localhost:1", "llama", 5, 16, 64)
 
 
 def test_it_is_not_there(tmp_path: Path) -> None:

@@ -19,14 +19,14 @@ def test_without_a_gpu_nothing_is_known() -> None:
     assert last.at >= first.at and math.isnan(last.sm_mhz) and math.isnan(last.watts_since(first))
 
 
-def test_what_the_driver_says() -> None:
+def test_a_reading_has_the_values_of_the_driver() -> None:
     class Meter(GpuMeter):
         def __init__(self, device: int) -> None:
             assert device == 0
 
         def read(self) -> tuple[float, ...]:
-            said = {"energy_j": 5000.0, "sm_mhz": 1500.0}
-            return tuple(said.get(name, math.nan) for name in GPU_COLUMNS)
+            values = {"energy_j": 5000.0, "sm_mhz": 1500.0}
+            return tuple(values.get(name, math.nan) for name in GPU_COLUMNS)
 
     read = PowerReader(Meter).read()
     assert (read.joules, read.sm_mhz) == (5000.0, 1500.0)

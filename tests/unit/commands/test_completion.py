@@ -14,9 +14,9 @@ from mpillm.cli import COMMANDS, main
 
 
 def offered(line: str, folder: Path) -> set[str]:
-    """Return what is offered at the end of a line. As argcomplete's shell code asks."""
+    """Return the words offered at the end of a line, requested as by argcomplete's shell code."""
     answer = folder / "answer"
-    asked = {
+    environment = {
         "COMP_LINE": line,
         "COMP_POINT": str(len(line)),
         "_ARGCOMPLETE": "1",
@@ -25,7 +25,7 @@ def offered(line: str, folder: Path) -> set[str]:
     }
     subprocess.run(
         [sys.executable, "-m", "mpillm"],
-        env={**os.environ, **asked},
+        env={**os.environ, **environment},
         cwd=folder,
         timeout=120,
         check=False,
@@ -65,8 +65,8 @@ def test_a_shell_takes_the_code(capsys: pytest.CaptureFixture[str]) -> None:
     code = capsys.readouterr().out
     bash = shutil.which("bash")
     assert bash is not None
-    said = subprocess.run(
+    completed = subprocess.run(
         [bash, "-c", f"{code}\ncomplete -p mpillm"], capture_output=True, text=True, timeout=300, check=True
     )
-    assert "_python_argcomplete" in said.stdout
+    assert "_python_argcomplete" in completed.stdout
     assert main(["completion", "csh"]) == 2

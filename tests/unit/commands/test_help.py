@@ -275,7 +275,7 @@ def help_of(command: str) -> str:
     return text.getvalue()
 
 
-def shown(command: str) -> set[str]:
+def options_in_help(command: str) -> set[str]:
     return {
         BY_NAME[name].name
         for name in re.findall(r"^  (?:-\w[, ].*)?--(\w+)", help_of(command), re.MULTILINE)
@@ -288,14 +288,14 @@ def shown(command: str) -> set[str]:
 def test_what_a_command_reads_is_in_its_help(command: str) -> None:
     read = fields_read(command)
     assert len(read) > 8, "or the search finds nothing"
-    assert read - shown(command) - EXEMPT.get(command, set()) == set()
+    assert read - options_in_help(command) - EXEMPT.get(command, set()) == set()
 
 
 @pytest.mark.parametrize("command", SHARED)
 def test_what_sets_an_option_of_a_command_is_in_its_help(command: str) -> None:
-    """Whatever else sets an option is in the help, too: gpu_batch_size sets max_batch_size, flags have keys
-    that are options."""
-    there = shown(command)
+    """Options that set an option are in the help: gpu_batch_size sets max_batch_size, flags have keys that
+    are options."""
+    there = options_in_help(command)
     assert {
         field.name for field, others in SETS.items() if there & {other.name for other in others}
     } - there == set()

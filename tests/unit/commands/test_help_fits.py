@@ -31,11 +31,11 @@ def test_help_fits_80_columns(
         main(typed.split())
     except SystemExit as end:
         assert not end.code
-    shown = capsys.readouterr().out
-    assert [line for line in shown.splitlines() if len(line) > 80] == []
-    assert not [line for line in shown.splitlines() if re.search(r"\w[-/]$", line)], "a broken word"
-    assert "usage: python -m mpillm" in shown
-    for line in shown.replace("\\\n", "").splitlines():
+    text = capsys.readouterr().out
+    assert [line for line in text.splitlines() if len(line) > 80] == []
+    assert not [line for line in text.splitlines() if re.search(r"\w[-/]$", line)], "a broken word"
+    assert "usage: python -m mpillm" in text
+    for line in text.replace("\\\n", "").splitlines():
         if line.startswith("  python -m mpillm"):
             assert shlex.split(line)[:3] == ["python", "-m", "mpillm"]
             assert shlex.split(line)[3] in COMMANDS

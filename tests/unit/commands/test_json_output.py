@@ -30,11 +30,11 @@ def test_commands_that_print_figures_have_it(command: str, capsys: pytest.Captur
 
 
 def figures(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
-    """Return what a command prints to stdout, which is JSON and nothing else; it says the rest to stderr."""
+    """Return the JSON that a command prints to stdout; all other output goes to stderr."""
     assert main([*words, "--json"]) == 0
-    said = capsys.readouterr()
-    assert said.err
-    return json.loads(said.out)
+    captured = capsys.readouterr()
+    assert captured.err
+    return json.loads(captured.out)
 
 
 @pytest.fixture
@@ -58,9 +58,9 @@ def test_report(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("plan", "--world_size=3", "--mode=disaggregated")
-    said = figures(capsys, *words)
+    plan = figures(capsys, *words)
     assert main([*words, "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out) == said
+    assert json.loads(capsys.readouterr().out) == plan
 
 
 def test_without_it_stdout_is_for_people(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,8 +71,8 @@ def test_without_it_stdout_is_for_people(run: Path, capsys: pytest.CaptureFixtur
 
 def test_a_command_that_fails_has_no_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", str(tmp_path), "--json"]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and "there is no run" in said.err
+    captured = capsys.readouterr()
+    assert captured.out == "" and "there is no run" in captured.err
     print("printed")
     assert capsys.readouterr().out == "printed\n"
 
@@ -89,7 +89,7 @@ def test_what_a_process_of_its_prints_is_on_stderr() -> None:
     assert json.loads(done.stdout) == [1] and done.stderr.split("\n")[:2] == ["of a child", "of its own"]
 
 
-def test_figures_that_nobody_asked_for_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_are_not_printed_without_json(capsys: pytest.CaptureFixture[str]) -> None:
     json_output.set_figures({"a": 1})
     json_output.end()
     assert capsys.readouterr().out == ""

@@ -21,7 +21,7 @@ def test_a_missing_package_is_named_with_what_brings_it() -> None:
         import no_such_package  # type: ignore[import-not-found]  # noqa: F401
 
 
-def test_a_package_that_tells_of_a_missing_part_by_another_error(
+def test_a_missing_package_behind_another_error_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As tritonclient does without its extra grpc.

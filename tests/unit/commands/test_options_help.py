@@ -31,10 +31,10 @@ def mpillm(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[
 
 
 def test_help_lists_every_option() -> None:
-    shown = mpillm("run", "--help", "all")
-    assert shown.returncode == 0
+    completed = mpillm("run", "--help", "all")
+    assert completed.returncode == 0
     elsewhere = {"plan", "stages", "server", "serve", "checkpoint", "submission"}
-    there = [f for f in FIELDS if f"--{f.name} " in shown.stdout or f"--{f.name}, " in shown.stdout]
+    there = [f for f in FIELDS if f"--{f.name} " in completed.stdout or f"--{f.name}, " in completed.stdout]
     assert [f.name for f in FIELDS if (f in there) == (f.group in elsewhere)] == [
         "force",
         "server_port",
@@ -47,9 +47,9 @@ def test_help_lists_every_option() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("command", ["run", "plan", "generate-disagg-config"])
 def test_examples_of_help_are_right(command: str, tmp_path: Path) -> None:
-    """Every option that an example of --help shows is one, and its value is good."""
-    shown = mpillm(command, "--help").stdout
-    text = shown.partition("example")[2].replace("\\\n", "")
+    """Every option in an example of --help exists, and its value is valid."""
+    help_text = mpillm(command, "--help").stdout
+    text = help_text.partition("example")[2].replace("\\\n", "")
     examples = re.findall(rf"python -m mpillm {command} (.*)", text)
     assert examples
     for example in examples:
@@ -80,13 +80,13 @@ def test_help_without_a_topic_is_short_and_names_the_topics() -> None:
 
 
 def test_help_has_units_and_defaults() -> None:
-    shown = " ".join(mpillm("run", "--help", "all").stdout.split())
-    assert "phase load, seconds [default: 1800.0]" in shown
+    help_text = " ".join(mpillm("run", "--help", "all").stdout.split())
+    assert "phase load, seconds [default: 1800.0]" in help_text
     assert (
         "LoadGen's scenario: Offline, Server, SingleStream; Interactive is Server with a workload's"
-        " interactive form [default: Offline]" in shown
+        " interactive form [default: Offline]" in help_text
     )
-    assert "--save_outputs [OUTPUTS] write every answer to outputs.jsonl [default: false]" in shown
+    assert "--save_outputs [OUTPUTS] write every answer to outputs.jsonl [default: false]" in help_text
 
 
 def test_commands() -> None:

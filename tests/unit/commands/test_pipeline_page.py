@@ -24,8 +24,8 @@ def test_the_llama_workflow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_args = re.search(r'export RUN_ARGS="(--harness_type=triton.*?)"\n', PAGE, re.DOTALL)
-    shown = re.search(r"(\$ make generate_engines .*?)\n```", PAGE, re.DOTALL)
-    assert run_args and shown
+    example = re.search(r"(\$ make generate_engines .*?)\n```", PAGE, re.DOTALL)
+    assert run_args and example
     words = shlex.split(run_args[1].replace("\\\n", ""))
     monkeypatch.chdir(tmp_path)
     for name in ("TRTLLM_CHECKPOINT_FLAGS", "TRTLLM_BUILD_FLAGS", "TRTLLM_RUNTIME_FLAGS"):
@@ -56,4 +56,4 @@ def test_the_llama_workflow(
     printed = re.sub(
         r"^/\S*/(?=(python3|trtllm-build|tritonserver)[. ]?)", "", "\n".join(lines), flags=re.MULTILINE
     )
-    assert re.sub(r"^python3\.\d+ ", "python3 ", printed, flags=re.MULTILINE) == shown[1]
+    assert re.sub(r"^python3\.\d+ ", "python3 ", printed, flags=re.MULTILINE) == example[1]

@@ -22,10 +22,10 @@ def test_the_rule_that_sets_it(capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     words = ("--explain", "max_batch_size", "--benchmarks", "llama2-70b", "--gpu_batch_size", "llama2-70b:8")
     assert main(["plan", *words]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("max_batch_size is 8, from command line: gpu_batch_size\n")
-    assert "rules that changed it\n  gpu_batch_size sets max_batch_size" in said
-    assert "options that may set it: gpu_batch_size, trtllm_runtime_flags" in said
+    output = capsys.readouterr().out
+    assert output.startswith("max_batch_size is 8, from command line: gpu_batch_size\n")
+    assert "rules that changed it\n  gpu_batch_size sets max_batch_size" in output
+    assert "options that may set it: gpu_batch_size, trtllm_runtime_flags" in output
 
 
 def test_the_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

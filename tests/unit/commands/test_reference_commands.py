@@ -100,7 +100,7 @@ _OTHER_MODELS = "the repository has only the tensorrt_llm model"
 _RUNS = "generate-engines runs it"
 _TOKENS = "`python -m mpillm triton-client tokens` takes its options"
 _CORE_MODEL = "`python -m mpillm bench core-model` takes its options"
-SAYS = {
+MESSAGES = {
     "disaggregation: the test before its YAML": (
         f"run_harness {DISAGG}",
         "disagg.yaml: cannot be read: No such file",
@@ -248,14 +248,16 @@ def test_what_works(place: Path, name: str) -> None:
     assert main(words) == 0
 
 
-@pytest.mark.parametrize("name", SAYS)
-def test_what_is_said(place: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    line, words = SAYS[name]
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_refused_command_has_one_message(
+    place: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    line, words = MESSAGES[name]
     before = sorted(place.rglob("*"))
     assert main(line.split()) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and len(said.err.splitlines()) == 1
-    assert re.search(words, said.err), said.err
+    captured = capsys.readouterr()
+    assert captured.out == "" and len(captured.err.splitlines()) == 1
+    assert re.search(words, captured.err), captured.err
     assert sorted(place.rglob("*")) == before, "nothing was made"
 
 
@@ -319,7 +321,7 @@ def test_options_of_others_are_known_where_ours_are_an_option(
 ) -> None:
     assert main(["plan", option]) == 2
     name = option.partition("=")[0].replace("-", "_").replace("__", "--", 1)
-    assert f"unknown option {name}" in (said := capsys.readouterr().err) and f"; it is {ours}" in said
+    assert f"unknown option {name}" in (error := capsys.readouterr().err) and f"; it is {ours}" in error
     assert main(["compare", option]) == 2
     assert ours not in capsys.readouterr().err
 

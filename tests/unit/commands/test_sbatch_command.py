@@ -10,7 +10,7 @@ from mpillm.cli import main
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (
             ["run", "--modle_path", "a"],
@@ -26,15 +26,15 @@ from mpillm.cli import main
 )
 def test_what_is_wrong_behind_the_dashes_makes_no_job(
     words: list[str],
-    says: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["sbatch", "--nodes", "1", "--", *words]) == 2
-    said = capsys.readouterr()
-    assert says in said.err and not said.out
+    captured = capsys.readouterr()
+    assert message in captured.err and not captured.out
     assert not [*tmp_path.iterdir()]
 
 

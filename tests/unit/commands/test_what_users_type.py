@@ -21,12 +21,12 @@ from mpillm.options.options import parse_run
 from mpillm.options.parsers import http_urls
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """Return the message of a command that is refused."""
     assert cli.main(list(words)) == ExitCode.USAGE
-    shown = capsys.readouterr()
-    assert "Traceback" not in shown.err and len(shown.err.splitlines()) == 1, shown.err
-    return shown.err
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err and len(captured.err.splitlines()) == 1, captured.err
+    return captured.err
 
 
 @pytest.mark.parametrize(
@@ -74,19 +74,19 @@ def test_a_plan_of_a_client_is_its_run(
 
 
 def test_ranks_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "unknown option -n (did you mean '--world_size'?)" in said(capsys, "plan", "-n", "4")
+    assert "unknown option -n (did you mean '--world_size'?)" in error_of(capsys, "plan", "-n", "4")
 
 
 def test_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["help", "plan"])
     assert end.value.code == 0 and "usage: python -m mpillm plan" in capsys.readouterr().out
-    assert "no command 'rum' (did you mean 'run'?)" in said(capsys, "help", "rum")
+    assert "no command 'rum' (did you mean 'run'?)" in error_of(capsys, "help", "rum")
     assert cli.main(["help"]) == 0 and "usage: python -m mpillm COMMAND" in capsys.readouterr().out
 
 
 def test_which_model_to_fetch(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, "fetch-model") == "mpillm: fetch-model: which model? There are: smollm2-135m\n"
+    assert error_of(capsys, "fetch-model") == "mpillm: fetch-model: which model? There are: smollm2-135m\n"
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
@@ -148,4 +148,4 @@ def test_a_plain_installation_and_another_command(
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delitem(sys.modules, "mpillm.triton.peft_adapter", raising=False)
     expected = "mpillm: the package 'torch' is missing: pip install 'mpillm[torch]'\n"
-    assert said(capsys, "hf-lora-convert", "-i", "x", "-o", "y") == expected
+    assert error_of(capsys, "hf-lora-convert", "-i", "x", "-o", "y") == expected

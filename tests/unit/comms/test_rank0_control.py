@@ -16,11 +16,11 @@ BEATS_S = 0.5
 STOPPED = 3
 
 
-@pytest.mark.parametrize("also_told", [True, False], ids=["both are told", "one is told first"])
-def test_who_waits_for_a_stopped_rank_is_not_blamed(also_told: bool) -> None:
-    """The leader tells of instances that send nothing; those whose ranks all beat may wait for the other.
+@pytest.mark.parametrize("both_reported", [True, False], ids=["both are told", "one is told first"])
+def test_who_waits_for_a_stopped_rank_is_not_blamed(both_reported: bool) -> None:
+    """The leader reports instances that send nothing; one whose ranks all beat may wait for the other.
 
-    Of the instance of the one that is stopped, that rank is named, not the one that would have answered.
+    For the instance with the stopped rank, that rank is named, not the root rank.
     """
     plan = plan_of(4)
     cluster = ControlledCluster(plan, {}, heartbeat_s=60.0)
@@ -30,7 +30,7 @@ def test_who_waits_for_a_stopped_rank_is_not_blamed(also_told: bool) -> None:
     guilty, waiting = (plan.ranks[STOPPED].instance, plan.instances[3].index)
     assert guilty is not None and guilty != waiting
     cluster.tell(1, Failure("sent nothing", plan.instances[waiting].root_rank))
-    if not also_told:
+    if not both_reported:
         cluster.live(2.0, BEATS_S, without=STOPPED)
     cluster.tell(1, Failure("sent nothing", plan.instances[guilty].root_rank))
     with pytest.raises(RunError) as error:
@@ -60,8 +60,8 @@ def test_no_phase_ends_once_a_failure_ends_the_run() -> None:
     assert cluster.arrive("load") == 0, "nobody is released"
 
 
-def test_what_may_follow_from_another_failure_is_told_only_alone() -> None:
-    """The other part of a server ends by itself, and may be heard first."""
+def test_a_failure_that_may_follow_another_is_reported_only_alone() -> None:
+    """The other part of a server exits by itself, and may be reported first."""
     follows, cause = Failure("ended with exit code 1", 2, may_follow=True), Failure("was ended by SIGKILL", 1)
     cluster = ControlledCluster(plan_of(4), {}, heartbeat_s=1e9)
     assert cluster.control.settle((follows,)) == (follows,)
@@ -69,8 +69,8 @@ def test_what_may_follow_from_another_failure_is_told_only_alone() -> None:
 
 
 @pytest.mark.parametrize("seen", [True, False])
-def test_a_cause_that_was_seen_is_told_at_once(seen: bool) -> None:
-    """Others with the same cause were waited for, half a second on rank 0's arrival and again at its end."""
+def test_an_observed_cause_is_reported_immediately(seen: bool) -> None:
+    """Only without an observed cause does rank 0 wait for other failures."""
     cluster = ControlledCluster(plan_of(4), {}, heartbeat_s=1e9)
     cluster.arrive("join")
     failure = Failure("a server's process was killed", 2, seen=seen)
@@ -99,8 +99,8 @@ def test_only_a_rank_that_was_released_from_the_last_phase_may_end(phase: Phase)
     assert [failure.rank for failure in error.value.failures] == [5]
 
 
-def test_who_was_heard_after_rank_0_was_busy_is_not_heard_from_the_future() -> None:
-    """Where beats are read before the time that rank 0 was away is added."""
+def test_a_beat_after_rank_0_was_busy_is_not_from_the_future() -> None:
+    """Beats may be read before the time that rank 0 was busy is added."""
     cluster = ControlledCluster(plan_of(4), {}, heartbeat_s=10.0)
     cluster.arrive("join")
     cluster.live(5.0, BEATS_S)
@@ -109,7 +109,7 @@ def test_who_was_heard_after_rank_0_was_busy_is_not_heard_from_the_future() -> N
     assert cluster.notices(STOPPED, BEATS_S, ended=False) < 15
 
 
-def test_a_phase_that_takes_too_long_says_what_the_rank_waits_for() -> None:
+def test_a_missed_deadline_includes_the_state_of_the_rank() -> None:
     """Its deadline may pass before the rank's own, which names the server. The stack adds nothing."""
     cluster = ControlledCluster(plan_of(4), {}, heartbeat_s=1e9)
     cluster.arrive("join")

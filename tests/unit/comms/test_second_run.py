@@ -13,8 +13,8 @@ print([int(main([*words, "LOG_DIR" + name])) for name in ("/one", "/two")])
 """
 
 
-def test_it_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
-    """It ended the process."""
+def test_a_second_run_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    """The error does not end the process."""
     ended = run_program(PROGRAM.replace("LOG_DIR", str(tmp_path)))
     assert ended.returncode == 0 and ended.stdout.splitlines()[-1] == "[0, 2]", ended
     assert ended.stderr.startswith("mpillm: this Python process has ended MPI"), ended.stderr

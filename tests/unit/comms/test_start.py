@@ -28,20 +28,20 @@ def test_the_node_that_slurm_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert node_name() == "node-7"
 
 
-@pytest.mark.parametrize("rank_0_says_it", [True, False])
-def test_rank_1_says_who_is_missing_if_rank_0_does_not(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank_0_says_it: bool
+@pytest.mark.parametrize("rank_0_reports", [True, False])
+def test_rank_1_names_the_missing_rank_if_rank_0_does_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank_0_reports: bool
 ) -> None:
     """Rank 0's child may take longer to find out; then it ends rank 1."""
     monkeypatch.setenv(EXIT_FILE, str(tmp_path / "exit_code"))
     write_absent("rank 0 has not started", tmp_path / "exit_code")
     wait_end, done_end = os.pipe()
-    if rank_0_says_it:
+    if rank_0_reports:
         threading.Timer(0.5, os.close, [done_end]).start()
-    diagnosis_s = 30.0 if rank_0_says_it else 0.3
+    diagnosis_s = 30.0 if rank_0_reports else 0.3
     cause = start._cause_to_end(wait_end, 0.1, 1, os.getpid(), 0.1, diagnosis_s)
     os.close(wait_end)
-    if rank_0_says_it:
+    if rank_0_reports:
         assert cause is None
         return
     os.close(done_end)
@@ -63,7 +63,7 @@ class Broken:
 def test_a_rank_that_ends_when_mpi_has_just_started(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int
 ) -> None:
-    """Rank 0 names it; the others end without a word."""
+    """Rank 0 names it; the others end without a message."""
 
     def leave(code: int) -> None:
         raise SystemExit(code)
@@ -77,5 +77,5 @@ def test_a_rank_that_ends_when_mpi_has_just_started(
     with pytest.raises(SystemExit) as ended:
         start._duplicates(cast(MPI.Intracomm, Broken(rank)), 2)
     assert ended.value.code == ExitCode.INSTANCE_LOST
-    said = "mpillm: failed in phase 'join'\n  MPI can't start: rank 2 has ended\n"
-    assert capsys.readouterr().err == (said if rank == 0 else "")
+    message = "mpillm: failed in phase 'join'\n  MPI can't start: rank 2 has ended\n"
+    assert capsys.readouterr().err == (message if rank == 0 else "")

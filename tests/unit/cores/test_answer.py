@@ -148,8 +148,8 @@ def test_bytes_for_ever_in_events(is_chat: bool) -> None:
 
 @pytest.mark.parametrize("count", [-1, 1 << 31])
 def test_counts_that_no_answer_has(count: int) -> None:
-    said = read([*EVENTS, event({"choices": [], "usage": {"completion_tokens": count}})])
-    assert isinstance(said, str) and "usage has whole numbers of tokens" in said
+    error = read([*EVENTS, event({"choices": [], "usage": {"completion_tokens": count}})])
+    assert isinstance(error, str) and "usage has whole numbers of tokens" in error
 
 
 FOR_EVER = {
@@ -161,8 +161,8 @@ FOR_EVER = {
 
 @pytest.mark.parametrize("piece", FOR_EVER.values(), ids=FOR_EVER)
 def test_bytes_for_ever_without_an_event(piece: bytes) -> None:
-    said = read(itertools.chain([EVENTS[0]], itertools.repeat(piece, 400)))
-    assert isinstance(said, str) and "without an event's end" in said
+    error = read(itertools.chain([EVENTS[0]], itertools.repeat(piece, 400)))
+    assert isinstance(error, str) and "without an event's end" in error
 
 
 @pytest.mark.parametrize("stream", [True, False])

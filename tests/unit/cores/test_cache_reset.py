@@ -43,7 +43,7 @@ def test_routes_of_servers(path: str, body: bytes) -> None:
     [plain({"success": False}), plain({"error": "there are running requests"}, "400 Bad Request")],
     ids=["vllm", "sglang"],
 )
-def test_a_server_that_is_not_idle_yet_is_asked_again(refusal: Reply) -> None:
+def test_the_reset_is_repeated_until_the_server_is_idle(refusal: Reply) -> None:
     replies = [refusal, refusal, EMPTY]
     with ScriptedServer(others={VLLM: lambda _: replies.pop(0)}) as server:
         reset(server)

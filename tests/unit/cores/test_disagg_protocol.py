@@ -19,10 +19,10 @@ def answer(reason: str = "length", params: Any = None, of_choice: Any = None) ->
 def test_kv_transfer_params() -> None:
     protocol = protocol_of("kv_transfer_params", 0)
     assert isinstance(protocol, KvTransferParams)
-    asked = protocol.for_context(REQUEST)
-    assert (asked["max_tokens"], asked["min_tokens"], asked["seed"]) == (1, 1, 7)
-    assert asked["kv_transfer_params"]["do_remote_decode"] is True
-    assert asked["kv_transfer_params"]["remote_block_ids"] is None
+    body = protocol.for_context(REQUEST)
+    assert (body["max_tokens"], body["min_tokens"], body["seed"]) == (1, 1, 7)
+    assert body["kv_transfer_params"]["do_remote_decode"] is True
+    assert body["kv_transfer_params"]["remote_block_ids"] is None
     handed = {"do_remote_prefill": True, "remote_block_ids": [[3]]}
     assert (
         protocol.handoff_params(answer(params=handed)) == handed
@@ -40,13 +40,15 @@ def test_disaggregated_params() -> None:
         if isinstance(protocol := protocol_of("disaggregated_params", client), DisaggregatedParams)
     ]
     assert len(protocols) == 2
-    asked = [protocol.for_context(REQUEST) for protocol in (*protocols, *protocols)]
-    ids = [one["disaggregated_params"]["disagg_request_id"] for one in asked]
+    bodies = [protocol.for_context(REQUEST) for protocol in (*protocols, *protocols)]
+    ids = [one["disaggregated_params"]["disagg_request_id"] for one in bodies]
     assert len(set(ids)) == 4 and min(ids) >= 1 << 42
-    assert asked[0]["max_tokens"] == 8 and asked[0]["disaggregated_params"]["request_type"] == "context_only"
+    assert (
+        bodies[0]["max_tokens"] == 8 and bodies[0]["disaggregated_params"]["request_type"] == "context_only"
+    )
     (protocol, _) = protocols
-    said = {"request_type": "context_only", "first_gen_tokens": [5]}
-    handed = protocol.handoff_params(answer("not_finished", of_choice=said))
-    assert handed == said | {"request_type": "generation_only"}
-    assert protocol.handoff_params(answer("stop", of_choice=said)) is None, "the first token was the last"
+    params = {"request_type": "context_only", "first_gen_tokens": [5]}
+    handed = protocol.handoff_params(answer("not_finished", of_choice=params))
+    assert handed == params | {"request_type": "generation_only"}
+    assert protocol.handoff_params(answer("stop", of_choice=params)) is None, "the first token was the last"
     assert protocol.for_generation(REQUEST, handed)["disaggregated_params"] == handed

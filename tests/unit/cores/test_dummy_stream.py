@@ -12,7 +12,7 @@ from mpillm.cores.dummy_stream import Streams
 _FIRST, _FINAL, _PARTIAL = map(int, (ResponseFlag.FIRST, ResponseFlag.FINAL, ResponseFlag.PARTIAL))
 
 
-def _shown(batch: Batch) -> list[tuple[int, int, list[int]]]:
+def _rows(batch: Batch) -> list[tuple[int, int, list[int]]]:
     """Return id, flags and tokens of each row."""
     return [
         (int(part.rows["id"][0]), int(part.rows["flags"][0]), part.tokens.tolist()) for part in batch.split()
@@ -24,19 +24,19 @@ def test_rows_of_each_step() -> None:
     streams = Streams(100, 1.0)
     streams.add(np.array([7, 8, 9], np.uint32), np.array([10, 98, 30], np.int32), np.array([1, 2, 3]), 0, 5.0)
     assert [streams.is_due(now) for now in (4.9, 5.0)] == [False, True]
-    assert _shown(streams.step(5.0)) == [(7, _FIRST | _FINAL, [10]), (8, _FIRST, [98]), (9, _FIRST, [30])]
+    assert _rows(streams.step(5.0)) == [(7, _FIRST | _FINAL, [10]), (8, _FIRST, [98]), (9, _FIRST, [30])]
     assert streams.next_due() == 6.0
-    assert _shown(streams.step(6.0)) == [(8, _FINAL, [98, 99]), (9, _PARTIAL, [31])]
-    assert _shown(streams.step(7.5)) == [(9, _FINAL, [30, 31, 32])]
+    assert _rows(streams.step(6.0)) == [(8, _FINAL, [98, 99]), (9, _PARTIAL, [31])]
+    assert _rows(streams.step(7.5)) == [(9, _FINAL, [30, 31, 32])]
     assert (len(streams), streams.next_due()) == (0, math.inf)
 
 
-def test_a_first_token_that_is_known_is_not_told_again() -> None:
-    """Nor does an answer modulo the size of the vocabulary leave it."""
+def test_a_known_first_token_is_not_sent_again() -> None:
+    """The tokens of an answer stay below the size of the vocabulary."""
     streams = Streams(100, 1.0)
     streams.add(np.array([1], np.uint32), np.array([99], np.int32), np.array([3]), 1, 0.0)
-    assert _shown(streams.step(0.0)) == [(1, _PARTIAL, [0])]
-    assert _shown(streams.step(1.0)) == [(1, _FINAL, [99, 0, 1])]
+    assert _rows(streams.step(0.0)) == [(1, _PARTIAL, [0])]
+    assert _rows(streams.step(1.0)) == [(1, _FINAL, [99, 0, 1])]
 
 
 def test_the_next_is_due_as_streams_come_and_go() -> None:

@@ -53,15 +53,15 @@ DELTAS: list[dict[str, Any]] = [
 
 def server_of(*, ids: bool = False, unknown: tuple[str, ...] = ()) -> Callable[[Request], Reply]:
     def answer(request: Request) -> Reply:
-        asked = request.json
-        assert request.path == "/v1/chat/completions" and "prompt" not in asked
-        if any(name in asked for name in unknown):
+        body = request.json
+        assert request.path == "/v1/chat/completions" and "prompt" not in body
+        if any(name in body for name in unknown):
             return plain({"error": {"message": "unknown field"}}, "400 Bad Request")
-        n = asked["max_completion_tokens"]
-        tokens = {"token_ids": [*range(7, 7 + n)]} if ids and asked.get("return_token_ids") else {}
+        n = body["max_completion_tokens"]
+        tokens = {"token_ids": [*range(7, 7 + n)]} if ids and body.get("return_token_ids") else {}
         details = {"cached_tokens": 2} if ids else None
         usage = {"prompt_tokens": 3, "completion_tokens": n, "prompt_tokens_details": details}
-        if not asked.get("stream"):
+        if not body.get("stream"):
             message = {**MESSAGE, "reasoning_content": "Hm"}
             choice = {"index": 0, "message": message, "finish_reason": "stop", **tokens}
             return plain({"choices": [choice], "usage": usage})
@@ -69,7 +69,7 @@ def server_of(*, ids: bool = False, unknown: tuple[str, ...] = ()) -> Callable[[
         choices[2].update(tokens)
         choices[-1]["finish_reason"] = "tool_calls"
         pieces = [event({"choices": [one]}) for one in choices]
-        if (asked.get("stream_options") or {}).get("include_usage"):
+        if (body.get("stream_options") or {}).get("include_usage"):
             pieces.append(event({"choices": [], "usage": usage}))
         return Reply([STREAM, chunk(b": alive\n\n"), *map(chunk, pieces), DONE])
 
@@ -88,9 +88,9 @@ def test_messages_go_to_the_chat_endpoint(options: tuple[str, ...], ids: bool) -
         rows = Rows(core).until(2)
         statistics: dict[str, Any] = core.statistics()
         metrics = core.metrics()
-    asked = {json.dumps([one["messages"], one.get("tools")]) for one in server.asked()}
+    sent = {json.dumps([one["messages"], one.get("tools")]) for one in server.asked()}
     probe = json.dumps([[{"role": "user", "content": "Hello"}], None])
-    assert asked == {probe, *(json.dumps([*chat]) for chat in CHATS)}
+    assert sent == {probe, *(json.dumps([*chat]) for chat in CHATS)}
     assert [tokens for _, flags, tokens in rows if flags & FINAL] == [[*range(7, 16)] if ids else [0] * 9] * 2
     messages = [bytes(tokens) for _, flags, tokens in rows if flags & ResponseFlag.MESSAGE]
     assert [json.loads(text) for text in messages] == [MESSAGE] * 2
@@ -207,10 +207,10 @@ def test_a_request_has_its_rows_fields(kind: str) -> None:
     ):
         core.enqueue(requests([one.tolist() for one in prompts], max_output=5))
         Rows(core).until(2)
-        asked = sorted(server.asked()[-2:], key=len)
-    fields = [[one.get(name) for name in ("stop", "a", "b", "response_format")] for one in asked]
+        bodies = sorted(server.asked()[-2:], key=len)
+    fields = [[one.get(name) for name in ("stop", "a", "b", "response_format")] for one in bodies]
     assert fields == [[["y"], 1, 1, None], [["x"], 2, 1, {"type": "json_object"}]]
-    assert all(one.get("messages", one.get("prompt")) in (CHATS[0][0], "Où") for one in asked)
+    assert all(one.get("messages", one.get("prompt")) in (CHATS[0][0], "Où") for one in bodies)
 
 
 def test_a_prompt_is_the_beginning_of_the_next_one() -> None:

@@ -109,7 +109,7 @@ def test_a_rank_that_sleeps_is_woken_by_a_failure() -> None:
 STOP_WORDS = '--stop_words=["###", [13]]'
 
 
-def test_what_a_request_says() -> None:
+def test_the_fields_of_a_request() -> None:
     with ScriptedServer() as server, started(server, SERVER, "--end_ids=9", STOP_WORDS) as core:
         core.enqueue(requests([[1, 2]], temperature=0.5, top_k=3, top_p=0.75, seed=7, min_output=2))
         core.enqueue(requests([[3]], id=20, flags=RequestFlag.IGNORE_STOP))
@@ -168,8 +168,8 @@ def test_several_servers() -> None:
         probes = len(one.asked()), len(other.asked())
         core.enqueue(requests([[i] for i in range(1, 21)]))
         Rows(core).until(20)
-        asked = len(one.asked()) - probes[0], len(other.asked()) - probes[1]
-    assert sum(asked) == 20 and min(asked) > 0
+        n_requests = len(one.asked()) - probes[0], len(other.asked()) - probes[1]
+    assert sum(n_requests) == 20 and min(n_requests) > 0
 
 
 @pytest.mark.parametrize(

@@ -52,10 +52,10 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def text_only(request: Request) -> Reply:
     """Answer as `transformers serve`: text in, text out, no unknown fields, and no [DONE]."""
-    asked = request.json
-    if not isinstance(asked["prompt"], str):
+    body = request.json
+    if not isinstance(body["prompt"], str):
         return plain({"detail": "prompt must be a string."}, "400 Bad Request")
-    if unknown := set(asked) - {
+    if unknown := set(body) - {
         "model",
         "prompt",
         "max_tokens",
@@ -66,9 +66,9 @@ def text_only(request: Request) -> Reply:
         "top_p",
     }:
         return plain({"detail": f"Unexpected fields in the request: {unknown}"}, "422 Unprocessable Entity")
-    text = asked["prompt"][::-1][: asked["max_tokens"]]
-    counts = {"prompt_tokens": len(asked["prompt"]), "completion_tokens": len(text)}
-    if not asked.get("stream"):
+    text = body["prompt"][::-1][: body["max_tokens"]]
+    counts = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(text)}
+    if not body.get("stream"):
         return plain({**choice(None, text, "stop"), "usage": counts})
     pieces = [chunk(event(choice(None, text[i : i + 3]))) for i in range(0, len(text), 3)]
     return Reply([STREAM, *pieces, chunk(event({**choice(None, "", "stop"), "usage": counts})) + chunk(b"")])
@@ -163,28 +163,28 @@ def test_the_model_of_several() -> None:
         assert server.asked()[-1]["model"] == "b"
 
 
-def says(owner: str, version: object = None) -> dict[str, Callable[[Request], Reply]]:
-    """Return what a server answers, cut to what says who it is."""
+def routes_of(owner: str, version: object = None) -> dict[str, Callable[[Request], Reply]]:
+    """Return the replies of a server that identify it, shortened."""
     card = {"id": MODEL, "object": "model", "created": 1795357545, "owned_by": owner, "root": MODEL}
-    told: dict[str, Callable[[Request], Reply]] = {"/v1/models": lambda request: plain({"data": [card]})}
+    routes: dict[str, Callable[[Request], Reply]] = {"/v1/models": lambda request: plain({"data": [card]})}
     path = "/server_info" if owner == "sglang" else "/version"
-    return told if version is None else {**told, path: lambda request: plain(version)}
+    return routes if version is None else {**routes, path: lambda request: plain(version)}
 
 
 @pytest.mark.parametrize(
-    ("told", "frameworks"),
+    ("routes", "frameworks"),
     [
-        (says("vllm", {"version": "0.32.0"}), ["vLLM 0.32.0"]),
-        (says("mpillm", {"version": "0.1.0"}), ["mpillm 0.1.0"]),
-        (says("sglang", {"version": "0.5.23", "dtype": "auto"}), ["SGLang 0.5.23"]),
-        (says("tensorrt_llm"), ["TensorRT-LLM"]),
-        (says("vllm", ["0.32"]), ["vLLM"]),
-        (says("HuggingFaceTB", {"version": "1"}), []),  # who made the model, as transformers serve has it
+        (routes_of("vllm", {"version": "0.32.0"}), ["vLLM 0.32.0"]),
+        (routes_of("mpillm", {"version": "0.1.0"}), ["mpillm 0.1.0"]),
+        (routes_of("sglang", {"version": "0.5.23", "dtype": "auto"}), ["SGLang 0.5.23"]),
+        (routes_of("tensorrt_llm"), ["TensorRT-LLM"]),
+        (routes_of("vllm", ["0.32"]), ["vLLM"]),
+        (routes_of("HuggingFaceTB", {"version": "1"}), []),  # the model's maker, from transformers serve
         ({}, []),
     ],
 )
-def test_what_the_server_is(told: dict[str, Callable[[Request], Reply]], frameworks: list[str]) -> None:
-    with ScriptedServer(others=told) as server, started(server) as core:
+def test_what_the_server_is(routes: dict[str, Callable[[Request], Reply]], frameworks: list[str]) -> None:
+    with ScriptedServer(others=routes) as server, started(server) as core:
         assert isinstance(core, NamesFrameworks) and core.frameworks() == frameworks
 
 

@@ -84,8 +84,8 @@ class LLM:
             ("capacity_scheduler_policy", "CapacitySchedulerPolicy"),
             ("context_chunking_policy", "ContextChunkingPolicy"),
         ):
-            said = getattr(values["scheduler_config"], policy, None)
-            assert said is None or said in RECORD["bindings"][kind]["members"]
+            setting = getattr(values["scheduler_config"], policy, None)
+            assert setting is None or setting in RECORD["bindings"][kind]["members"]
         self._session = values["_mpi_session"]
         n_ranks = values["tensor_parallel_size"] * values["pipeline_parallel_size"]
         assert self._session.n_workers == n_ranks
