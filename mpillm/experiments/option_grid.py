@@ -135,11 +135,14 @@ def figures(run: RunFiles) -> dict[str, Any]:
     result = run.result
     n, of = run.computing()
     tpot, ttft = result.get("tpot_ms") or {}, result.get("ttft_ms") or {}
-    per = result["tokens_per_second"] / n if n else None
+    window = result.get("conversations") or {}  # without ramp-up and drain
+    requests_per_second = window.get("requests_per_second", result["samples_per_second"])
+    tokens_per_second = window.get("tokens_per_second", result["tokens_per_second"])
+    per = tokens_per_second / n if n and tokens_per_second is not None else None
     return {
         "status": result["status"],
-        "samples_per_second": result["samples_per_second"],
-        "tokens_per_second": result["tokens_per_second"],
+        "samples_per_second": requests_per_second,
+        "tokens_per_second": tokens_per_second,
         "tokens_per_second_per_gpu": per,
         "of": of,
         "tokens_per_second_per_user": 1000 / tpot["mean"] if tpot.get("mean") else None,

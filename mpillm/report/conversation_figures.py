@@ -40,11 +40,14 @@ def conversation_figures(
         window_s: First and last second of the test whose requests count.
         streamed: First tokens were reported when they came.
     """
-    inside = (rows["issued"] >= window_s[0]) & (rows["issued"] <= window_s[1]) & (rows["error"] == 0)
-    rows = rows[inside]
+    rows = rows[rows["error"] == 0]
+    rates = _rates(rows, window_s)
+    rows = rows[(rows["issued"] >= window_s[0]) & (rows["issued"] <= window_s[1])]
     figures: dict[str, Any] = {
         "window_s": [round(window_s[0], 4), round(window_s[1], 4) if math.isfinite(window_s[1]) else None],
         "requests": len(rows),
+        **rates,
+        "per_conversation": _per_conversation(rows, streamed),
     }
     for name, part in (("first_turns", rows[rows["turn"] == 0]), ("later_turns", rows[rows["turn"] > 0])):
         figures[name] = {
@@ -55,6 +58,51 @@ def conversation_figures(
             **_prompt_figures(part),
         }
     return figures | _interactivity(rows)
+
+
+def _rates(rows: NDArray[np.void], window_s: tuple[float, float]) -> dict[str, float | None]:
+    """Return the throughput of the requests whose responses ended in the window; None if it is empty."""
+    ends = rows["issued"] + rows["latency"]
+    start, end = window_s[0], min(window_s[1], float(ends.max(initial=0.0)))
+    rows, seconds = rows[(ends > start) & (ends <= end)], end - start
+    if seconds <= 0:
+        return {"requests_per_second": None, "tokens_per_second": None}
+    return {
+        "requests_per_second": round(len(rows) / seconds, 4),
+        "tokens_per_second": round(int(rows["tokens"].sum()) / seconds, 4),
+    }
+
+
+def _per_conversation(rows: NDArray[np.void], streamed: bool) -> dict[str, Any]:
+    """Return percentiles over conversations, which count once each, however many requests they have.
+
+    `ttft_ms`, `tpot_ms`: of the means of a conversation. `latency_ms`: of the times from the first request to
+    the last response, delays between turns included. `cached_share_p50`: median of the cached part of the
+    prompts; None if it is not known of all requests.
+    """
+    sessions, of = np.unique(rows["session"], return_inverse=True)
+    n = len(sessions)
+    first, last = np.full(n, np.inf), np.zeros(n)
+    np.minimum.at(first, of, rows["issued"])
+    np.maximum.at(last, of, rows["issued"] + rows["latency"])
+
+    def means(values: NDArray[np.floating[Any]]) -> list[float]:
+        known = np.isfinite(values)
+        counts, sums = np.bincount(of[known], minlength=n), np.bincount(of[known], values[known], n)
+        return [float(one) for one in sums[counts > 0] / counts[counts > 0]]
+
+    prompts = np.bincount(of, rows["prompt"], n)
+    cached = np.bincount(of, rows["cached"], n)
+    shares = None
+    if n and (rows["prompt"] >= 0).all() and (rows["cached"] >= 0).all() and prompts.all():
+        shares = round(float(np.median(cached / prompts)), 4)
+    return {
+        "conversations": n,
+        "ttft_ms": percentiles_ms(means(rows["ttft"])) if streamed else None,
+        "tpot_ms": percentiles_ms(means(tpot_s(rows))) if streamed else None,
+        "latency_ms": percentiles_ms((last - first).tolist()),
+        "cached_share_p50": shares,
+    }
 
 
 def _prompt_figures(rows: NDArray[np.void]) -> dict[str, Any]:

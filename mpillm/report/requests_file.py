@@ -47,6 +47,7 @@ def columns_of(
     if turns is not None:
         number = np.searchsorted(turns.first, rows["index"], "right") - 1
         columns["conversation"] = [turns.conversations[i].name for i in number.tolist()]
+        columns["session"] = rows["session"].tolist()  # a conversation may be sent several times
         columns["turn"] = rows["turn"].tolist()
         if turns.has_branches:
             parents = [one.parent and one.parent.name for one in turns.conversations]

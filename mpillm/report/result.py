@@ -216,6 +216,11 @@ def conversation_facts(of: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("  outgrown", f"{of['outgrown']:,}: the next prompt did not fit the model"))
     if of.get("requests_cancelled"):
         rows.append(("  cancelled", f"{of['requests_cancelled']:,} requests, which are in no other figure"))
+    window = of.get("window_s") or (0.0, None)
+    if (rate := of.get("requests_per_second")) is not None and tuple(window) != (0.0, None):
+        tokens = f"{rate_text(rate)} requests/s, {rate_text(of['tokens_per_second'])} tokens/s"
+        end = "" if window[1] is None else f" to {window[1]:.1f} s"
+        rows.append(("  in the window", f"{tokens}, from {window[0]:.1f} s{end}"))
     rows += _interactivity(of)
     shares = [
         f"{100 * share:.0f} % in {title}"

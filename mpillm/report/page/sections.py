@@ -312,6 +312,7 @@ def figures(facts: Facts) -> str:
     for name in ("first turns", "later turns"):
         part = of.get(name.replace(" ", "_"))
         latencies += _latency_rows(part or {}, f", {name}")
+    latencies += _latency_rows(of.get("per_conversation") or {}, ", by conversation")
     latencies += (of_clients := _socket_rows(facts))
     clocks = _clocks(result, bool(of_clients)) if latencies else ""
     instances = []

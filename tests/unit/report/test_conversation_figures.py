@@ -81,3 +81,24 @@ def test_a_good_conversation_meets_the_limits_with_every_request() -> None:
     }
     cut = conversation_goodput(rows[5:6], {3, 4}, {"ttft": 500}, 10.0)
     assert (cut["conversations"], cut["good_conversations_share"]) == (0, None)
+
+
+def test_rates_are_those_of_the_window() -> None:
+    rows = rows_of(*[(i, 0.1, 1.0, 5) for i in range(10)])  # a response ends at each second from 1 to 10
+    figures = conversation_figures(rows, (3.0, 7.0), True)
+    assert (figures["requests_per_second"], figures["tokens_per_second"]) == (1, 5)
+    assert conversation_figures(rows, (5.0, math.inf), True)["requests_per_second"] == 1
+    assert conversation_figures(rows, (20.0, math.inf), True)["requests_per_second"] is None
+
+
+def test_each_conversation_counts_once() -> None:
+    rows = rows_of((7, 0.1, 1.0, 11), (7, 0.3, 1.0, 11), (7, 0.2, 1.0, 1), (9, 1.0, 2.0, 11))
+    rows["prompt"], rows["cached"] = [10, 20, 30, 40], [0, 10, 20, 0]
+    figures = conversation_figures(rows, (0.0, math.inf), True)["per_conversation"]
+    assert figures["conversations"] == 2
+    assert figures["ttft_ms"]["mean"] == pytest.approx((200 + 1000) / 2)
+    assert figures["tpot_ms"]["mean"] == pytest.approx(1e3 * ((0.09 + 0.07) / 2 + 0.1) / 2)
+    assert figures["latency_ms"]["mean"] == pytest.approx((3000 + 2000) / 2)
+    assert figures["cached_share_p50"] == 0.25
+    empty = conversation_figures(rows[:0], (0.0, math.inf), True)["per_conversation"]
+    assert empty["conversations"] == 0 and empty["ttft_ms"] is None and empty["cached_share_p50"] is None

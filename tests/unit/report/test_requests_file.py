@@ -32,6 +32,7 @@ def test_a_row_for_each_request(tmp_path: Path) -> None:
     assert first == {
         "sample": "2",
         "conversation": "b",
+        "session": "0",
         "turn": "1",
         "issued_s": "0.5",
         "ttft_s": "0.25",
