@@ -27,7 +27,7 @@ def plan(workers: int, nodes: list[str] | None = None, tensor_parallelism: int =
     return disagg.plan(made, size, nodes)
 
 
-def test_no_gpu_is_the_cpu_and_none_is_asked_for() -> None:
+def test_no_gpu_is_the_cpu_and_none_is_requested() -> None:
     assert assign("auto", plan(3), [()] * 5) == {}
     assert assign("cpu", plan(3), [(A, B, C)] * 5) == {}
     ranks = plan(3).on_devices({2: 7}, {3: (4, 5)}).ranks

@@ -71,11 +71,11 @@ def test_another_process_was_faster(folders: Folders) -> None:
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_another_process_makes_it_in_between(folders: Folders, whole: bool) -> None:
-    asked: list[bool] = []
+    calls: list[bool] = []
 
     def is_done() -> bool:
-        asked.append(True)
-        return whole and len(asked) > 1
+        calls.append(True)
+        return whole and len(calls) > 1
 
     put(folders.target, "damaged")
     rename = folders.made.rename
@@ -94,18 +94,18 @@ def test_another_process_makes_it_in_between(folders: Folders, whole: bool) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{\n]", ":2: not valid JSON: "),
         ("[" * 100_000, ": not valid JSON: nested too deep"),
         ("9" * 5000, ": not valid JSON: a number of too many digits"),
     ],
 )
-def test_what_is_no_json_is_said(text: str, said: str, tmp_path: Path) -> None:
+def test_invalid_json_is_an_error(text: str, message: str, tmp_path: Path) -> None:
     (file := tmp_path / "a.json").write_text(text)
     with pytest.raises(ConfigError) as error:
         read_json(file)
-    assert str(error.value).startswith(f"{file}{said}")
+    assert str(error.value).startswith(f"{file}{message}")
     with pytest.raises(ConfigError, match="not a file's name"):
         read_json(tmp_path / "a\0b")
 

@@ -38,9 +38,7 @@ def test_rounds_with_seeds(tmp_path: Path) -> None:
         assert len(one) >= 200 and len({*one} & {*other}) < 20
 
 
-def test_a_round_that_fails_says_how_it_is_repeated(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failing_round_prints_how_to_repeat_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     search = Search(60.0, 5, tmp_path / "found")
     rounds_of: list[int] = []
 
@@ -51,6 +49,6 @@ def test_a_round_that_fails_says_how_it_is_repeated(
 
     with pytest.raises(AssertionError, match="it is broken"):
         reader_of_numbers(tmp_path)
-    said = capsys.readouterr().out
-    assert "round 6; again: make fuzz SEED=6 SECONDS=1 PYTEST_ARGS='-k reader_of_numbers'" in said
+    output = capsys.readouterr().out
+    assert "round 6; again: make fuzz SEED=6 SECONDS=1 PYTEST_ARGS='-k reader_of_numbers'" in output
     assert "it is broken" in (tmp_path / "found" / "reader_of_numbers.txt").read_text()

@@ -257,14 +257,14 @@ def test_the_picture_in_the_architecture_has_every_package() -> None:
     """Plugin packages come first, and higher packages before lower ones."""
     page = (ROOT / "docs/explain/architecture.md").read_text(encoding="utf-8")
     (picture,) = re.findall(r"^```\n.*?^```", page, re.MULTILINE | re.DOTALL)
-    shown = [
+    packages = [
         f"mpillm.{name.replace('/', '.')}" for name in re.findall(r"^ ([\w/]+)/ ", picture, re.MULTILINE)
     ]
-    shown = [name if name in FLOOR else name.removeprefix("mpillm.") for name in shown]
-    assert sorted(shown) == sorted(
+    packages = [name if name in FLOOR else name.removeprefix("mpillm.") for name in packages]
+    assert sorted(packages) == sorted(
         name for name in FLOOR if (ROOT / name.replace(".", "/")).is_dir() and name != "benchmarks"
     )
-    places = [(package.startswith(PLUGIN_PACKAGES), FLOOR[package]) for package in shown]
+    places = [(package.startswith(PLUGIN_PACKAGES), FLOOR[package]) for package in packages]
     assert [plugs_in for plugs_in, _ in places] == sorted((plugs_in for plugs_in, _ in places), reverse=True)
     core = [floor for plugs_in, floor in places if not plugs_in]
     assert core == sorted(core, reverse=True)

@@ -164,10 +164,10 @@ def test_queries_and_verdict(name: str, results: dict[str, dict[str, Any]]) -> N
     if "max_duration" not in name:  # which ends a test by the clock, not by the schedule
         assert result["queries"] == detail["result_query_count"]
     assert detail["result_validity"] == ("INVALID" if result["obstacles"] else "VALID"), result["lines"]
-    said = " ".join(result["lines"])
-    assert ("early stopping needs" in said and "too few" in said) == (not detail["early_stopping_met"])
-    assert ("before min_query_count" in said) == (not detail["result_min_queries_met"])
-    assert ("before min_duration" in said) == (not detail["result_min_duration_met"])
+    text = " ".join(result["lines"])
+    assert ("early stopping needs" in text and "too few" in text) == (not detail["early_stopping_met"])
+    assert ("before min_query_count" in text) == (not detail["result_min_queries_met"])
+    assert ("before min_duration" in text) == (not detail["result_min_duration_met"])
     assert len(result["lines"]) == (2 if result["obstacles"] else 1)
     # to the nanosecond: LoadGen logs when the query after the last would have been due
     if result["due"] is not None:

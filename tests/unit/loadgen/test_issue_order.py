@@ -34,7 +34,7 @@ def test_an_offline_test_issues_all_at_once() -> None:
     assert np.array_equal(issued.indices[:60], order("--min_query_count=60").indices)
 
 
-def test_a_server_test_issues_as_its_rate_says() -> None:
+def test_a_server_test_issues_queries_at_its_rate() -> None:
     words = ("--scenarios=Server", "--server_target_qps=40", "--min_query_count=300")
     issued, test = order(*words), settings(*words).test
     assert np.array_equal(issued.at, arrivals(test, 0.0, 300)[:300])

@@ -34,7 +34,7 @@ def test_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ('[\n{ "seq_id" : 0, "qsl_id', "is not valid JSON"),
         ('[{"qsl_idx": 0, "data": "0102"}]', "not an accuracy log of int32 tokens: ValueError"),
@@ -46,10 +46,10 @@ def test_answers(tmp_path: Path) -> None:
         ("[" * 100_000, "is not valid JSON"),
     ],
 )
-def test_bad_log(tmp_path: Path, text: str, says: str) -> None:
+def test_bad_log(tmp_path: Path, text: str, message: str) -> None:
     log = tmp_path / "log.json"
     log.write_text(text)
-    with pytest.raises(ConfigError, match=says) as error:
+    with pytest.raises(ConfigError, match=message) as error:
         read_answers(log)
     assert str(log) in str(error.value)
 

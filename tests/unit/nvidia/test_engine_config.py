@@ -131,7 +131,7 @@ def test_a_wrong_engine(tmp_path: Path, text: str | None, words: list[str]) -> N
     assert all(word in str(error.value) for word in [str(tmp_path), *words])
 
 
-def test_an_engine_for_short_answers_and_a_generation_config_that_says_no_length(tmp_path: Path) -> None:
+def test_an_engine_for_short_answers_and_a_generation_config_without_a_length(tmp_path: Path) -> None:
     folder, path = engine(tmp_path, max_seq_len=1100), tmp_path / "generation_config.json"
     values = {
         "engine_dir": str(folder),

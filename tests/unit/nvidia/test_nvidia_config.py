@@ -248,7 +248,7 @@ EXPORTS = {C.WorkloadSetting(): {
         " warmup_iterations 5, enable_metrics False,"
         " harness_use_hf_tokenizer True, dynamo_cluster {'prefill': {'nodes': 1}}"
     )
-    assert [line for line in check_unused(config, "run") if "sampler_type" in line], "told, not refused"
+    assert [line for line in check_unused(config, "run") if "sampler_type" in line], "reported, not refused"
 
 
 def test_nothing_of_it_stays(top: Path) -> None:
@@ -267,7 +267,7 @@ def test_nothing_of_it_stays(top: Path) -> None:
     assert config_of(written(other, "My-System_x8/Server/llama2-70b.py", SERVER)).min_duration == 60.0
 
 
-def test_an_error_about_a_path_says_which_file_set_it(top: Path) -> None:
+def test_an_error_about_a_path_names_the_file_that_set_it(top: Path) -> None:
     config = config_of(top / "configs/My-System_x8/Offline/llama2-70b.py")
     message = config.explain(
         ConfigError("data set build/preprocessed_data/mine does not exist", about=["dataset_path"])
@@ -292,7 +292,7 @@ def test_neighbours_of_the_same_name_in_two_folders(tmp_path: Path) -> None:
         assert config_of(folder / "a.py").seed == seed
 
 
-def test_what_has_no_effect_is_said(top: Path) -> None:
+def test_options_without_effect_are_listed(top: Path) -> None:
     path = top / "configs/My-System_x8/Offline/llama2-70b.py"
     config = config_of(path)
     assert (
@@ -387,7 +387,7 @@ def test_precision(precision: str, qformat: str, quantization: str) -> None:
         assert config.quantization == expected
 
 
-def test_precision_and_what_says_the_same(tmp_path: Path) -> None:
+def test_precision_and_equivalent_options(tmp_path: Path) -> None:
     """The higher source holds; two values of one source must agree."""
     path = tmp_path / "a.yaml"
     path.write_text("precision: fp8\n")

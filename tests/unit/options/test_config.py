@@ -281,13 +281,13 @@ def test_every_option(field: Any) -> None:
     for text in bad:
         with pytest.raises(ConfigError) as error:
             field.parse(text, f"--{field.name}")
-        shown = (text if len(text) <= 1000 else text[:1000] + "...") if text.strip() else repr(text)
-        assert str(error.value).startswith(f"--{field.name} {shown}: expected ")
+        quoted_text = (text if len(text) <= 1000 else text[:1000] + "...") if text.strip() else repr(text)
+        assert str(error.value).startswith(f"--{field.name} {quoted_text}: expected ")
         assert "``" not in str(error.value), "a docstring is no message"
 
 
 @pytest.mark.parametrize("option", ["--min_duration=", "--core_type=", "--mode= ", "--min_query_count="])
-def test_a_value_of_nothing_is_shown_as_such(option: str) -> None:
+def test_an_empty_value_is_quoted_in_the_error(option: str) -> None:
     name, _, value = option.partition("=")
     with pytest.raises(ConfigError, match=f"^{name} '{value}': "):
         parse_run([option])
@@ -387,7 +387,7 @@ def test_a_missing_value() -> None:
         parse_run([*DUMMY, "--seed"])
 
 
-def test_json_says_where_a_value_came_from() -> None:
+def test_json_has_the_source_of_each_value() -> None:
     json = parse_run([*DUMMY, "--seed", "3"]).to_json()
     assert json["seed"] == {"value": 3, "source": "command line"}
     assert json["top_k"] == {"value": 0, "source": "default"}
@@ -439,7 +439,7 @@ def test_serve_computes_a_prompt_longer_than_a_step_in_several() -> None:
     assert not parse_run([]).enable_chunked_context
 
 
-def test_a_key_is_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_api_key_is_printed_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A key is not in config.json, not in the difference of two ranks, and not in a repr."""
     monkeypatch.setenv("MPILLM_API_KEY", "sesame")
     config = parse_serve(DUMMY)

@@ -67,7 +67,7 @@ def test_the_reference_skeleton(tmp_path: Path, name: str, text: str) -> None:
     assert (triton.num_servers, triton.streaming) == (1, False)
 
 
-def test_every_value_says_its_line(tmp_path: Path) -> None:
+def test_every_value_has_its_line(tmp_path: Path) -> None:
     python = written(tmp_path, "mine.py", HEAD + IN_LLAMA2)
     lines = (HEAD + IN_LLAMA2).splitlines()
     json = config_of(python, "--triton_num_servers", "4").to_json()
@@ -226,11 +226,13 @@ def test_values_of_every_kind_of_python(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "seconds"),
+    ("duration", "seconds"),
     [("600000", 600), ("1200000.0", 1200), ("'2400000'", 2400), ("'600s'", 600), ("'10min'", 600), ("0", 0)],
 )
-def test_min_duration_counts_milliseconds_in_nvidias_form(tmp_path: Path, said: str, seconds: float) -> None:
-    config = config_of(written(tmp_path, "mine.py", f"{REGISTERED}    min_duration = {said}\n"))
+def test_min_duration_counts_milliseconds_in_nvidias_form(
+    tmp_path: Path, duration: str, seconds: float
+) -> None:
+    config = config_of(written(tmp_path, "mine.py", f"{REGISTERED}    min_duration = {duration}\n"))
     assert config.min_duration == seconds
     assert config_of(tmp_path / "mine.py", "--min_duration", "30").min_duration == 30, (
         "the command line counts seconds"
@@ -289,17 +291,17 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    said=st.sets(st.sampled_from(["workload", "generation", "file", "command line"])),
+    chosen=st.sets(st.sampled_from(["workload", "generation", "file", "command line"])),
     kind=st.sampled_from(["python", "yaml"]),
 )
 @pytest.mark.long
-def test_every_combination_of_sources(sources: dict[str, list[str]], said: set[str], kind: str) -> None:
-    argv = [word for source in said for word in sources[kind if source == "file" else source]]
+def test_every_combination_of_sources(sources: dict[str, list[str]], chosen: set[str], kind: str) -> None:
+    argv = [word for source in chosen for word in sources[kind if source == "file" else source]]
     config = parse_run(["--core_type", "dummy", *argv])
     top_k = {"command line": 4, "file": 3, "generation": 2}
     length = {"command line": 44, "file": 33, "generation": 22, "workload": 16}
-    assert config.top_k == next((value for source, value in top_k.items() if source in said), 0)
-    first = next((source for source in length if source in said), "default")
+    assert config.top_k == next((value for source, value in top_k.items() if source in chosen), 0)
+    first = next((source for source in length if source in chosen), "default")
     assert config.max_output_len == length.get(first, 128)
     in_file = f"{sources[kind][1]}:{2 if kind == 'yaml' else 5}"
     where = {

@@ -438,7 +438,7 @@ def test_help_of_dependencies() -> None:
     assert text.index("build:") < text.index("--mine") < text.index("harness:") < text.index("--theirs")
 
 
-def test_an_operation_that_is_bound_depends_on_what_it_says() -> None:
+def test_a_bound_operation_has_its_declared_dependencies() -> None:
     first, second = Field("first"), Field("second")
 
     @bind(first)

@@ -25,7 +25,7 @@ def test_an_option_may_have_its_own_group_and_effect() -> None:
     assert (_Of.label.name, _Of.label.group, _Of.label.effect) == ("label", "kitchen", EVERYWHERE)
 
 
-def test_a_field_keeps_what_it_says() -> None:
+def test_a_field_keeps_its_declared_values() -> None:
     assert (_Of.heat.name, _Of.heat.group, _Of.heat.effect) == ("heat_of_oven", "stove", EVERYWHERE)
 
 

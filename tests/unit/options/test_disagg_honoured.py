@@ -240,7 +240,7 @@ def test_a_half_names_its_own_settings_alone(file: Path, half: str) -> None:
     assert of.kv_transfer_timeout_ms == {"context": 60_000, "generation": 77}[half]
 
 
-def test_a_whole_server_keeps_as_many_metrics_as_the_yaml_tells_its_leader(file: Path) -> None:
+def test_a_whole_server_keeps_as_many_metrics_as_the_yaml_sets(file: Path) -> None:
     file.write_text(json.dumps({"perf_metrics_max_requests": 9, "executors": {}}))
     config = parse_serve([*DUMMY, "--disagg_config", str(file)])
     assert config.perf_metrics_max_requests == 9
@@ -264,15 +264,15 @@ def test_guesses_for_a_workload_that_may_have_none_are_refused(file: Path) -> No
     assert "no effect on the dummy core: speculative_config" in line
 
 
-def test_plan_says_what_run_says(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = check_yaml(
+def test_plan_prints_the_same_notes_as_run(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    notes = check_yaml(
         given(file, core=DUMMY, num_workers=2, context_servers={"stream_interval": 2}, generation_servers={})
     )
-    assert len(said) == 2
+    assert len(notes) == 2
     assert main(["plan", *DUMMY, "--disagg_config", str(file)]) == 0
-    assert capsys.readouterr().out.endswith("".join(f"  {line}\n" for line in said))
+    assert capsys.readouterr().out.endswith("".join(f"  {line}\n" for line in notes))
     assert main(["plan", *DUMMY, "--disagg_config", str(file), "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["notes"] == said
+    assert json.loads(capsys.readouterr().out)["notes"] == notes
 
 
 def test_what_only_trtllms_servers_take_is_read_and_not_run(
@@ -304,7 +304,7 @@ def test_routers_that_are_policies_of_ours_are_taken_and_others_leave_the_choice
     ]
 
 
-def test_the_router_for_cached_prompts_takes_its_arguments_and_says_what_it_lacks(file: Path) -> None:
+def test_the_router_for_cached_prompts_takes_its_arguments_and_names_unused_ones(file: Path) -> None:
     router = {"type": "KV_Cache_Aware", "max_batch_size": 8, "use_tokens": True}
     config = given(
         file,
@@ -328,7 +328,7 @@ def test_the_router_for_cached_prompts_takes_its_arguments_and_says_what_it_lack
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         (
             {"context_parallel_size": 2},
@@ -354,14 +354,14 @@ def test_the_router_for_cached_prompts_takes_its_arguments_and_says_what_it_lack
         ),
     ],
 )
-def test_what_would_be_another_measurement_without_it_is_refused(
-    file: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any], said: str
+def test_values_that_would_change_the_measurement_are_refused(
+    file: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any], message: str
 ) -> None:
-    """As by `plan`. TensorRT-LLM's servers are free to have it."""
-    with pytest.raises(ConfigError, match=said):
+    """`plan` refuses them as well. TensorRT-LLM's servers may have them."""
+    with pytest.raises(ConfigError, match=message):
         check_yaml(given(file, core=TORCH, model="tiny-llama", executors=values))
     assert main(["plan", "--disagg_config", str(file)]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     sections = {"context_servers": values, "generation_servers": values}
     assert check_yaml(given(file, core=["--core_type", "trtllm_disagg"], model="m", **sections)) == []
     assert (

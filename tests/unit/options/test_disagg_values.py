@@ -111,21 +111,21 @@ def test_an_option_that_contradicts_another_source_names_both(
     file: Path, tmp_path: Path, name: str, source: str
 ) -> None:
     value, _ = VALUES[name]
-    options, said = [f"--{name}", OTHERS[name]], f"--{name} {OTHERS[name]}"
+    options, expected = [f"--{name}", OTHERS[name]], f"--{name} {OTHERS[name]}"
     if source == "file":
         mine = tmp_path / "mine.yaml"
         mine.write_text(f"scenario: Offline\n{name}: {OTHERS[name]}\n")
-        options, said = ["--config_file", str(mine)], f"{name} {OTHERS[name]} ({mine}:2)"
+        options, expected = ["--config_file", str(mine)], f"{name} {OTHERS[name]} ({mine}:2)"
     with pytest.raises(ConfigError) as error:
         given(file, *options, executors=section(**{name: value}))
     assert (
         str(error.value)
-        == f"{said}, but {file}: executors.{PLACES[name].name} is {value}: leave one of them out"
+        == f"{expected}, but {file}: executors.{PLACES[name].name} is {value}: leave one of them out"
     )
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (
             "--trtllm_runtime_flags max_num_tokens:66",
@@ -138,11 +138,13 @@ def test_an_option_that_contradicts_another_source_names_both(
         ),
     ],
 )
-def test_a_flag_says_what_its_option_says(file: Path, words: str, said: str) -> None:
+def test_a_flag_that_contradicts_the_yaml_is_refused_like_its_option(
+    file: Path, words: str, expected: str
+) -> None:
     content = section(max_num_tokens=55, max_batch_size=5, batch_scheduler_policy="MAX_UTILIZATION")
     with pytest.raises(ConfigError) as error:
         given(file, *words.split(), executors=content)
-    assert str(error.value).startswith(f"{said}, but {file}: executors.")
+    assert str(error.value).startswith(f"{expected}, but {file}: executors.")
 
 
 def test_the_environment_is_a_person_too(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +271,7 @@ def test_a_prompt_must_fit_every_section(file: Path, tmp_path: Path) -> None:
     assert len(load_samples(config, [None, None], lambda: tmp_path)[0]) == 1
 
 
-def test_ranks_that_read_other_yamls_are_told_of_its_value(file: Path) -> None:
+def test_ranks_with_different_yamls_get_both_values(file: Path) -> None:
     mine = given(file, executors=section(max_batch_size=5))
     theirs = given(file, executors=section(max_batch_size=6))
     assert mine.digest() != theirs.digest()

@@ -254,7 +254,7 @@ def test_our_cores_refuse(
     "flags",
     ["enable_batch_size_tuning:false", "dynamic_batch_moving_average_window:128", "max_num_tokens:none"],
 )
-def test_a_default_said_aloud_is_no_mistake(flags: str) -> None:
+def test_an_explicit_default_value_is_accepted(flags: str) -> None:
     found = parse_run([*TORCH, "--trtllm_runtime_flags", flags]).trtllm_runtime_flags
     assert {name: value for name, value in found.items() if value is not None} == LISTED
 
@@ -311,9 +311,11 @@ HIGHER = [source for source in Source if source is not Source.DEFAULT]
     gpu=st.none() | st.sampled_from(HIGHER),
     by_workload=st.booleans(),
 )
-def test_who_wins(option: Source | None, flag: Source | None, gpu: Source | None, by_workload: bool) -> None:
-    """Of the option, its flag and gpu_batch_size the one of the highest source wins, then the one named
-    first."""
+def test_the_highest_source_wins(
+    option: Source | None, flag: Source | None, gpu: Source | None, by_workload: bool
+) -> None:
+    """The value of the highest source wins. Of equal sources, the option precedes its flag, and the flag
+    precedes gpu_batch_size."""
     layers = Layers({Source.DEFAULT: default_values(FIELDS)})
     test = {"core_type": OptionValue("dummy"), "benchmarks": OptionValue(("llama2-70b",))}
     layers = layers.with_layer(Source.DEFAULT, test)
@@ -327,9 +329,9 @@ def test_who_wins(option: Source | None, flag: Source | None, gpu: Source | None
         sizes = {"llama2-70b": 3, "mixtral-8x7b": 4} if by_workload else 3
         layers = layers.with_layer(gpu, {"gpu_batch_size": OptionValue(sizes, gpu, "gpu")})
     values = layers.resolved()
-    stated = [(source, -n, n) for source, n in ((option, 1), (flag, 2), (gpu, 3)) if source is not None]
-    expected = max(stated)[2] if stated else None
+    candidates = [(source, -n, n) for source, n in ((option, 1), (flag, 2), (gpu, 3)) if source is not None]
+    expected = max(candidates)[2] if candidates else None
     assert values["max_batch_size"].value == expected
     assert values["trtllm_runtime_flags"].value.get("max_batch_size") == expected
-    if stated:
-        assert values["max_batch_size"].source == max(stated)[0]
+    if candidates:
+        assert values["max_batch_size"].source == max(candidates)[0]

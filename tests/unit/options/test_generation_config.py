@@ -81,12 +81,13 @@ def test_what_a_generation_config_of_hugging_face_leaves_to_the_workload(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("said", "count"), [({"use_stop_tokens": True}, True), ({"use_stop_tokens": False}, False), ({}, False)]
+    ("content", "count"),
+    [({"use_stop_tokens": True}, True), ({"use_stop_tokens": False}, False), ({}, False)],
 )
-def test_use_stop_tokens(tmp_path: Path, said: dict[str, Any], count: bool) -> None:
-    """`use_stop_tokens` says whether the workload's stop words count, unless a person sets some."""
+def test_use_stop_tokens(tmp_path: Path, content: dict[str, Any], count: bool) -> None:
+    """`use_stop_tokens` sets whether the workload's stop words count, unless the user sets some."""
     path = tmp_path / "gen.json"
-    path.write_text(json.dumps({"generation_config": said}))
+    path.write_text(json.dumps({"generation_config": content}))
     argv = [
         "--core_type",
         "dummy",
@@ -101,7 +102,7 @@ def test_use_stop_tokens(tmp_path: Path, said: dict[str, Any], count: bool) -> N
     assert parse_run([*argv, "--stop_words", "###"]).stop_words == ["###"]
 
 
-def test_a_run_generates_as_its_generation_config_says(tmp_path: Path) -> None:
+def test_a_run_uses_its_generation_config(tmp_path: Path) -> None:
     path = tmp_path / "gen.json"
     path.write_text(
         json.dumps(

@@ -67,7 +67,7 @@ def test_a_configuration_has_a_limit(reader: str, large: str, tmp_path: Path) ->
     ids=["a tag", "an alias", "a key twice", "a number", "no number", "merges", "merges 2", *"[-?{"],
 )
 @pytest.mark.long
-def test_what_is_wrong_is_said_soon_and_in_a_line(reader: str, text: str, tmp_path: Path) -> None:
+def test_an_error_comes_quickly_and_is_short(reader: str, text: str, tmp_path: Path) -> None:
     name, read = READERS[reader]
     path = tmp_path / name
     path.write_text(text)

@@ -122,7 +122,7 @@ def test_a_least_is_at_most_the_most(words: str, why: str, capsys: pytest.Captur
     assert why in capsys.readouterr().err
 
 
-def test_the_digest_tells_configurations_apart(tmp_path: Path) -> None:
+def test_the_digest_differs_between_configurations(tmp_path: Path) -> None:
     yaml = tmp_path / "disagg.yaml"
     yaml.write_text("executors: {num_instances: 1}\n")
     argv = [*DUMMY, "--disagg_config", str(yaml)]

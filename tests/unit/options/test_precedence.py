@@ -21,10 +21,10 @@ SOURCES = ("constructor", "command line", "environment", "context", "field defau
 def scenes(draw: st.DrawFn) -> dict[str, Any]:
     """Draw which sources set a value, and in how many nested contexts, for replaced and for merged values."""
     flags = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 9), min_size=1)
-    said = {source: draw(flags) for source in SOURCES if draw(st.booleans())}
+    by_source = {source: draw(flags) for source in SOURCES if draw(st.booleans())}
     outer = [draw(st.none() | flags) for _ in range(draw(st.integers(0, 3)))]
     return {
-        "said": said,
+        "by_source": by_source,
         "outer": outer,
         "merge": draw(st.booleans()),
         "in_context": draw(st.booleans()) or bool(outer),
@@ -36,12 +36,13 @@ def scenes(draw: st.DrawFn) -> dict[str, Any]:
 @given(scenes())
 def test_precedence(scene: dict[str, Any]) -> None:
     """The configurator agrees with a model of the order in four lines."""
-    said, strategy = (
-        scene["said"],
+    by_source, strategy = (
+        scene["by_source"],
         AutoConfStrategy.DictUpdate if scene["merge"] else AutoConfStrategy.Replace,
     )
     text = {
-        source: ",".join(f"{key}:{value}" for key, value in values.items()) for source, values in said.items()
+        source: ",".join(f"{key}:{value}" for key, value in values.items())
+        for source, values in by_source.items()
     }
     field = Field(
         "precedence_flags",
@@ -49,7 +50,7 @@ def test_precedence(scene: dict[str, Any]) -> None:
         from_environ="MPILLM_TEST_FLAGS",
         disallow_argparse=False,
         autoconf_strategy=strategy,
-        default=said.get("field default"),
+        default=by_source.get("field default"),
     )
 
     @autoconfigure
@@ -58,26 +59,26 @@ def test_precedence(scene: dict[str, Any]) -> None:
         def __init__(self, flags: dict[str, Any] | None = None) -> None:
             self.flags = flags
 
-    environ = {"MPILLM_TEST_FLAGS": text["environment"]} if "environment" in said else {}
-    options = {"precedence_flags": text["command line"]} if "command line" in said else {}
+    environ = {"MPILLM_TEST_FLAGS": text["environment"]} if "environment" in by_source else {}
+    options = {"precedence_flags": text["command line"]} if "command line" in by_source else {}
     innermost = Configuration(
-        {field: said["context"]} if "context" in said else {},
+        {field: by_source["context"]} if "context" in by_source else {},
         options=options,
         environ=environ,
     )
 
     with contextlib.ExitStack() as stack:
         if scene["in_context"]:
-            # contexts around the innermost one say nothing, whatever is in them
+            # contexts around the innermost one have no effect
             for values in scene["outer"]:
                 stack.enter_context(Configuration({field: values} if values else {}).autoapply())
             stack.enter_context(innermost.autoapply())
-        found = (Thing(said["constructor"]) if "constructor" in said else Thing()).flags
+        found = (Thing(by_source["constructor"]) if "constructor" in by_source else Thing()).flags
 
-    layers = [said[source] for source in SOURCES[1:] if source in said]
+    layers = [by_source[source] for source in SOURCES[1:] if source in by_source]
     expected = None
     if layers:
         expected = dict(collections.ChainMap(*layers)) if scene["merge"] else layers[0]
     assert found == (
-        said["constructor"] if "constructor" in said else expected if scene["in_context"] else None
+        by_source["constructor"] if "constructor" in by_source else expected if scene["in_context"] else None
     )

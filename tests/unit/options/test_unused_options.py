@@ -44,7 +44,7 @@ NAMES_A_FILE = ("config_file", "llm_gen_config_path", "core_type")
 
 
 @pytest.mark.long
-def test_every_option_has_an_effect_or_is_told_of_for_every_command_and_core() -> None:
+def test_every_option_has_an_effect_or_is_reported_for_every_command_and_core() -> None:
     made = table()
     for name, commands in made.items():
         effects = [what for cores in commands.values() for what in cores.values()]
@@ -55,7 +55,7 @@ def test_every_option_has_an_effect_or_is_told_of_for_every_command_and_core() -
                 "power_setting",
                 "config_suffix",
             )
-            assert ("effect" in effects) == used, f"{name}: nobody uses it, or its declaration is wrong"
+            assert ("effect" in effects) == used, f"{name}: it is unused, or its declaration is wrong"
         if "error" in commands["run"].values() and name not in (*NAMES_A_FILE, *SETS_THE_CORE):
             assert BY_NAME[name].effect.measured, name
             assert "error" not in commands["generate-engines"].values(), f"{name}: a stage measures nothing"
@@ -175,7 +175,7 @@ def test_what_cannot_change_the_measurement_is_a_line_for_each_reason() -> None:
     assert check_unused(on("torch", "--beam_width", "1"), RUN) == []
 
 
-def test_answers_of_a_stated_length_are_not_cut_short_in_silence() -> None:
+def test_answers_of_an_explicit_length_are_not_cut_short_silently() -> None:
     synthetic = (*DUMMY, "--dataset=synthetic")
     with pytest.raises(ConfigError, match=r"--output_mean 500.0 is more than max_output_len 128 \(default\)"):
         parse_run([*synthetic, "--output_mean=500"])
@@ -194,10 +194,10 @@ def test_ports_of_a_yaml_that_is_made_are_for_a_run_that_makes_one() -> None:
 
 
 @pytest.mark.parametrize("core", ["trtllm_endpoint", "trtllm_disagg", "triton_grpc"])
-def test_what_describes_a_server_that_a_run_does_not_start_is_told_of(
+def test_options_of_a_server_that_a_run_does_not_start_are_reported(
     core: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is the server's, from whoever started it: no error, as a stage before the run may have used it."""
+    """Not an error: a stage before the run may have used them."""
     sizes = (
         ("ctx_tp_size", "gen_pp_size")
         if core == "trtllm_disagg"
@@ -218,7 +218,7 @@ def test_what_describes_a_server_that_a_run_does_not_start_is_told_of(
     assert check_unused(parse_run(ours), RUN) == []
 
 
-def test_flags_of_a_server_that_a_run_does_not_start_are_told_of() -> None:
+def test_flags_of_a_server_that_a_run_does_not_start_are_reported() -> None:
     flags = "--trtllm_runtime_flags=num_postprocess_workers:4,max_concurrency:8"
     (line,) = check_unused(on("trtllm_endpoint", flags), RUN)
     assert line.endswith("settings): command line: trtllm_runtime_flags num_postprocess_workers 4")
@@ -228,7 +228,7 @@ def test_flags_of_a_server_that_a_run_does_not_start_are_told_of() -> None:
     assert check_unused(on("triton_grpc", triton), "run-llm-server") == []
 
 
-def test_what_tells_a_client_how_much_its_server_takes_has_its_effect() -> None:
+def test_limits_of_its_server_have_an_effect_on_a_client() -> None:
     flags = "--trtllm_build_flags=enable_attention_dp:true"
     assert (
         check_unused(on("trtllm_endpoint", flags, "--tensor_parallelism=2", "--max_batch_size=3"), RUN) == []
@@ -295,8 +295,8 @@ def test_a_file_may_hold_more_than_a_core_of_the_command_line_uses(tmp_path: Pat
     assert len(check_unused(parse_run(words), RUN)) == 1, "the flags of TensorRT-LLM are for whatever core"
 
 
-def test_a_file_with_the_values_of_another_scenario_is_told_of(tmp_path: Path) -> None:
-    """Submitters copy files between scenarios, and NVIDIA's harness takes them."""
+def test_values_of_another_scenario_in_a_file_are_reported(tmp_path: Path) -> None:
+    """Submitters copy files between scenarios, and NVIDIA's harness accepts them."""
     file = tmp_path / "mine.yaml"
     file.write_text("scenario: SingleStream\ncore_type: dummy\nserver_target_qps: 9\n")
     (line,) = check_unused(parse_run(["--config_file", str(file)]), RUN)
@@ -305,7 +305,7 @@ def test_a_file_with_the_values_of_another_scenario_is_told_of(tmp_path: Path) -
         parse_run(["--config_file", str(file), "--server_target_qps", "8"])
 
 
-def test_a_yaml_of_others_is_told_of(tmp_path: Path) -> None:
+def test_unused_values_of_a_yaml_are_reported(tmp_path: Path) -> None:
     file = tmp_path / "disagg.yaml"
     file.write_text('{"executors": {"speculative_config": {"decoding_type": "NGram"}, "max_batch_size": 3}}')
     assert check_unused(on("dummy", "--disagg_config", str(file)), RUN) == [
@@ -331,7 +331,7 @@ def test_one_string_of_options_serves_all_stages(capsys: pytest.CaptureFixture[s
     assert "has no effect on the dummy core" in capsys.readouterr().err
 
 
-def test_serve_tells_of_options_of_runs() -> None:
+def test_serve_reports_options_of_runs() -> None:
     assert check_unused(parse_serve([*DUMMY, "--min_duration", "5"]), "serve") == [
         "no effect on serve (it is for run): --min_duration 5.0"
     ]

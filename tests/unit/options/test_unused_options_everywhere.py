@@ -133,16 +133,19 @@ def test_commands_that_start_runs_refuse_what_a_run_would(
             expected = outcome(field, words)
             if expected.startswith("refused"):
                 continue
-            with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()):
+            with (
+                contextlib.redirect_stderr(io.StringIO()) as stderr,
+                contextlib.redirect_stdout(io.StringIO()),
+            ):
                 try:
                     code = main(COMMANDS[command](words))
                 except Began:
                     code = 0
-            named_in_vain = f"{field.name} " in said.getvalue() and "has no effect" in said.getvalue()
+            named_in_vain = f"{field.name} " in stderr.getvalue() and "has no effect" in stderr.getvalue()
             assert (code == 2 and named_in_vain) == (expected == "error"), (
                 field.name,
                 words,
-                said.getvalue(),
+                stderr.getvalue(),
             )
 
 
@@ -157,15 +160,15 @@ def test_commands_that_start_runs_refuse_what_a_run_would(
         ("--traffic_distribution_policy=kv_cache_aware", 0),
     ],
 )
-def test_advise_says_what_it_does_not_simulate(
+def test_advise_names_options_that_it_does_not_simulate(
     word: str, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Or refuses it: its figures would be those of another test."""
+    """Or it refuses the option, because the figures would be those of another test."""
     with contextlib.suppress(Began):
         assert main(["advise", "--model_path=tiny-llama", word]) == 2 == code
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     expected = "cannot simulate it" if code else "not simulated; predictions are of runs without it"
-    assert expected in " ".join(f"{said.out} {said.err}".split()), said
+    assert expected in " ".join(f"{output.out} {output.err}".split()), output
 
 
 def test_a_load_test_takes_its_own_options_alone(capsys: pytest.CaptureFixture[str]) -> None:

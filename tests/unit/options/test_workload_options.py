@@ -50,8 +50,8 @@ def test_a_name_with_an_accuracy_target_and_another_one() -> None:
 
 def test_interactive_is_a_form_of_the_workload() -> None:
     for name in ("llama2-70b", "llama3.1-405b", "llama3.1-8b"):
-        for said in (name, f"{name}-interactive", f"{name}-99"):
-            config = parse_run([*DUMMY, f"--benchmarks={said}", "--scenarios=Interactive"])
+        for benchmark in (name, f"{name}-interactive", f"{name}-99"):
+            config = parse_run([*DUMMY, f"--benchmarks={benchmark}", "--scenarios=Interactive"])
             assert (config.benchmark, config.scenario) == (f"{name}-interactive", "Server")
             assert config.where("scenarios") == "command line: scenarios Interactive"
             assert config.workload is not None and config.workload.loadgen_model.endswith("-interactive")

@@ -88,8 +88,8 @@ def test_mlcommons_client(load: LoadSpec) -> None:
     assert online["type"] == "online" and online["settings"]["load_pattern"]["target_qps"] == 4.5
     assert online["endpoint_config"]["endpoints"] == ["http://a:1", "http://b:2"]
     assert config(replace(load, concurrency=2))["settings"]["load_pattern"]["target_concurrency"] == 2
-    asked = config(replace(load, min_duration_ms=600_000, all_chunks=True))["settings"]
-    assert asked["runtime"]["min_duration_ms"] == 600_000 and asked["client"]["stream_all_chunks"]
+    settings = config(replace(load, min_duration_ms=600_000, all_chunks=True))["settings"]
+    assert settings["runtime"]["min_duration_ms"] == 600_000 and settings["client"]["stream_all_chunks"]
     assert config(replace(load, ignoring=[True, True]))["model_params"]["min_new_tokens"] == 8
 
 
@@ -170,7 +170,7 @@ def test_report_of_aiperf(load: LoadSpec) -> None:
 def test_report_of_mlcommons_client(load: LoadSpec) -> None:
     folder = load.folder / "inference-endpoint"
     (folder / "performance").mkdir(parents=True)
-    told = {"avg": 5e6, "percentiles": {"50.0": 5e6, "90.0": 6e6, "99.0": 7e6}}
+    ttft = {"avg": 5e6, "percentiles": {"50.0": 5e6, "90.0": 6e6, "99.0": 7e6}}
     summary: dict[str, Any] = {
         "version": "0.1.0",
         "git_sha": None,
@@ -180,7 +180,7 @@ def test_report_of_mlcommons_client(load: LoadSpec) -> None:
         "duration_ns": 2 * 10**9,
         "state": "complete",
         "complete": True,
-        "ttft": told,
+        "ttft": ttft,
         "tpot": {"early_stopping_percentiles": {}},
         "latency": {"avg": 5e6, "percentiles": {"50": 5e6, "90": 6e6, "99": 7e6}},  # another version's keys
         "output_sequence_lengths": {"total": 11},
@@ -230,7 +230,9 @@ def test_report_of_mlcommons_client(load: LoadSpec) -> None:
     (folder / "events.jsonl").write_text(text)
     found = checked(kind_of("inference-endpoint").read(load), 2)
     assert found.latencies["tpot_ms"] == {"mean": 0.0, "p50": 0.0, "p90": 0.0, "p99": 0.1}
-    assert found.requests[0].tpot == 0.0, "it was told whole, and noted the end before the first token"
+    assert found.requests[0].tpot == 0.0, (
+        "the answer came in one piece; its end was recorded before its first token"
+    )
 
 
 def test_report_of_vllm(load: LoadSpec) -> None:
@@ -262,7 +264,7 @@ def test_report_of_vllm(load: LoadSpec) -> None:
 
 
 def test_report_of_guidellm(load: LoadSpec) -> None:
-    def told(value: float) -> dict[str, Any]:
+    def metric(value: float) -> dict[str, Any]:
         percentiles = {"p50": value, "p90": value, "p99": value}
         return {"successful": {"mean": value, "total_sum": 8 * value, "percentiles": percentiles}}
 
@@ -273,10 +275,10 @@ def test_report_of_guidellm(load: LoadSpec) -> None:
         "duration": 2.0,
         "metrics": {
             "request_totals": {"successful": 1, "errored": 1, "incomplete": 1, "total": 3},
-            "output_token_count": told(1.0),
-            "time_to_first_token_ms": told(100.0),
-            "inter_token_latency_ms": told(5.0),
-            "request_latency": told(0.5),
+            "output_token_count": metric(1.0),
+            "time_to_first_token_ms": metric(100.0),
+            "inter_token_latency_ms": metric(5.0),
+            "request_latency": metric(0.5),
         },
         "requests": {"successful": [row | {"info": {"error": None}}], "errored": [bad]},
     }
@@ -356,7 +358,7 @@ def test_without_a_report(load: LoadSpec, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "says"),
+    ("lines", "message"),
     [
         ([b"{}"] * 100_049, ": more than 100,048 lines, for 3 requests"),
         ([b"{}", b'{"data": "' + b"x" * (16 << 20) + b'"}'], ":2: a line of more than 16,777,216 bytes"),
@@ -365,13 +367,13 @@ def test_without_a_report(load: LoadSpec, name: str) -> None:
         ([b"\xff"], ":1: not a JSON object"),
     ],
 )
-def test_what_a_client_leaves_of_its_requests_is_read_with_bounds(
-    load: LoadSpec, lines: list[bytes], says: str
+def test_a_client_s_request_records_are_read_with_bounds(
+    load: LoadSpec, lines: list[bytes], message: str
 ) -> None:
-    """A line without end, or lines without end, took all memory."""
+    """An endless line, or an endless number of lines, would take all memory."""
     path = load.folder / "events.jsonl"
     path.write_bytes(b"\n".join(lines))
-    with pytest.raises(ConfigError, match=re.escape(f"{path}{says}")):
+    with pytest.raises(ConfigError, match=re.escape(f"{path}{message}")):
         list(kind.read_lines(path, len(load.order)))
 
 
@@ -403,7 +405,7 @@ def test_a_line_nested_deep_is_named(load: LoadSpec) -> None:
 
 
 @pytest.mark.parametrize("name", ["no_proxy", "NO_PROXY"])
-def test_a_proxy_of_the_environment_is_not_asked_for_servers_of_the_run(
+def test_servers_of_the_run_are_reached_without_a_proxy(
     load: LoadSpec, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for each in ("no_proxy", "NO_PROXY", "http_proxy", "HTTP_PROXY"):

@@ -48,7 +48,7 @@ def test_sglang() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "expected"),
     [
         ("ValueError: Not enough memory. Please try to increase --mem-fraction-static.", "gets no memory"),
         ("Exception: Capture cuda graph failed: CUDA error: out of memory", "could not be captured"),
@@ -58,9 +58,9 @@ def test_sglang() -> None:
         ("max_total_num_tokens=20000, chunked_prefill_size=4096", ""),
     ],
 )
-def test_what_sglang_s_log_means(line: str, said: str) -> None:
+def test_sglang_s_log_is_explained(line: str, expected: str) -> None:
     found = kind_of("sglang").explain(line)
-    assert said in found and bool(said) == bool(found)
+    assert expected in found and bool(expected) == bool(found)
 
 
 def test_sglang_computes_whole_prompts_of_a_step_s_tokens() -> None:
@@ -133,7 +133,7 @@ def test_values_that_a_kind_can_not_take_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "expected"),
     [
         ("torch.OutOfMemoryError: CUDA out of memory. Tried", "too little memory"),
         (
@@ -147,9 +147,9 @@ def test_values_that_a_kind_can_not_take_are_named() -> None:
         ("all is well", ""),
     ],
 )
-def test_what_a_log_means(line: str, said: str) -> None:
+def test_vllm_s_log_is_explained(line: str, expected: str) -> None:
     found = kind_of("vllm").explain(f"before\n{line}\nafter")
-    assert said in found and bool(found) == bool(said)
+    assert expected in found and bool(found) == bool(expected)
 
 
 # --- --acceptance_length ---

@@ -69,13 +69,13 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def lines(kind: str, args: str = "", **options: str) -> list[str]:
-    stated = {
+    values = {
         "server": kind,
         "model_path": "/models/it",
         **({"server_args": args} if args else {}),
         **options,
     }
-    config = RunConfig(layers_of(stated, FIELDS))
+    config = RunConfig(layers_of(values, FIELDS))
     plan = disagg.plan(disagg.generate("aggregated", 2), 2, ["a", "a"], 1)
     return [
         line for line in server_lines(plan, server_specs(config, plan, {})) if line.startswith("--server")

@@ -32,5 +32,5 @@ def test_shares(scenario: str, tmp_path: Path) -> None:
     assert found["samples_per_second"] == {"run": 50, "harness": 1000, "share": 0.05 if offline else None}
     table = format_certificate(found)
     assert "20.000 ms       1.000 ms  5.00 %" in table and "5.00 %" in table
-    said = "20.0 times as fast" if offline else "LoadGen gives the rate in this scenario"
-    assert said in table
+    expected = "20.0 times as fast" if offline else "LoadGen gives the rate in this scenario"
+    assert expected in table

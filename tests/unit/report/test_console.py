@@ -32,7 +32,7 @@ def test_steady_state_progress(steady: bool) -> None:
 BUSY = TotalMetrics(12_900.4, 13_420.0, 45_178.0, 0.4, 64, 96, 0.431)
 
 
-def test_what_the_instances_compute_is_shown_before_anything_is_answered() -> None:
+def test_progress_of_instances_is_printed_before_the_first_answer() -> None:
     assert progress_lines(LoadProgress(0, 160, 0, 106.2), BUSY) == [
         "  test    [........................] 0/160 samples  0.0/s  106 s",
         "    out 12.9k tok/s (now 13.4k)  in 45.2k (0.4)  run 64  wait 96  kv 43%",
@@ -84,8 +84,8 @@ def test_progress_fits_80_columns(n: int) -> None:
         assert len(lines) == 2 and max(map(len, lines)) <= 80
 
 
-def test_a_phase_that_takes_long_says_what_ranks_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a log less and less often; ranks that say the same share it, and a phase begins anew."""
+def test_a_long_phase_prints_the_activity_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log gets it at growing intervals, which restart in each phase. Ranks with the same text share it."""
     out = io.StringIO()
     console = Console(out)
     awaited = {"waiting for http://a:1: connection refused": [2, 3, 4], "": [1], "reading": [5], "x": [6]}
@@ -96,11 +96,11 @@ def test_a_phase_that_takes_long_says_what_ranks_do(monkeypatch: pytest.MonkeyPa
     console.waiting("warmup", 30.0, {})
     for seconds in (2.0, 3.0):
         console.waiting("drain", seconds, {"": [2, 3, 4]}, {1: "h1", 2: "h1", 3: "h2", 4: "h2"})
-    said = "ranks 2-4: waiting for http://a:1: connection refused; rank 1: not done; and 2 more"
+    activity = "ranks 2-4: waiting for http://a:1: connection refused; rank 1: not done; and 2 more"
     assert out.getvalue().splitlines() == [
-        f"  load    after 3 s  {said}",
-        f"  load    after 9 s  {said}",
-        f"  load    after 27 s  {said}",
+        f"  load    after 3 s  {activity}",
+        f"  load    after 9 s  {activity}",
+        f"  load    after 27 s  {activity}",
         "  warmup  after 3 s  rank 1: not done",
         "  drain   after 3 s  rank 2 on h1 and host h2 (ranks 3-4): not done",
     ]
@@ -110,7 +110,7 @@ def test_a_phase_that_takes_long_says_what_ranks_do(monkeypatch: pytest.MonkeyPa
     console = Console(out)
     for half_s in range(2, 9):
         console.waiting("load", half_s / 2, {"waiting for b\nuntil then": [1, 2], "for c\nuntil then": [3]})
-    assert out.getvalue().count("until then") == 1, "what else to know is told once"
+    assert out.getvalue().count("until then") == 1, "further lines of a text are printed once"
     assert out.getvalue().count("ranks 1-2: waiting for b; rank 3: for c") == 7
     out = io.StringIO()
     console = Console(out)

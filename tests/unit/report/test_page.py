@@ -107,7 +107,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_person_reads_verdict_bottleneck_limits_and_cost(run: Path) -> None:
-    said = words(write_page(run, price_per_gpu_hour=3.6))
+    text = words(write_page(run, price_per_gpu_hour=3.6))
     for part in (
         "INVALID a run <&>",
         "LoadGen does not accept this test. Not satisfied: latency limits. TTFT: <b>too slow</b>",
@@ -122,8 +122,8 @@ def test_a_person_reads_verdict_bottleneck_limits_and_cost(run: Path) -> None:
         "decode 2,700 J",
         "core_type torch command line",
     ):
-        assert part in said
-    assert "What is missing" not in said
+        assert part in text
+    assert "What is missing" not in text
 
 
 def test_the_price_is_that_of_all_gpus_of_a_server(tmp_path: Path) -> None:
@@ -137,17 +137,17 @@ def test_the_price_is_that_of_all_gpus_of_a_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("knows_steps", "share"), [(True, "computing"), (False, "holding requests")])
-def test_the_table_says_what_an_instance_s_share_is_of(run: Path, knows_steps: bool, share: str) -> None:
+def test_the_table_names_the_meaning_of_an_instance_s_share(run: Path, knows_steps: bool, share: str) -> None:
     """The busy share of result.json, as printed, is that with requests: another figure if steps are known."""
     telemetry = json.loads((run / "telemetry.json").read_text())
     for noted_there in telemetry["ranks"].values():
         noted_there["knows_steps"] = knows_steps
     write(run / "telemetry.json", telemetry)
-    said = words(write_page(run))
-    assert f" tokens {share} requests waited" in said and " busy " not in said
+    text = words(write_page(run))
+    assert f" tokens {share} requests waited" in text and " busy " not in text
 
 
-def test_the_page_says_what_ran_how_to_repeat_it_and_what_next(run: Path) -> None:
+def test_the_page_has_the_configuration_the_command_and_the_next_step(run: Path) -> None:
     cpu = {"model": "EPYC", "cores": 64}
     gpus = [{"name": "H200"}] * 2
     machine = {"cpu": cpu, "memory_bytes": 512e9, "gpus": gpus}
@@ -171,7 +171,7 @@ def test_the_page_says_what_ran_how_to_repeat_it_and_what_next(run: Path) -> Non
         }.items()
     }
     write(run / "config.json", config | {"quantization": {"value": "auto", "source": "default"}})
-    said = words(write_page(run))
+    text = words(write_page(run))
     for part in (
         "hardware 2 nodes: EPYC, 64 cores, 512 GB, 2 x H200",
         "precision dtype bfloat16, quantization auto (auto: as the checkpoint)",
@@ -180,7 +180,7 @@ def test_the_page_says_what_ran_how_to_repeat_it_and_what_next(run: Path) -> Non
         "repeat it python -m mpillm mpirun -n 3 run --scenarios Server --core_type torch",
         "next Find the highest VALID rate: python -m mpillm find-max-qps -n 3 --core_type torch",
     ):
-        assert part in said, part
+        assert part in text, part
 
 
 def test_the_page_names_tokens_that_were_counted_from_text(run: Path) -> None:
@@ -234,8 +234,8 @@ def test_an_instance_with_a_gap_between_its_ranks(tmp_path: Path) -> None:
     ranks += [{"rank": r, "roles": ["executor"], "node": "n0", "instance": (r - 1) % 2} for r in (1, 2, 3, 4)]
     write(path / "plan.json", {"world_size": 5, "ranks": ranks})
     write(path / "telemetry.json", {"ranks": {str(rank): noted(EMPTY) for rank in range(5)}})
-    said = words(write_page(path))
-    assert "executor 0 ranks 1, 3" in said and "executor 1 ranks 2, 4" in said
+    text = words(write_page(path))
+    assert "executor 0 ranks 1, 3" in text and "executor 1 ranks 2, 4" in text
     events = json.loads((path / "trace.json").read_text())["traceEvents"]
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert names == ["rank 0 harness", *(f"rank {r} executor {(r - 1) % 2}" for r in (1, 2, 3, 4))]
@@ -245,9 +245,9 @@ def test_an_instance_with_a_gap_between_its_ranks(tmp_path: Path) -> None:
 def test_a_test_that_only_the_checks_refuse_needs_no_advice_of_loadgen(tmp_path: Path, scenario: str) -> None:
     result = {"status": "INVALID", "loadgen_result": "VALID", "scenario": scenario, "test_s": 10.0}
     result["server_checks"] = {"no_cached_prompts": "9 prompt tokens came from a prefix cache"}
-    said = words(write_page(make_run(tmp_path / "run", result=result)))
-    assert "Remove the cause of the refusal, then repeat it: python -m mpillm rerun" in said
-    assert "LoadGen's advice" not in said
+    text = words(write_page(make_run(tmp_path / "run", result=result)))
+    assert "Remove the cause of the refusal, then repeat it: python -m mpillm rerun" in text
+    assert "LoadGen's advice" not in text
 
 
 FILES = (
@@ -284,16 +284,16 @@ def folder(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [gone, cut, garbage, other, folder])
 @pytest.mark.parametrize("name", FILES)
-def test_a_broken_file_is_named_and_the_rest_is_shown(
+def test_a_broken_file_is_named_and_the_rest_is_on_the_page(
     run: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
     damage(run / name)
-    said = words(write_page(run))
-    assert "Files" in said
+    text = words(write_page(run))
+    assert "Files" in text
     if name != "config.json":
-        assert "core_type torch" in said
+        assert "core_type torch" in text
     if damage is not other and name != "mlperf_log_detail.txt":
-        assert re.search(rf"What is missing here .*{re.escape(name)}", said)
+        assert re.search(rf"What is missing here .*{re.escape(name)}", text)
     json.loads((run / "trace.json").read_text())
 
 
@@ -302,14 +302,14 @@ def test_a_killed_run_has_a_page(tmp_path: Path) -> None:
     path.mkdir()
     failure = {"rank": 2, "cause": "the process has ended", "traceback": ""}
     write(path / "result.json", {"status": "FAILED", "phase": "test", "failures": [failure]})
-    said = words(write_page(path))
+    text = words(write_page(path))
     for part in (
         "FAILED killed",
         "What went wrong in phase test",
         "rank 2: the process has ended",
         "plan.json is missing",
     ):
-        assert part in said
+        assert part in text
 
 
 def test_the_end_of_a_servers_log_keeps_its_lines(run: Path) -> None:
@@ -326,15 +326,15 @@ def test_the_end_of_a_servers_log_keeps_its_lines(run: Path) -> None:
     assert text.count("<pre>the end of server_0.log:\n  | INFO &lt;a&gt;\n  | INFO b</pre>") == 2
 
 
-def test_ctrl_c_is_said_and_no_failure(run: Path) -> None:
+def test_ctrl_c_is_not_a_failure(run: Path) -> None:
     result = json.loads((run / "result.json").read_text())
     failures = [{"rank": None, "cause": "interrupted (Ctrl-C)", "traceback": ""}]
     stopped = {"status": "FAILED", "phase": "test", "failures": failures, "samples": 330, "tokens": 0}
     write(run / "result.json", result | stopped)
-    said = words(write_page(run))
-    assert "STOPPED" in said and "Ctrl-C in phase test." in said
-    assert "mean 0 tokens" not in said  # they are counted at the end
-    assert "FAILED" not in said and "What went wrong" not in said
+    text = words(write_page(run))
+    assert "STOPPED" in text and "Ctrl-C in phase test." in text
+    assert "mean 0 tokens" not in text  # they are counted at the end
+    assert "FAILED" not in text and "What went wrong" not in text
 
 
 def test_a_test_of_less_than_a_second_lacks_nothing(run: Path) -> None:
@@ -411,7 +411,7 @@ def test_a_run_killed_with_rank_0_shows_what_it_had_written(run: Path) -> None:
     """No outcome and no telemetry: what ran, what instances computed, and the latencies of `requests.bin`."""
     for name in ("result.json", "telemetry.json"):
         (run / name).unlink()
-    said = words(write_page(run))
+    text = words(write_page(run))
     for part in (
         "no outcome",
         "llama2-70b · Offline · aggregated · core torch · 3 ranks",
@@ -420,8 +420,8 @@ def test_a_run_killed_with_rank_0_shows_what_it_had_written(run: Path) -> None:
         "Tokens generated",
         "Time to first token",
     ):
-        assert part in said
-    assert "bottleneck" not in said
+        assert part in text
+    assert "bottleneck" not in text
     charts = {one["name"]: one for one in json.loads(embedded((run / "report.html").read_text()))["charts"]}
     # The longest of the two first tokens, and the time of 8 tokens in 4 s.
     assert charts["cdf-ttft"]["x"][-1] == pytest.approx(1000)
@@ -432,8 +432,8 @@ def test_tokens_that_all_come_at_once_have_no_chart(run: Path) -> None:
     telemetry = json.loads((run / "telemetry.json").read_text())
     telemetry["cdf"]["tpot"] = {"ms": [0.0, 0.0], "share": [0.5, 1.0]}
     write(run / "telemetry.json", telemetry)
-    said = words(write_page(run))
-    assert "Time to first token %" in said and "Time per output token %" not in said
+    text = words(write_page(run))
+    assert "Time to first token %" in text and "Time per output token %" not in text
 
 
 @pytest.mark.parametrize(
@@ -456,19 +456,19 @@ def test_the_plan_marks_the_rank_that_failed(run: Path) -> None:
     result = json.loads((run / "result.json").read_text())
     failures = [{"rank": 2, "cause": "the process has ended"}]
     write(run / "result.json", result | {"status": "FAILED", "phase": "test", "failures": failures})
-    said = words(write_page(run))
-    assert "Failed: generation 1" in said and "generation 1 rank 2 failed" in said
-    assert "bottleneck" not in said
+    text = words(write_page(run))
+    assert "Failed: generation 1" in text and "generation 1 rank 2 failed" in text
+    assert "bottleneck" not in text
 
 
-def test_a_run_that_failed_in_its_test_says_that_it_has_no_lanes(run: Path) -> None:
+def test_a_run_that_failed_in_its_test_lists_its_missing_lanes(run: Path) -> None:
     telemetry = json.loads((run / "telemetry.json").read_text())
     write(run / "telemetry.json", telemetry | {"ranks": {}})
     result = json.loads((run / "result.json").read_text())
     write(run / "result.json", result | {"status": "FAILED", "phase": "test"})
-    said = words(write_page(run))
-    assert "What is missing here what each rank did, its CPU, memory and GPU: ranks report it when" in said
-    assert "Over time" in said and "bottleneck" not in said
+    text = words(write_page(run))
+    assert "What is missing here what each rank did, its CPU, memory and GPU: ranks report it when" in text
+    assert "Over time" in text and "bottleneck" not in text
 
 
 def test_a_server_lacks_nothing_that_servers_write(run: Path) -> None:
@@ -479,8 +479,8 @@ def test_a_server_lacks_nothing_that_servers_write(run: Path) -> None:
     result = json.loads((run / "result.json").read_text())
     write(run / "result.json", result | {"status": "SERVED"})
     (run / "timeline.jsonl").unlink()
-    said = words(write_page(run))
-    assert "What is missing" not in said and "Answered samples/s" in said
+    text = words(write_page(run))
+    assert "What is missing" not in text and "Answered samples/s" in text
     charts = json.loads(embedded((run / "report.html").read_text()))["charts"]
     assert [line["label"] for line in charts[0]["lines"]] == ["answered"]
 
@@ -503,14 +503,14 @@ def test_the_command_writes_pages_again(run: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("doubts", [["the queue grew: 300 queries/s offered, 179 answered"], []])
-def test_a_valid_test_with_doubts_is_not_shown_as_good(tmp_path: Path, doubts: list[str]) -> None:
+def test_a_valid_test_with_doubts_is_not_marked_as_good(tmp_path: Path, doubts: list[str]) -> None:
     rates = {"offered_per_second": 300.0, "answered_per_second": 179.0, "queue_grew": bool(doubts)}
     result = rates | {"doubts": doubts, "latency_limits": False}
-    shown = page(RunFiles.read(make_run(tmp_path / "run", scenario="Server", result=result)))
-    assert ('class="verdict valid"' in shown) == (not doubts)
-    assert ('class="verdict doubtful"' in shown) == bool(doubts)
-    assert all(f"Doubtful: {one}." in shown for one in doubts)
-    assert "300 queries/s offered, 179 answered" in shown and "No latency limit was set" in shown
+    html = page(RunFiles.read(make_run(tmp_path / "run", scenario="Server", result=result)))
+    assert ('class="verdict valid"' in html) == (not doubts)
+    assert ('class="verdict doubtful"' in html) == bool(doubts)
+    assert all(f"Doubtful: {one}." in html for one in doubts)
+    assert "300 queries/s offered, 179 answered" in html and "No latency limit was set" in html
 
 
 def test_a_test_that_servers_spoilt_is_refused_though_loadgen_accepts_it(tmp_path: Path) -> None:
@@ -522,28 +522,26 @@ def test_a_test_that_servers_spoilt_is_refused_though_loadgen_accepts_it(tmp_pat
         "server_checks": checks,
         "doubts": [cached, "disturbed"],
     }
-    shown = page(RunFiles.read(make_run(tmp_path / "run", result=result)))
-    assert 'class="verdict invalid"' in shown and "LoadGen accepts this test, but" in shown
-    assert "Not checked" not in shown
+    html = page(RunFiles.read(make_run(tmp_path / "run", result=result)))
+    assert 'class="verdict invalid"' in html and "LoadGen accepts this test, but" in html
+    assert "Not checked" not in html
     assert (
-        "Refused: 99 prompt tokens" in shown
-        and "Doubtful: 99" not in shown
-        and "Doubtful: disturbed" in shown
+        "Refused: 99 prompt tokens" in html and "Doubtful: 99" not in html and "Doubtful: disturbed" in html
     )
 
 
 @pytest.mark.parametrize("handed", [0, 3])
-def test_what_the_servers_do_not_say_stands_beside_the_verdict(tmp_path: Path, handed: int) -> None:
-    """A vLLM with --disable-log-stats was VALID, and only a null in result.json told what is not known."""
+def test_unchecked_conditions_are_beside_the_verdict(tmp_path: Path, handed: int) -> None:
+    """A test with unchecked conditions is VALID, such as with vLLM's --disable-log-stats."""
     checks = {"no_cached_prompts": None, "no_guesses": "", "contexts_arrived": None, "answer_lengths": None}
     result = {"status": "VALID", "server_checks": checks, "per_instance": [{"handed_over": handed}]}
-    told = [text.partition(":")[0] for text in unchecked(result)]
-    assert told == [
+    notes = [text.partition(":")[0] for text in unchecked(result)]
+    assert notes == [
         "whether prompts came from a prefix cache, which MLPerf forbids",
         *["whether generation servers got all KV caches, or computed prompts again"][:handed],
     ]
-    shown = page(RunFiles.read(make_run(tmp_path / "run", result=result)))
-    assert shown.count("Not checked: ") == len(told) and 'class="verdict valid"' in shown
+    html = page(RunFiles.read(make_run(tmp_path / "run", result=result)))
+    assert html.count("Not checked: ") == len(notes) and 'class="verdict valid"' in html
     assert unchecked({"server_checks": {"no_cached_prompts": ""}}) == unchecked({}) == []
 
 
@@ -594,13 +592,13 @@ def test_no_element_of_a_page_is_made_from_what_should_be_a_number(rich: Path, n
     """Or a flag, or another word: each value in turn."""
     honest = page(RunFiles.read(rich))
     before = json.loads((rich / name).read_text())
-    shown = 0
+    n_changed = 0
     for way in leaves(before):
         write(rich / name, replaced(before, way, EVIL))
         text = page(RunFiles.read(rich))
         check_made_of(text, honest)
-        shown += text != honest
-    assert shown > 0
+        n_changed += text != honest
+    assert n_changed > 0
 
 
 def test_the_page_names_the_clock_of_each_latency(run: Path) -> None:

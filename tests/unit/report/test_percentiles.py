@@ -52,8 +52,8 @@ CLIENT = {"name": "aiperf", "version": "0.13.0", "completed": 12, "asked": 12, "
 FEW = {"p50": 10.0, "p90": 20.0, "p99": None, "mean": 12.0}
 
 
-def test_what_is_unknown_is_printed_nowhere(tmp_path: Path) -> None:
-    """Neither on the console nor on the page, which say how many requests the percentile needs."""
+def test_an_unknown_percentile_is_printed_nowhere(tmp_path: Path) -> None:
+    """The console and the page print how many requests the percentile needs."""
     result = {
         "harness": CLIENT,
         "doubts": [],
@@ -74,6 +74,6 @@ def test_what_is_unknown_is_printed_nowhere(tmp_path: Path) -> None:
     assert rows["time to first token"] == "p50 10 ms  p90 20 ms  mean 12 ms  (p99 needs 100 requests)"
     assert rows["time per output token"] == "mean 4 ms"
     facts = Facts(RunFiles(tmp_path, result))
-    shown, table = tiles(facts, None), figures(facts)
-    assert "TTFT mean" in shown and "p99 needs 100 requests" in shown and "TTFT p99" not in shown
+    tile_text, table = tiles(facts, None), figures(facts)
+    assert "TTFT mean" in tile_text and "p99 needs 100 requests" in tile_text and "TTFT p99" not in tile_text
     assert "20\xa0ms</td><td>-</td><td>12\xa0ms</td>" in table.replace(' class="n"', "")

@@ -34,20 +34,20 @@ def result(path: Path) -> Any:
 
 def test_the_cause_is_in_the_result_and_on_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    said, _ = amend(leave(tmp_path, UNFINISHED), LOST, 5)
-    assert said == f"failed in phase 'warmup': {LOST.text}\n  see result.json and report.html beside it"
+    message, _ = amend(leave(tmp_path, UNFINISHED), LOST, 5)
+    assert message == f"failed in phase 'warmup': {LOST.text}\n  see result.json and report.html beside it"
     failures = [{"rank": None, "cause": LOST.text, "traceback": ""}]
     assert result(tmp_path) == UNFINISHED | {"failures": failures}
     assert LOST.text in (tmp_path / "report.html").read_text()
 
 
-def test_the_log_of_a_killed_rank_0_may_say_how(tmp_path: Path) -> None:
+def test_the_log_of_a_killed_rank_0_may_have_the_cause(tmp_path: Path) -> None:
     (tmp_path / "ranks").mkdir()
     (tmp_path / "ranks/rank_0000.log").write_text("Fatal Python error: Segmentation fault\n")
-    said, _ = amend(leave(tmp_path, UNFINISHED), Cause("rank 0 ended without an exit code", 0), 5)
+    message, _ = amend(leave(tmp_path, UNFINISHED), Cause("rank 0 ended without an exit code", 0), 5)
     (failure,) = result(tmp_path)["failures"]
     assert failure["rank"] == 0 and failure["cause"].splitlines()[1].startswith("SIGSEGV ended it")
-    assert "\n  SIGSEGV ended it" in said
+    assert "\n  SIGSEGV ended it" in message
 
 
 def test_a_server_that_lost_a_host_has_not_served(tmp_path: Path) -> None:
@@ -55,8 +55,8 @@ def test_a_server_that_lost_a_host_has_not_served(tmp_path: Path) -> None:
     assert (result(tmp_path)["status"], result(tmp_path)["exit_code"]) == ("FAILED", 5)
 
 
-def test_what_rank_0_has_said_is_repeated(tmp_path: Path) -> None:
-    """Mpirun drops what ranks print once it ends them."""
+def test_the_failure_that_rank_0_recorded_is_repeated(tmp_path: Path) -> None:
+    """Mpirun drops the output of ranks that it ends."""
     known = UNFINISHED | {"failures": [{"rank": 2, "cause": "no heartbeat", "traceback": ""}]}
     assert "warmup': rank 2: no heartbeat\n" in amend(leave(tmp_path, known), None, 5)[0]
     assert result(tmp_path) == known and (tmp_path / "report.html").exists()
@@ -75,19 +75,19 @@ def test_a_run_that_ended_well_stays_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]"])
 def test_damaged_files(tmp_path: Path, text: str) -> None:
     (tmp_path / "result.json").write_text(text)
-    said, code = amend(tmp_path, LOST, 5)
-    assert said.startswith(f"{LOST.text}\n  its files stay as they are: ") and code == 5
+    message, code = amend(tmp_path, LOST, 5)
+    assert message.startswith(f"{LOST.text}\n  its files stay as they are: ") and code == 5
     assert amend(tmp_path / "none", None, 5)[0].startswith("the run has failed\n")
 
 
-def test_one_of_the_ranks_says_that_rank_0_has_ended(tmp_path: Path) -> None:
+def test_one_of_the_ranks_reports_that_rank_0_has_ended(tmp_path: Path) -> None:
     """Under srun there is no launcher that could."""
     leave(tmp_path, UNFINISHED | {"failures": [{"rank": 0, "cause": GOES_ON, "traceback": ""}]})
     (tmp_path / POSTMORTEM_CLAIM).touch()
     assert amend_for_rank0(tmp_path, "h1", 7, 2, 5) == "", "another rank does"
     (tmp_path / POSTMORTEM_CLAIM).unlink()
-    said = amend_for_rank0(tmp_path, "h1", 7, 1, 5)
-    assert "'warmup': rank 0 on h1 (pid 7) ended without an exit code; rank 1 reports this" in said
+    message = amend_for_rank0(tmp_path, "h1", 7, 1, 5)
+    assert "'warmup': rank 0 on h1 (pid 7) ended without an exit code; rank 1 reports this" in message
     (failure,) = result(tmp_path)["failures"]
     assert failure["rank"] == 0 and "pid 7" in failure["cause"]
     assert (tmp_path / "report.html").exists() and not (tmp_path / POSTMORTEM_CLAIM).exists()
@@ -96,6 +96,6 @@ def test_one_of_the_ranks_says_that_rank_0_has_ended(tmp_path: Path) -> None:
 
 def test_a_cause_that_rank_0_has_written_stays(tmp_path: Path) -> None:
     known = UNFINISHED | {"failures": [{"rank": 2, "cause": "the process has ended", "traceback": ""}]}
-    said = amend_for_rank0(leave(tmp_path, known), "h1", 7, 1, 5)
-    assert "rank 2: the process has ended" in said and "pid 7" not in said
+    message = amend_for_rank0(leave(tmp_path, known), "h1", 7, 1, 5)
+    assert "rank 2: the process has ended" in message and "pid 7" not in message
     assert result(tmp_path) == known and (tmp_path / "report.html").exists()

@@ -40,8 +40,8 @@ def test_a_single_argument_of_a_server_is_given_again(tmp_path: Path) -> None:
 
 def test_names_that_mean_more_are_given_again(tmp_path: Path) -> None:
     """The accuracy target comes with a benchmark's name, and Interactive names another workload."""
-    said = ["--core_type", "dummy", "--benchmarks", "llama3.1-8b", "--scenarios", "Interactive"]
-    words, notes = options_again(recorded(tmp_path / "run", *said))
+    arguments = ["--core_type", "dummy", "--benchmarks", "llama3.1-8b", "--scenarios", "Interactive"]
+    words, notes = options_again(recorded(tmp_path / "run", *arguments))
     assert "llama3.1-8b-interactive" in words and notes == []
     words = user_options(
         recorded(tmp_path / "other", "--core_type", "dummy", "--benchmarks", "llama2-70b-99.9")
@@ -49,7 +49,7 @@ def test_names_that_mean_more_are_given_again(tmp_path: Path) -> None:
     assert words[words.index("--accuracy_target") + 1] == "0.999"
 
 
-def test_the_environment_is_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_the_environment_are_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRTLLM_RUNTIME_FLAGS", "max_batch_size:9")
     run = recorded(tmp_path / "run", "--core_type", "dummy")
     monkeypatch.delenv("TRTLLM_RUNTIME_FLAGS")
@@ -161,7 +161,7 @@ def test_damaged_directories(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_figures_that_are_none_are_not_certified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is said before the test runs again."""
+    """The error comes before the test runs again."""
     result: dict[str, Any] = {"loadgen_result": "VALID", "samples": 9, "tokens": 9, "samples_per_second": 1.0}
     damaged: tuple[dict[str, Any], ...] = (
         {"tokens": "x"},
@@ -172,9 +172,9 @@ def test_figures_that_are_none_are_not_certified(tmp_path: Path, capsys: pytest.
     for i, damage in enumerate(damaged):
         run = make_run(tmp_path / f"{i}", result=result | damage)
         assert cli.main(["certify", str(run)]) == 2
-        said = capsys.readouterr()
-        assert f"{run}: damaged" in said.err or "nothing to certify" in said.err
-        assert said.out == ""
+        output = capsys.readouterr()
+        assert f"{run}: damaged" in output.err or "nothing to certify" in output.err
+        assert output.out == ""
 
 
 def test_environments_are_compared() -> None:

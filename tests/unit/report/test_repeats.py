@@ -27,23 +27,23 @@ def records(n: int, n_prompts: int, of_repeats: float, seed: int) -> NDArray[np.
 
 @pytest.mark.parametrize("seed", range(20))
 def test_servers_that_keep_prompts_and_others(seed: int) -> None:
-    """Of 20 that compute each prompt none is doubted."""
+    """None of 20 servers that compute each prompt is doubted."""
     client = {"short_answers": 0, "samples": 1000}
     for of_repeats in (1.0, 0.3):
         result = {
             "per_instance": [client],
             "repeated_prompts": repeated_prompts(records(1000, 800, of_repeats, seed)),
         }
-        told = doubts(result, others_serve=True)
+        notes = doubts(result, others_serve=True)
         if of_repeats == 1:
-            assert told == [] and server_checks(result)["no_cached_prompts"] == ""
+            assert notes == [] and server_checks(result)["no_cached_prompts"] == ""
         else:
-            (said,) = told
-            assert said.startswith("first tokens of prompts that were sent before took 0.")
+            (note,) = notes
+            assert note.startswith("first tokens of prompts that were sent before took 0.")
             assert doubts(result, others_serve=True, reuse_allowed=True) == []
 
 
-def test_what_the_server_counts_says_more() -> None:
+def test_the_count_of_the_server_takes_precedence() -> None:
     kept = repeated_prompts(records(1000, 800, 0.3, 0))
     client = {"short_answers": 0, "samples": 1000, "server_cached_tokens": 0.0}
     assert doubts({"per_instance": [client], "repeated_prompts": kept}, others_serve=True) == []

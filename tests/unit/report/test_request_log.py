@@ -134,7 +134,7 @@ def test_a_test_without_answers_has_no_file(tmp_path: Path) -> None:
         read_requests(tmp_path)
 
 
-def test_a_full_disk_is_told_with_the_files_name() -> None:
+def test_the_error_of_a_full_disk_names_the_file() -> None:
     log = RequestLog(Path("/dev"))
     log._path = Path("/dev/full")
     add(log, [1.0], [1.5], 2.0)

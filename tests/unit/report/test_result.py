@@ -82,7 +82,7 @@ def test_a_test_of_conversations_reports_interactivity_and_good_conversations() 
     assert goodput_rows({"goodput": goodput})[1] == ("good conversations", "6 of 8 (75 %), 0.5 per second")
 
 
-def test_a_server_test_says_its_rates_and_what_is_doubtful() -> None:
+def test_a_server_test_has_its_rates_and_doubts() -> None:
     config = parse_run(["--core_type", "dummy", "--scenarios", "Server"])
     rates = {"offered_per_second": 300.0, "answered_per_second": 179.0, "queue_grew": True}
     rows = summary_rows(SLOW | rates | {"doubts": ["the queue grew"], "latency_limits": False}, config, "run")
@@ -100,7 +100,7 @@ def test_a_server_test_says_its_rates_and_what_is_doubtful() -> None:
     assert not any("limit was set" in str(value) or name == "DOUBTFUL" for name, value in rows)
 
 
-def test_a_run_that_compiled_something_in_its_test_says_so() -> None:
+def test_compilation_in_the_test_is_reported() -> None:
     rows = dict(summary_rows(SLOW | {"compiled_in_test": 3}, parse_run(["--core_type", "dummy"]), "run"))
     assert (
         rows["compiled in the test"]
@@ -113,26 +113,26 @@ def test_no_accuracy_of_data_without_reference_answers() -> None:
     assert not [value for name, value in summary_rows(SLOW, config, "run") if name == "judged by"]
 
 
-def test_evictions_are_told_with_what_avoids_them() -> None:
+def test_evictions_are_reported_with_a_remedy() -> None:
     instances = [{**SLOW["per_instance"][0], "preemptions": n} for n in (8, 0)]
     rows = summary_rows(SLOW | {"per_instance": instances}, parse_run(["--core_type", "dummy"]), "run")
-    told = [value for _, value in rows if "evict" in value]
-    assert told == [
+    notes = [value for _, value in rows if "evict" in value]
+    assert notes == [
         "its KV cache was full: 8 evictions; with --batch_scheduler_policy no_evict it starts fewer"
     ]
 
 
-def test_what_was_guessed() -> None:
+def test_draft_tokens_are_counted() -> None:
     instances = [
         {**SLOW["per_instance"][0], "drafted_tokens": n, "accepted_tokens": n // 3} for n in (300, 0)
     ]
     rows = summary_rows(SLOW | {"per_instance": instances}, parse_run([]), "run")
-    told = [value for _, value in rows if "draft tokens" in value]
-    assert told == ["speculation: 100 of 300 draft tokens were accepted (33 %)"]
+    notes = [value for _, value in rows if "draft tokens" in value]
+    assert notes == ["speculation: 100 of 300 draft tokens were accepted (33 %)"]
 
 
-def test_a_client_that_is_the_limit_says_so() -> None:
-    """So do tokens that were not the server's, and requests that were sent twice."""
+def test_a_client_that_is_the_limit_is_reported() -> None:
+    """Tokens that the server did not count and requests that were sent twice are reported as well."""
     instance: dict[str, Any] = SLOW["per_instance"][0]
     client = {"client_busy_fraction": 0.91, "retokenized": 7, "other_text_length": 3, "retries": 2}
     result = SLOW | {
@@ -165,7 +165,7 @@ def test_requests_that_a_killed_server_had_not_answered() -> None:
     assert f"9 requests were sent again: server 0: {why}" in values
 
 
-def test_a_run_that_lost_an_instance_says_so_plainly() -> None:
+def test_a_lost_instance_is_reported() -> None:
     lost = {"instance": 1, "role": "gen", "at_s": 3.21, "phase": "test", "rank": 4, "retried": 7}
     lost |= {"cause": "the process has ended\nmore", "recovered_after_s": 0.52}
     rows = summary_rows({**SLOW, "lost": [lost]}, parse_run([]), "run")
@@ -188,7 +188,7 @@ def test_numbers_have_one_style() -> None:
 
 
 def test_answers_that_are_not_streamed_have_no_first_token() -> None:
-    """Offline over HTTP printed 3,641 ms and 0.00: when an answer was whole, and nothing."""
+    """Offline over HTTP, the figures would be 3,641 ms for the whole answer and 0 per token."""
     totals, timeline = Totals(started=1.0, ended=3.0, samples=2, issued=2), Timeline([0], None)
     for histogram, ms in ((totals.ttft, 3641.0), (totals.tpot, 0.0), (totals.latency, 3641.0)):
         histogram.add_one(ms / 1000)
@@ -206,9 +206,9 @@ def test_answers_that_are_not_streamed_have_no_first_token() -> None:
     (instance,) = result["per_instance"]
     assert (instance["busy_fraction"], instance["busy_with"]) == (0.75, "holding requests")
     assert result["ttft_ms"] is None and result["tpot_ms"] is None and result["latency_ms"]["p50"] > 3000
-    assert totals.ttft.summary_ms() is None, "nor has the page"
-    told = SLOW | result | {"lost": [], "loadgen_result": "VALID"}
-    rows = dict(summary_rows(told, parse_run(["--core_type", "dummy"]), "run"))
+    assert totals.ttft.summary_ms() is None, "the page has none either"
+    full_result = SLOW | result | {"lost": [], "loadgen_result": "VALID"}
+    rows = dict(summary_rows(full_result, parse_run(["--core_type", "dummy"]), "run"))
     assert (
         rows["time to first token"] == rows["time per output token"] == "-  (the answers were not streamed)"
     )
@@ -305,6 +305,6 @@ def test_a_rate_that_was_kept_at_too_high_latencies(
 
 def test_a_server_does_not_speak_of_a_test() -> None:
     result = SLOW | {"compiled_in_test": 2, "aborted": 0}
-    said = str(results.served_rows(result, "run"))
-    assert "compiled while it served" in said and "100 requests, 1,000 tokens" in said
-    assert "test" not in said and "samples" not in said
+    text = str(results.served_rows(result, "run"))
+    assert "compiled while it served" in text and "100 requests, 1,000 tokens" in text
+    assert "test" not in text and "samples" not in text

@@ -52,8 +52,8 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
 
 def test_the_results_of_a_test_are_replaced_on_demand_only(tmp_path: Path) -> None:
     def taken(name: str, *more: str) -> Path:
-        said = ["--core_type", "dummy", "--log_dir", str(tmp_path / name), *more]
-        return take_directory(parse_run(said), "x")
+        arguments = ["--core_type", "dummy", "--log_dir", str(tmp_path / name), *more]
+        return take_directory(parse_run(arguments), "x")
 
     for name, content in (("served", "result.json"), ("tested", DETAIL), ("again", DETAIL)):
         (tmp_path / name).mkdir()

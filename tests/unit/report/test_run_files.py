@@ -47,7 +47,7 @@ def test_a_test_of_no_time_has_no_timeline(tmp_path: Path, test_s: float, missin
     assert RunFiles.read(path).missing == missing
 
 
-def test_a_half_written_run_says_what_is_missing_and_keeps_the_rest(tmp_path: Path) -> None:
+def test_a_half_written_run_lists_missing_files_and_keeps_the_rest(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", result={"loadgen_result": "VALID"})
     (path / "plan.json").write_text('{"ranks": [')
     (path / "ranks.json").write_text('{"not": "a list"}')
@@ -56,7 +56,7 @@ def test_a_half_written_run_says_what_is_missing_and_keeps_the_rest(tmp_path: Pa
     run = RunFiles.read(path)
     assert run.result["status"] == "VALID"
     assert (run.plan, run.ranks, run.instances(), len(run.timeline)) == ({}, [], {}, 1)
-    said = "\n".join(run.missing)
+    text = "\n".join(run.missing)
     for part in (
         "plan.json:1: not valid JSON",
         "ranks.json is damaged",
@@ -64,7 +64,7 @@ def test_a_half_written_run_says_what_is_missing_and_keeps_the_rest(tmp_path: Pa
         "timeline.jsonl: 1 of 2 lines",
         "mlperf_log_detail.txt is missing",
     ):
-        assert part in said
+        assert part in text
 
 
 def test_a_killed_run_misses_no_machines(tmp_path: Path) -> None:

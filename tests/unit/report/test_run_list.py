@@ -34,9 +34,9 @@ def test_runs_of_series_are_listed_on_demand(capsys: pytest.CaptureFixture[str])
     (RUNS / "1-find-max-qps/02-short-8").mkdir(parents=True)  # of a search that goes on
     write(RUNS / "1-find-max-qps/02-short-8/plan.json", {"ranks": []})
     assert main(["runs"]) == 0
-    said = capsys.readouterr().out
-    assert "bad" in said and "point" not in said and "short" not in said
-    assert "… and 2 of sweeps, searches and other series: --series true" in said
+    output = capsys.readouterr().out
+    assert "bad" in output and "point" not in output and "short" not in output
+    assert "… and 2 of sweeps, searches and other series: --series true" in output
     assert main(["runs", str(RUNS / "sweep")]) == 0  # all are its own
     assert "sweep/point" in capsys.readouterr().out
 
@@ -56,8 +56,8 @@ def test_a_doubtful_run_is_not_listed_as_good(capsys: pytest.CaptureFixture[str]
     run = RUNS / "old"
     write(run / "result.json", json.loads((run / "result.json").read_text()) | {"doubts": ["the queue grew"]})
     assert main(["runs"]) == 0
-    said = capsys.readouterr().out
-    assert said.count("VALID DOUBTFUL") == 1 and max(map(len, said.splitlines())) <= 80
+    output = capsys.readouterr().out
+    assert output.count("VALID DOUBTFUL") == 1 and max(map(len, output.splitlines())) <= 80
     text = (RUNS / "index.html").read_text()
     assert '<span class="">VALID DOUBTFUL</span>' in text and 'class="better"' not in text
 
@@ -67,9 +67,14 @@ def test_the_index_links_pages_of_runs_and_of_several_runs() -> None:
     text = (RUNS / "index.html").read_text()
     assert loads_nothing(text)
     assert 'href="old/report.html"' in text and 'href="sweep/sweep.html"' in text
-    said = words(RUNS / "index.html")
-    assert "3 runs, newest first" in said and "1 runs of sweeps, searches and other series" in said
-    assert said.index("bad") < said.index("old") < said.index("sweep/point"), "single runs first"
+    visible_text = words(RUNS / "index.html")
+    assert (
+        "3 runs, newest first" in visible_text
+        and "1 runs of sweeps, searches and other series" in visible_text
+    )
+    assert visible_text.index("bad") < visible_text.index("old") < visible_text.index("sweep/point"), (
+        "single runs first"
+    )
     assert '<tr data-series="sweep"><td>' in text and text.count('<tr data-series=""><td>') == 2
     assert (
         text.index("<td>") < text.index('href="old/report.html"') < text.index("<td>", text.index("old/rep"))
@@ -85,12 +90,12 @@ def test_latest_is_the_newest_run_in_every_command_that_takes_one(capsys: pytest
             "compare": ["latest"],
         }
         main([command, "latest", *more.get(command, []), *(["--dry_run"] if command == "rerun" else [])])
-        said = capsys.readouterr()
-        assert "mpillm-runs/sweep/point" in said.err + said.out or command == "rerun", (command, said)
-        assert "latest" not in said.err, (command, said)
+        output = capsys.readouterr()
+        assert "mpillm-runs/sweep/point" in output.err + output.out or command == "rerun", (command, output)
+        assert "latest" not in output.err, (command, output)
 
 
-def test_without_runs_latest_says_so(
+def test_latest_without_runs_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()

@@ -76,16 +76,16 @@ def test_rows_are_in_order_of_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "turns", "shown", "note"),
+    ("n", "turns", "rows", "note"),
     [
         (2000, 10, 40, "These are the first 40 of 2,000 conversations. requests.bin has all requests"),
         (30, 100, 12, "These are the first 12 of 30 conversations."),
         (2, 5000, 1, "the first 1 of 2 conversations. These are the first 1,200 of 5,000 requests."),
     ],
 )
-def test_rows_and_bytes_are_bounded(tmp_path: Path, n: int, turns: int, shown: int, note: str) -> None:
+def test_rows_and_bytes_are_bounded(tmp_path: Path, n: int, turns: int, rows: int, note: str) -> None:
     text = lanes_of(tmp_path, many(n, turns))
-    assert text.count('<div class="turns">') == shown and note in text
+    assert text.count('<div class="turns">') == rows and note in text
     assert len(text) < 350_000
 
 

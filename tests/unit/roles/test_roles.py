@@ -43,9 +43,8 @@ from tests.helpers.lone_mpi import run_program
 from tests.helpers.support import ROOT
 
 
-def test_the_leader_is_not_told_of_requests_before_the_test() -> None:
-    """Nor is it told of those answered before this rank knows of the warm-up: a context instance may know of
-    it earlier."""
+def test_the_leader_gets_no_reports_of_requests_before_the_test() -> None:
+    """Nor of those answered before this rank begins the warm-up: a context instance may begin it earlier."""
     sent: list[Tag] = []
     route: Any = SimpleNamespace(handlers={}, send=lambda dest, tag, buffer: sent.append(tag))
     core = DummyCore(CoreConfig("dummy"))
@@ -63,15 +62,14 @@ def test_the_leader_is_not_told_of_requests_before_the_test() -> None:
 
 
 def test_an_instance_measures_itself_in_the_test(caplog: pytest.LogCaptureFixture) -> None:
-    """It measures twice a second, whatever it does meanwhile, and only on its leader; its log has a line now
-    and then."""
+    """Its leader measures twice a second, also in a long step. Its log has a line now and then."""
     now = [100.0]
-    asked: list[float] = []
+    times: list[float] = []
 
     class Core(DummyCore):
         def metrics(self) -> Metrics:
-            asked.append(now[0])
-            return Metrics(len(asked), 2, 3, 4, 0.5)
+            times.append(now[0])
+            return Metrics(len(times), 2, 3, 4, 0.5)
 
     route: Any = SimpleNamespace(handlers={}, send=lambda *_: None)
     leading = InstanceRole(Core(CoreConfig("dummy")), route, leader=0, instance=0, clock=lambda: now[0])
@@ -87,9 +85,9 @@ def test_an_instance_measures_itself_in_the_test(caplog: pytest.LogCaptureFixtur
         leading.poll()
         following.poll()
     assert following.measured() is None and following.report() == {"compiled": []}
-    assert asked == np.arange(100.0, 111.0, 0.5).tolist()
-    latest = Metrics(len(asked), 2, 3, 4, 0.5)
-    assert leading.measured() == (asked[-1] - 100, latest)
+    assert times == np.arange(100.0, 111.0, 0.5).tolist()
+    latest = Metrics(len(times), 2, 3, 4, 0.5)
+    assert leading.measured() == (times[-1] - 100, latest)
     now[0] = 150.0  # it is in a step that takes long
     assert leading.measured() == (50, latest)
     (line,) = [record.getMessage() for record in caplog.records]
@@ -221,7 +219,7 @@ def answered(*rows: tuple[int, int, int]) -> Batch:
     return Batch(made, np.zeros(made["n_tokens"].sum(), np.int32))
 
 
-def asked(*ids: int) -> Batch:
+def one_token_requests(*ids: int) -> Batch:
     """Return requests of one token each, for generation instance 1."""
     rows = np.zeros(len(ids), REQUEST)
     rows["id"], rows["n_tokens"], rows["max_output"], rows["generation"] = ids, 1, 9, 1
@@ -248,7 +246,7 @@ def test_a_context_instance_counts_what_it_hands_over_once() -> None:
         route.handlers[tag](Envelope(5, tag, buffer))
 
     role.ready()
-    receive(Tag.WORK, WORK.write(asked(7, 8)))
+    receive(Tag.WORK, WORK.write(one_token_requests(7, 8)))
     assert counted(role) == (2, 0, 0)
     role.poll()
     assert [tag for tag, _ in sent] == [Tag.GRANT, Tag.OFFER]
@@ -275,7 +273,7 @@ def test_a_generation_instance_sends_prompt_counts_before_the_end() -> None:
     route: Any = SimpleNamespace(handlers={}, send=lambda *message: sent.append(message))
     role = GenerationRole(core, route, leader=0, instance=1, senders={5: 0}, warm_up_senders=0)
     role.ready()
-    route.handlers[Tag.OFFER](Envelope(5, Tag.OFFER, OFFER.write(asked(7, 8))))
+    route.handlers[Tag.OFFER](Envelope(5, Tag.OFFER, OFFER.write(one_token_requests(7, 8))))
     route.handlers[Tag.FIRST](Envelope(5, Tag.FIRST, FIRST.write([(7, 3, 2), (8, 3, -1)])))
     role.poll()
     sent.clear()
@@ -283,7 +281,7 @@ def test_a_generation_instance_sends_prompt_counts_before_the_end() -> None:
     role.poll()
     ((_, _, buffer),) = sent
     rows = DONE.read(buffer).rows
-    n_prompt = int(asked(7).rows["n_tokens"][0])
+    n_prompt = int(one_token_requests(7).rows["n_tokens"][0])
     assert rows["id"].tolist() == [7, 7, 8]
     assert rows["flags"].tolist() == [ResponseFlag.PROMPT_COUNTS, ResponseFlag.FINAL, ResponseFlag.FINAL]
     assert DONE.read(buffer).tokens[:2].tolist() == [n_prompt, 2]
@@ -299,7 +297,7 @@ def test_a_generation_instance_counts_all_but_first_tokens() -> None:
         route.handlers[tag](Envelope(5, tag, buffer))
 
     def hands_off(*ids: int) -> None:
-        receive(Tag.OFFER, OFFER.write(asked(*ids)))
+        receive(Tag.OFFER, OFFER.write(one_token_requests(*ids)))
         receive(Tag.FIRST, FIRST.write([(id_, 3, -1) for id_ in ids]))
         role.poll()
 
@@ -329,14 +327,14 @@ def test_a_generation_instance_counts_all_but_first_tokens() -> None:
         [[(1, ResponseFlag.FIRST | ResponseFlag.FINAL)]],
     ],
 )
-def test_loadgen_is_told_of_a_first_token_once(messages: list[list[tuple[int, int]]]) -> None:
-    told: dict[str, list[Any]] = {"first": [], "complete": []}
+def test_loadgen_gets_a_first_token_once(messages: list[list[tuple[int, int]]]) -> None:
+    reported: dict[str, list[Any]] = {"first": [], "complete": []}
     test: Any = SimpleNamespace(
         issued=deque([Query(np.array([77], np.uint64), np.array([0]), 0.0)]),
         use_token_latencies=True,
         request_flags=0,
-        first_tokens=lambda ids, *_: told["first"].extend(ids),
-        complete=lambda ids, *_: told["complete"].extend(ids),
+        first_tokens=lambda ids, *_: reported["first"].extend(ids),
+        complete=lambda ids, *_: reported["complete"].extend(ids),
         start=lambda: None,
     )
     sent: list[Batch] = []
@@ -352,7 +350,7 @@ def test_loadgen_is_told_of_a_first_token_once(messages: list[list[tuple[int, in
         rows = np.array([(id_, n_tokens, flags) for n_tokens, flags in message], RESPONSE)
         tokens = np.arange(sum(n_tokens for n_tokens, _ in message), dtype=np.int32)
         route.handlers[Tag.ANSWER](Envelope(1, Tag.ANSWER, ANSWER.write(Batch(rows, tokens))))
-    assert told["first"] == told["complete"] == [77]
+    assert reported["first"] == reported["complete"] == [77]
     assert (totals.samples, totals.issued) == (1, 1)
 
 
@@ -361,7 +359,7 @@ def test_answers_import_nothing() -> None:
     program = (
         f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
         "import tests.unit.roles.test_roles as roles\nbefore = set(sys.modules)\n"
-        "roles.test_loadgen_is_told_of_a_first_token_once([[(1, 1), (4, 2)]])\n"
+        "roles.test_loadgen_gets_a_first_token_once([[(1, 1), (4, 2)]])\n"
         "print(sorted(set(sys.modules) - before))"
     )
     done = run_program(program)

@@ -51,7 +51,7 @@ def test_a_host_that_is_named_to_itself_as_loopback(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("set_by_user", [False, True])
-def test_halves_share_a_secret_that_is_not_shown(
+def test_halves_share_a_secret_that_is_not_logged(
     set_by_user: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if set_by_user:
@@ -71,13 +71,13 @@ def test_halves_share_a_secret_that_is_not_shown(
         wait_until(lambda: log.read_text().count("\n") > 1, "the server's secret", 5)
     finally:
         made.stop()
-    shown, told = log.read_text().splitlines()
-    assert shown.startswith("$ ") and "ours" not in shown
-    assert told == ("theirs" if set_by_user else "ours")
+    command_line, secret_of_server = log.read_text().splitlines()
+    assert command_line.startswith("$ ") and "ours" not in command_line
+    assert secret_of_server == ("theirs" if set_by_user else "ours")
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("lines", "message"),
     [
         (["$ vllm serve DIR"], ""),
         (["(APIServer pid=7) INFO 11-27 08:24:02 [api_server.py:12] Up"], "Up"),
@@ -87,12 +87,12 @@ def test_halves_share_a_secret_that_is_not_shown(
         (["a" * 61], "a" * 59 + "…"),
     ],
 )
-def test_what_a_server_has_said_last(lines: list[str], said: str) -> None:
-    assert last_message("\n".join(f"  | {line}" for line in lines)) == said
+def test_the_last_message_of_a_server(lines: list[str], message: str) -> None:
+    assert last_message("\n".join(f"  | {line}" for line in lines)) == message
 
 
-def test_what_a_server_does_that_says_nothing(tmp_path: Path) -> None:
-    """As one that imports for a minute: time, and CPU time, show that it lives."""
+def test_the_cpu_time_of_a_silent_server_is_reported(tmp_path: Path) -> None:
+    """Its CPU time distinguishes a server that imports for a minute from one that hangs."""
     server = OwnedServer(Command((sys.executable, "-c", "while True: pass")), tmp_path / "log")
     try:
         wait_until(lambda: server.cpu_s >= 0.5, "its CPU time")

@@ -153,7 +153,7 @@ class World:
         return self.events
 
 
-def test_a_rank_that_fails_tells_rank_0_and_waits_to_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_rank_reports_to_rank_0_and_waits_to_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 2)
     assert world.ended(world.ending.fail, BROKEN) == [
         "told rank 0",
@@ -176,7 +176,7 @@ def test_a_rank_that_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_rank_0_tells_the_person_and_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_prints_the_failure_and_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 0)
     events = ["launcher 3", "told broken", "stop all", "role stops", "quiet", "finalize", "exit 3"]
     assert world.ended(world.ending.fail, BROKEN) == events
@@ -242,7 +242,7 @@ def test_a_rank_lost_after_the_last_phase_changes_nothing(monkeypatch: pytest.Mo
     assert world.ended(world.ending.finish, 4, SimpleNamespace(free=free)) == ["quiet", "exit 4"]
 
 
-def test_a_stuck_rank_ends_when_rank_0_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stuck_rank_ends_when_rank_0_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 2)
     assert world.ending.end_stuck() is None and world.ending.state is State.RUNNING
     beat = Envelope(0, Tag.BEAT, BEAT.write(Beat("load", 0.0, "")))
@@ -316,7 +316,7 @@ def test_the_main_thread_yields_to_the_watch(monkeypatch: pytest.MonkeyPatch, ra
         assert time.monotonic() - began >= 3 * GRACE_S
 
 
-def test_the_last_resort_tells_the_person_unless_they_were_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_resort_prints_the_failure_unless_it_was_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 0)
     assert world.ended(world.ending.abort, "stuck") == ["launcher 3", "told stuck", "abort 3"]
     world = World(monkeypatch, 0)
@@ -352,7 +352,7 @@ def test_the_last_resort_tells_the_person_unless_they_were_told(monkeypatch: pyt
         ),
     ],
 )
-def test_what_an_error_tells(error: BaseException, rank: int, expected: Failure) -> None:
+def test_errors_become_failures(error: BaseException, rank: int, expected: Failure) -> None:
     assert failures_of(error, rank, "load", None) == (expected,)
 
 

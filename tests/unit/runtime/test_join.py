@@ -86,12 +86,14 @@ def test_a_run_is_planned_and_prepared() -> None:
         ("llama2-70b-interactive", "Offline", "; the test is llama2-70b's, "),
     ],
 )
-def test_a_scenario_that_no_round_has_is_said(tmp_path: Path, name: str, scenario: str, means: str) -> None:
+def test_a_scenario_that_no_round_has_is_reported(
+    tmp_path: Path, name: str, scenario: str, means: str
+) -> None:
     words = ["--core_type=dummy", f"--benchmarks={name}", "--model_scale=tiny", f"--scenarios={scenario}"]
     config = parse_run([*words, "--round=v6.0"])  # LoadGen gives its own seeds to the first test of a process
     lines = prepare(plan_run(config, joined(config)), lambda: tmp_path).announcement()
-    said = f"no round has {scenario} of {name}: the result can't be submitted{means}"
-    assert any(said in line for line in lines)
+    message = f"no round has {scenario} of {name}: the result can't be submitted{means}"
+    assert any(message in line for line in lines)
 
 
 def test_errors_of_a_command_line_are_reported_once() -> None:
@@ -169,7 +171,7 @@ def test_another_number_of_ranks_than_the_options_say_is_an_error() -> None:
     assert error.value.about == ("world_size",)
 
 
-def test_who_wants_tuned_steps_hears_what_it_needs() -> None:
+def test_tuned_steps_require_chunked_context() -> None:
     tuned = ["--enable_max_num_tokens_tuning", "true", "--device", "cpu"]
     torch = ["--model_path", "tiny-llama", "--load_format", "dummy"]
     config = parse_run([*torch, *tuned, "--enable_chunked_context", "true"])
@@ -191,8 +193,8 @@ def test_the_tokens_of_a_stop_word_are_named() -> None:
     assert not any("stop_words" in note for note in plan_run(config, joined(config, 2)).notes)
 
 
-def test_who_asks_to_outlive_a_loss_hears_that_it_is_impossible() -> None:
-    """The default of `serve` is told in the plan, an option that was given is an error."""
+def test_outliving_a_loss_is_refused_where_it_is_impossible() -> None:
+    """The default of `serve` gives a note in the plan; an explicit option is an error."""
     why = "Some MPI 1 does not outlive a lost rank; Open MPI 5 does (ULFM)"
     config = parse_serve([*DUMMY])
     planned = plan_run(config, joined(config), serves=True)
@@ -354,15 +356,16 @@ def test_a_digest_of_the_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "place", "here", "tells"), [(0, 0, 2, True), (2, 0, 2, True), (3, 1, 2, False), (2, 0, 4, False)]
+    ("rank", "place", "here", "expected"),
+    [(0, 0, 2, True), (2, 0, 2, True), (3, 1, 2, False), (2, 0, 4, False)],
 )
-def test_the_first_rank_of_each_of_several_nodes_tells_its_code(
-    rank: int, place: int, here: int, tells: bool, monkeypatch: pytest.MonkeyPatch
+def test_the_first_rank_of_each_of_several_nodes_reports_its_code(
+    rank: int, place: int, here: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = {"SIZE": 4, "RANK": rank, "LOCAL_RANK": place, "LOCAL_SIZE": here}
     for name, value in names.items():
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
-    assert reports_code() == tells
+    assert reports_code() == expected
 
 
 def test_the_data_set_line_names_what_has_no_tokenizer(tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ def no_server_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(**options: str) -> RunConfig:
-    stated = {"server": "vllm", "model_path": "/models/it", **options}
-    return RunConfig(layers_of(stated, FIELDS))
+    values = {"server": "vllm", "model_path": "/models/it", **options}
+    return RunConfig(layers_of(values, FIELDS))
 
 
 def planned(nodes: list[str], clients_per_server: int = 1) -> WorldPlan:
@@ -73,7 +73,7 @@ def test_devices_for_a_process_below(
     assert as_visible((1, 2)) == words
 
 
-def test_where_servers_listen_and_what_is_said() -> None:
+def test_addresses_and_plan_lines_of_servers() -> None:
     plan = planned(["a", "a", "b", "b", "b"], 2)
     first, second = server_specs(config_of(max_seq_len="2048"), plan, {1: (0,)})
     assert (first.host, first.reached_at) == ("0.0.0.0", "a"), "a client is on another node"
@@ -118,10 +118,10 @@ def test_a_server_over_two_nodes() -> None:
     ],
 )
 def test_servers_that_can_not_go_over_two_nodes(options: dict[str, str], why: str) -> None:
-    stated = {"server": "vllm", "server_nodes": "2", "tensor_parallelism": "2", **options}
+    values = {"server": "vllm", "server_nodes": "2", "tensor_parallelism": "2", **options}
     if "mode" in options:
-        del stated["tensor_parallelism"]
-    config = RunConfig(layers_of(stated, FIELDS))
+        del values["tensor_parallelism"]
+    config = RunConfig(layers_of(values, FIELDS))
     with pytest.raises(ConfigError, match=why):
         check_conflicts(config)
 
@@ -278,9 +278,9 @@ def test_kinds_without_halves(kind: str, why: str) -> None:
     ],
 )
 def test_servers_that_are_not_started_again(options: dict[str, str], why: str) -> None:
-    stated = {"server": "vllm", "on_instance_loss": "restart", **options}
-    stated = {name: value for name, value in stated.items() if value}
-    config = RunConfig(layers_of(stated, FIELDS))
+    values = {"server": "vllm", "on_instance_loss": "restart", **options}
+    values = {name: value for name, value in values.items() if value}
+    config = RunConfig(layers_of(values, FIELDS))
     with pytest.raises(ConfigError, match=f"--on_instance_loss restart.*: {why}"):
         check_conflicts(config)
 
@@ -312,10 +312,10 @@ def test_servers_of_a_yaml(kind: str, tmp_path: Path) -> None:
     assert context.values["max_batch_size"] == 4 and second.values["max_batch_size"] == 64
     assert "tensor_parallelism" not in context.values and second.values["tensor_parallelism"] == 2
     assert check_unused(config, RUN) == []
-    told = check_yaml(config)
-    assert f"{path}: has no effect on mpillm's leader: port" in told
+    notes = check_yaml(config)
+    assert f"{path}: has no effect on mpillm's leader: port" in notes
     theirs = "urls" if kind == "trtllm-serve" else "cache_transceiver_config.backend, urls, attn_backend"
-    assert f"context_servers: has no effect on a {kind} server that the run starts: {theirs}" in told
+    assert f"context_servers: has no effect on a {kind} server that the run starts: {theirs}" in notes
     if kind == "trtllm-serve":
         text = context.kind.file_text(context)
         assert (

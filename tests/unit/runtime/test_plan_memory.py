@@ -18,34 +18,34 @@ from mpillm.runtime.plan_memory import idle_gpus
 GPUS = tuple(Gpu(f"uuid-{i}", "H100", 80 << 30, 79 << 30) for i in range(4))
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+def plan_output(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     assert main(["plan", *map(str, words)]) == 0
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_what_a_rank_holds_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of Llama 3.1 8B in bfloat16: 8.03e9 weights; 32 layers of 8 heads of 128 keys and values."""
+def test_the_memory_of_a_rank_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Llama 3.1 8B in bfloat16: 8.03e9 weights; 32 layers of 8 heads of 128 keys and values."""
     words = ("--world_size", 3, "--nodes", "elsewhere:3", "--model_path", "llama3.1-8b")
     assert (
         "memory: a rank of instances 0-1 holds 15.0 GiB of weights, and 128 KiB of KV cache for each token"
-        in said(capsys, *words)
+        in plan_output(capsys, *words)
     )
-    halves = said(capsys, *words, "--tensor_parallelism", 2, "--kv_cache_tokens", 16384)
+    halves = plan_output(capsys, *words, "--tensor_parallelism", 2, "--kv_cache_tokens", 16384)
     assert "a rank of instance 0 holds 7.5 GiB of weights, and 64 KiB of KV cache for each token" in halves
     assert "64 KiB of KV cache for each token, 1.0 GiB for 16,384" in halves
-    assert "refused" not in halves, "nobody knows the memory of another host"
+    assert "refused" not in halves, "the memory of another host is unknown"
 
 
-def test_what_does_not_fit_here_is_said(
+def test_a_model_that_does_not_fit_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     cache = ("--kv_cache_tokens", 500_000_000)  # 60 TiB
-    shown = said(capsys, "--world_size", 2, "--model_path", "llama3.1-8b", *cache)
-    assert "here a run would be refused: llama3.1-8b does not fit: it needs " in shown
-    assert re.search(r"[\d.]+ GiB are available", shown)
-    assert "refused" not in said(capsys, "--world_size", 2, "--model_path", "tiny-llama")
-    assert "memory" not in said(
+    output = plan_output(capsys, "--world_size", 2, "--model_path", "llama3.1-8b", *cache)
+    assert "here a run would be refused: llama3.1-8b does not fit: it needs " in output
+    assert re.search(r"[\d.]+ GiB are available", output)
+    assert "refused" not in plan_output(capsys, "--world_size", 2, "--model_path", "tiny-llama")
+    assert "memory" not in plan_output(
         capsys, "--world_size", 2, "--model_path", "tiny-llama", "--core_type", "dummy"
     )
 
@@ -58,33 +58,38 @@ def test_what_does_not_fit_here_is_said(
 def test_a_missing_folder_of_a_client_is_named(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, core: tuple[str, ...]
 ) -> None:
-    """As a run does. A workload's own folder may be missing."""
-    shown = said(capsys, "--world_size", 2, *core, "--model_path", "Org/Model")
-    assert "here a run would be refused: --model_path Org/Model: no such folder; " in shown
-    assert "hf download Org/Model" in shown
+    """A run does so as well. A workload's own folder may be missing."""
+    output = plan_output(capsys, "--world_size", 2, *core, "--model_path", "Org/Model")
+    assert "here a run would be refused: --model_path Org/Model: no such folder; " in output
+    assert "hf download Org/Model" in output
     for other in (("--model_path", tmp_path), ("--benchmarks", "llama2-70b", "--tensor_parallelism", 1)):
-        assert "refused" not in said(capsys, "--world_size", 2, *core, *other)
+        assert "refused" not in plan_output(capsys, "--world_size", 2, *core, *other)
 
 
-def test_a_refusal_is_said_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was said for each instance: what is available changes meanwhile. A run says the first."""
+def test_a_refusal_is_printed_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for each instance, although the available memory changes. A run reports the first."""
     left = iter(range(20 << 30, 0, -(1 << 28)))
     monkeypatch.setattr(model_info, "available_bytes", lambda: next(left))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     options = ("--world_size", 4, "--model_path", "llama3.1-8b", "--mode", "disaggregated")
-    assert said(capsys, *options, "--ctx_tp_size", 2).count("would be refused: llama3.1-8b does not fit") == 1
-    shown = said(capsys, *options, "--device", "cuda")
-    assert shown.count("refused") == 1 and "needs one GPU per worker rank" in shown
+    assert (
+        plan_output(capsys, *options, "--ctx_tp_size", 2).count("would be refused: llama3.1-8b does not fit")
+        == 1
+    )
+    output = plan_output(capsys, *options, "--device", "cuda")
+    assert output.count("refused") == 1 and "needs one GPU per worker rank" in output
 
 
 def test_gpus_here_are_looked_at(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchCore, "gpus", classmethod(lambda cls: GPUS))
-    shown = said(capsys, "--world_size", 4, "--model_path", "llama3.1-8b")
-    assert "no rank takes GPU 3 of localhost: idle in this run" in shown and "refused" not in shown
-    shown = said(capsys, "--world_size", 3, "--model_path", "llama3.1-405b")
-    assert "here a run would be refused: llama3.1-405b does not fit: a GPU of instance" in shown
-    shown = said(capsys, "--world_size", 6, "--model_path", "llama3.1-8b")
-    assert "node localhost needs one GPU per worker rank (5), but the core can use 4 there" in shown
+    output = plan_output(capsys, "--world_size", 4, "--model_path", "llama3.1-8b")
+    assert "no rank takes GPU 3 of localhost: idle in this run" in output and "refused" not in output
+    output = plan_output(capsys, "--world_size", 3, "--model_path", "llama3.1-405b")
+    assert "here a run would be refused: llama3.1-405b does not fit: a GPU of instance" in output
+    output = plan_output(capsys, "--world_size", 6, "--model_path", "llama3.1-8b")
+    assert "node localhost needs one GPU per worker rank (5), but the core can use 4 there" in output
 
 
 def test_idle_gpus_are_those_of_nobody() -> None:

@@ -226,7 +226,7 @@ def test_end_tokens_of_another_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", workloads.WORKLOADS)
-def test_a_full_workload_says_which_data_set_it_lacks(
+def test_a_full_workload_names_its_missing_data_set(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -74,7 +74,7 @@ def test_ports_without_an_mpirun(alone: None, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected"),
     [
         (
             ["--server_port=8001"],
@@ -96,7 +96,7 @@ def test_ports_without_an_mpirun(alone: None, capsys: pytest.CaptureFixture[str]
     ],
 )
 def test_ports_that_can_not_be_are_refused_before_anything_is_written(
-    alone: None, capsys: pytest.CaptureFixture[str], options: list[str], said: list[str]
+    alone: None, capsys: pytest.CaptureFixture[str], options: list[str], expected: list[str]
 ) -> None:
     """The message is the same alone and under mpirun; `plan` would refuse the file."""
     assert main(["generate-disagg-config", *DISAGG, *options, "--output=d.yaml"]) == 2
@@ -104,7 +104,7 @@ def test_ports_that_can_not_be_are_refused_before_anything_is_written(
     with pytest.raises(ConfigError) as under_mpirun:
         for_workers(config(*options), ["localhost"] * 2)
     for text in (message, str(under_mpirun.value)):
-        assert all(word in text for word in said)
+        assert all(word in text for word in expected)
     assert not Path("d.yaml").exists()
 
 
@@ -225,9 +225,7 @@ def test_the_file_that_is_named_is_written_and_not_read(
     assert [p.name for p in path.parent.iterdir()] == ["disagg.yaml"]
 
 
-def test_tensorrt_llms_servers_are_told_the_harness_flags(
-    alone: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tensorrt_llms_servers_get_the_harness_flags(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--trtllm_runtime_flags=kvcache_free_gpu_mem_frac:0.6,batch_scheduler_policy:no_evict"
     flags += ",enable_chunked_context:true"
     options = ["generate-disagg-config", "--world_size=5", "--model_path=llama", flags]
@@ -245,7 +243,7 @@ def test_tensorrt_llms_servers_are_told_the_harness_flags(
         }
         assert server.extra["scheduler_config"] == policies
     assert main([*options, "--mode=disaggregated", "--core_type=dummy"]) == 0
-    # what was given alone: `run` has the defaults itself
+    # only explicit values: `run` has the defaults itself
     for _, server in disagg.parse(capsys.readouterr().out).sections:
         assert server.kv_cache_config == {"free_gpu_memory_fraction": 0.6}
         assert server.extra["scheduler_config"] == {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"}

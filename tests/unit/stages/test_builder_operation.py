@@ -285,14 +285,14 @@ def test_a_stopped_build_leaves_no_half_output(tmp_path: Path, number: int) -> N
 def test_a_full_disk(tmp_path: Path) -> None:
     out = tmp_path / "made"
     # A file may not be larger, as on a disk that is full: the tool finds that out, or this process.
-    for text, program, said in (
+    for text, program, message in (
         ("a", WRITES.replace("sys.argv[2])", "'x' * 20000)", 1), "File too large"),
         ("x" * 20_000, WRITES, "can't write"),
     ):
         process = child(out, text, program, limit=10_000)
         _, err = process.communicate(timeout=300)
         assert process.returncode == 1
-        assert "stage: " in err and said in err
+        assert "stage: " in err and message in err
         assert leftovers(tmp_path) == ["made.log"]
 
 

@@ -285,7 +285,7 @@ def test_a_yaml_that_would_serve_something_else(
     assert message in capsys.readouterr().err
 
 
-def test_a_yaml_that_says_what_the_options_say(
+def test_a_yaml_with_the_values_of_the_options(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A YAML of generate-disagg-config is served with the same options."""

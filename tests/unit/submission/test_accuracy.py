@@ -323,43 +323,43 @@ def test_mixtral_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rouge_score")
 
-    def says(expected: str, *argv: object) -> None:
+    def check_error(expected: str, *argv: object) -> None:
         assert cli.main(["accuracy", *map(str, argv)]) == 2
         assert expected in capsys.readouterr().err
 
     good = references(tmp_path / "good.jsonl", {"output": "x"}, {"output": "y"})
-    says("no such run directory", tmp_path / "none")
-    says("a file, not a run directory", good)
-    says("has no result.json", tmp_path)
-    says("name a run with --test_mode AccuracyOnly", make_run(tmp_path / "performance"))
-    says("start one with --benchmarks", tiny(tmp_path / "any", benchmarks=None))
+    check_error("no such run directory", tmp_path / "none")
+    check_error("a file, not a run directory", good)
+    check_error("has no result.json", tmp_path)
+    check_error("name a run with --test_mode AccuracyOnly", make_run(tmp_path / "performance"))
+    check_error("start one with --benchmarks", tiny(tmp_path / "any", benchmarks=None))
     failed = {"status": "FAILED", "phase": "load", "failures": [{"cause": "no memory"}]}
-    says("failed in phase 'load': no memory", tiny(tmp_path / "failed", result=failed))
-    says("the data set has 3", tiny(tmp_path / "short", n_samples=3, dataset_path=str(good)))
-    says("LoadGen logged no answer", make_run(tmp_path / "empty", "accuracy"))
+    check_error("failed in phase 'load': no memory", tiny(tmp_path / "failed", result=failed))
+    check_error("the data set has 3", tiny(tmp_path / "short", n_samples=3, dataset_path=str(good)))
+    check_error("LoadGen logged no answer", make_run(tmp_path / "empty", "accuracy"))
     run = tiny(tmp_path / "run")
-    says("name one with reference answers: --dataset_path", run)
-    says("none.jsonl does not exist", run, "--dataset_path", tmp_path / "none.jsonl")
-    says(
+    check_error("name one with reference answers: --dataset_path", run)
+    check_error("none.jsonl does not exist", run, "--dataset_path", tmp_path / "none.jsonl")
+    check_error(
         "data set has 1 samples", run, "--dataset_path", references(tmp_path / "less.jsonl", {"output": "x"})
     )
-    says(
+    check_error(
         ":2: no field 'output'",
         run,
         "--dataset_path",
         references(tmp_path / "other.jsonl", {"output": "x"}, {"prompt": "y"}),
     )
-    says("has no MBXP samples", run, "--mbxp", good)
-    says("unknown option --tokeniser (did you mean '--tokenizer'?)", run, "--tokeniser", "x")
-    says("there is no tokenizer.json in it", run, "--dataset_path", good, "--tokenizer", tmp_path)
-    says("--tokenizer", tiny(tmp_path / "full", model_scale="full"), "--dataset_path", good)
-    says("name its path with --dataset_path", tiny(tmp_path / "moved", dataset_path="gone.pkl"))
+    check_error("has no MBXP samples", run, "--mbxp", good)
+    check_error("unknown option --tokeniser (did you mean '--tokenizer'?)", run, "--tokeniser", "x")
+    check_error("there is no tokenizer.json in it", run, "--dataset_path", good, "--tokenizer", tmp_path)
+    check_error("--tokenizer", tiny(tmp_path / "full", model_scale="full"), "--dataset_path", good)
+    check_error("name its path with --dataset_path", tiny(tmp_path / "moved", dataset_path="gone.pkl"))
     (run / "mlperf_log_accuracy.json").write_text("[\n{")
-    says("cut by a full disk", run, "--dataset_path", good)
+    check_error("cut by a full disk", run, "--dataset_path", good)
     (run / "config.json").write_text("[]")
-    says("config.json: damaged, or not written by a run", run)
+    check_error("config.json: damaged, or not written by a run", run)
     (run / "config.json").unlink()
-    says("config.json: no such file", run)
+    check_error("config.json: no such file", run)
     assert not (run / "accuracy.txt").exists()
 
 

@@ -127,10 +127,10 @@ def expected(case: Case, division: str) -> set[tuple[str, ...]]:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.long
 def test_list(name: str, division: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, said, code = submit(tmp_path, CASES[name], division, capsys)
-    found = {(scenario, check) for _, scenario, check in listed(said)}
-    assert found == expected(CASES[name], division), said
-    assert code == (4 if found or "against the rules" in said else 0), said
+    _, console, code = submit(tmp_path, CASES[name], division, capsys)
+    found = {(scenario, check) for _, scenario, check in listed(console)}
+    assert found == expected(CASES[name], division), console
+    assert code == (4 if found or "against the rules" in console else 0), console
 
 
 @pytest.mark.slow
@@ -138,9 +138,9 @@ def test_list(name: str, division: str, tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize("division", ["closed", "open"])
 @pytest.mark.parametrize("name", CASES)
 def test_checker(name: str, division: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output, said, _ = submit(tmp_path, CASES[name], division, capsys)
+    output, console, _ = submit(tmp_path, CASES[name], division, capsys)
     verdict = check_submission(output, CASES[name].version)
-    assert verdict.failed == listed(said), f"{said}\n{verdict.log[-4000:]}"
+    assert verdict.failed == listed(console), f"{console}\n{verdict.log[-4000:]}"
     assert verdict.accepts == (not verdict.failed)
 
 
@@ -163,16 +163,16 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--harness inference-endpoint" in (result / "README.md").read_text()
 
 
-def test_what_the_rules_forbid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The checker lets pass failed requests, a report that is not complete, and too short a test."""
+def test_runs_that_the_rules_forbid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The checker accepts failed requests, an incomplete report, and too short a test."""
     summary = {"n_samples_failed": 3, "complete": False, "state": "interrupted", "duration_ns": 10**9}
-    _, said, code = submit(tmp_path, Case(summary=summary), "closed", capsys)
+    _, console, code = submit(tmp_path, Case(summary=summary), "closed", capsys)
     assert code == 4
     for text in ("3 requests failed", "state interrupted", "it lasted 1,000 ms, less than min_duration_ms"):
-        assert said.count(f"{text}") >= 2, said
+        assert console.count(f"{text}") >= 2, console
 
 
-def test_what_is_no_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_that_are_no_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = make_client_run(tmp_path / "other")
     loadgens = make_run(tmp_path / "loadgens", "accuracy", benchmarks=["llama3.1-8b"], accuracy_target=0.99)
     some = make_client_run(tmp_path / "some")
@@ -182,13 +182,13 @@ def test_what_is_no_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     found = json.loads((foreign / "result.json").read_text())
     found["harness"]["name"] = "aiperf"
     (foreign / "result.json").write_text(json.dumps(found))
-    for runs, said in (
+    for runs, message in (
         ((other, loadgens), "--harness is 'inference-endpoint' and None"),
         ((some,), "was run with --concurrency, which is neither Offline nor Server"),
         ((foreign,), "aiperf made its load (--harness): there is no verdict of LoadGen"),
     ):
         assert cli.main(["submission", *map(str, runs), "--output", str(tmp_path / "out"), *WORDS]) == 2
-        assert said in " ".join(capsys.readouterr().err.split())
+        assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_accuracy_of_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -183,7 +183,7 @@ def test_command_when_a_check_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "says"),
+    ("argv", "message"),
     [
         (["performance"], "is not a compliance run: start one with --compliance_test TEST06"),
         (["empty"], "LoadGen logged no answer"),
@@ -192,11 +192,11 @@ def test_command_when_a_check_fails(tmp_path: Path) -> None:
         (["empty", "--end_idz", "2"], "unknown option --end_idz (did you mean '--end_ids'?)"),
     ],
 )
-def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], says: str) -> None:
+def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
     make_run(tmp_path / "performance")
     make_run(tmp_path / "empty", "TEST06")
     assert cli.main(["compliance", str(tmp_path / argv[0]), *argv[1:]]) == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "empty" / "TEST06").exists()
 
 
@@ -210,7 +210,7 @@ def test_a_log_that_was_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (["--compliance_test", "TEST6"], "TEST06"),
         (
@@ -221,7 +221,7 @@ def test_a_log_that_was_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["--audit_conf", "/none"], "--audit_conf /none: no such file"),
     ],
 )
-def test_bad_options_of_run(options: list[str], says: str) -> None:
+def test_bad_options_of_run(options: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_run(["--core_type", "dummy", *options])
-    assert says in str(error.value)
+    assert message in str(error.value)

@@ -95,13 +95,13 @@ def test_a_curve_is_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert (curve / "r4" / "accuracy_results.json").exists()
         assert json.loads(failed.read_text())["n_samples_failed"] == 0
         found = {"status": "windowable", "verdict": "STEADY STATE", "window": {}, "state": {}}
-        told = {"model_precision": "int8", "r48": {"steady_state": found}}
-        (tmp_path / "disclosure.json").write_text(json.dumps(told))
+        disclosure = {"model_precision": "int8", "r48": {"steady_state": found}}
+        (tmp_path / "disclosure.json").write_text(json.dumps(disclosure))
         assert main([*command, "--division", "RDI", "--target_cohort", "2027-01-C1"]) == 0
         assert capsys.readouterr().out.count("measured earlier") == 4
         for folder in curve.iterdir():
             point = yaml.safe_load((folder / "point.yaml").read_text())
-            assert (point["model_precision"], point["division"]) == ("int8", "RDI"), "what is said now"
+            assert (point["model_precision"], point["division"]) == ("int8", "RDI"), "the latest values"
             assert (point.get("steady_state") == found) == (folder.name == "r48") and "r48" not in point
             assert point["target_cohort"] == "2027-01-C1" and point["region"] != "submitters_choice"
             assert point["warmup"]["requests_completed"] == point["concurrency"]
@@ -118,7 +118,7 @@ def test_a_point_belongs_to_the_options_it_was_measured_with(
         assert "tiny        26 of the benchmark's 13,368 samples: " in capsys.readouterr().out
         folder = tmp_path / "made/Us/1/results/Box/llama3_1-8b"
         files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-        for more, said in (
+        for more, message in (
             (["--min_duration", "0.02"], "r1 was measured with --min_duration 0.01, this is 0.02"),
             ([], "r1 was measured with --min_duration 0.01, this is 600.0"),
             (["--min_duration", "0.01", "--model_scale", "full"], "with --model_scale tiny, this is full"),
@@ -128,7 +128,7 @@ def test_a_point_belongs_to_the_options_it_was_measured_with(
         ):
             assert main([*command, *more]) == 2
             error = capsys.readouterr().err
-            assert said in error and "another --submission_id" in error, error
+            assert message in error and "another --submission_id" in error, error
         assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == files
         noted = yaml.safe_load((folder / "r1" / "config.yaml").read_text())
         assert noted["served_model"]
@@ -298,8 +298,8 @@ def test_points_without_a_steady_state_may_take_longer(
         assert capsys.readouterr().out.count("measured earlier") == 2
 
 
-def test_each_option_belongs_to_a_point_or_is_said_anew() -> None:
-    """One that is in neither list would be taken without effect where points are there."""
+def test_each_option_belongs_to_a_point_or_is_written_anew() -> None:
+    """An option in neither list would have no effect on points that exist."""
     of_points = {*endpoints_submission._MEASURED, "min_duration", "max_duration", "concurrency"}
     of_points |= {"seed_sets", "seed_set", "offline"}
     folders = {"output", "submitter", "submission_id", "system_name"}
@@ -311,17 +311,17 @@ def test_each_option_belongs_to_a_point_or_is_said_anew() -> None:
 
 
 @pytest.mark.parametrize(
-    ("latency", "said"), [(0.3, "  5 per user"), (0.1, "  time per output token 0"), (None, "")]
+    ("latency", "expected"), [(0.3, "  5 per user"), (0.1, "  time per output token 0"), (None, "")]
 )
-def test_answers_that_come_in_one_piece_are_said(latency: float | None, said: str) -> None:
+def test_answers_that_come_in_one_piece_are_reported(latency: float | None, expected: str) -> None:
     """First and last token arrive together: no time per token, which MLCommons' checker rejects."""
     records = [] if latency is None else [Record(8, ttft=0.1, latency=latency, output_len=2)] * 10
     line = endpoints_submission.per_user(result_summary(records, 1.0, 0.0))
-    assert line.startswith(said) and bool(line) == bool(said)
+    assert line.startswith(expected) and bool(line) == bool(expected)
 
 
 @pytest.mark.parametrize(("name", "temperature"), [("llama3.1-8b", 0.0), ("gpt-oss-120b", 1.0)])
-def test_answers_are_chosen_as_the_workload_says(name: str, temperature: float) -> None:
+def test_answers_are_sampled_as_the_workload_requires(name: str, temperature: float) -> None:
     words = [*WORDS, "--benchmarks", name, "--max_supported_concurrency", "48"]
     options = collect(words, endpoints_submission._Options, Parser(prog="mpillm endpoints-submission"))
     curve, workload = endpoints_submission._curve(options)
@@ -387,12 +387,12 @@ def test_points_that_mlcommons_client_measures(
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [({"failed": 2}, "2 requests failed"), ({"fails": "Config error: no"}, "ended with exit code 1")],
 )
 def test_a_client_that_fails_has_no_point(
     how: dict[str, Any],
-    said: str,
+    message: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -402,6 +402,6 @@ def test_a_client_that_fails_has_no_point(
     with null_server() as url:
         assert main(["endpoints-submission", *words, "--url", url, "--min_duration", "0.01"]) == 1
     error = capsys.readouterr().err
-    assert said in error and "concurrency 1: harness (inference-endpoint)" in error
+    assert message in error and "concurrency 1: harness (inference-endpoint)" in error
     results = tmp_path / "made" / "Us" / "1" / "results"
     assert not [*results.rglob("result_summary.json")]

@@ -129,24 +129,28 @@ def test_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = make(tmp_path)
     run, clone = words[1], words[3]
 
-    def says(expected: str, *argv: str) -> None:
+    def check_error(expected: str, *argv: str) -> None:
         assert cli.main(["accuracy", run, *argv]) == 2
         assert expected in capsys.readouterr().err
 
-    says("--evaluator_python: only with --inference_repo", "--evaluator_python", "python3")
-    says("--evaluator_timeout: only with --inference_repo", "--evaluator_timeout", "1h")
-    says("--tokenizer: deepseek-r1 needs it only with --inference_repo", "--tokenizer", clone)
-    says("name only one of them", "--inference_repo", clone, "--evaluated", "printed.txt")
-    says("no language/deepseek-r1/eval_accuracy.py; name a clone of", "--inference_repo", str(tmp_path))
+    check_error("--evaluator_python: only with --inference_repo", "--evaluator_python", "python3")
+    check_error("--evaluator_timeout: only with --inference_repo", "--evaluator_timeout", "1h")
+    check_error("--tokenizer: deepseek-r1 needs it only with --inference_repo", "--tokenizer", clone)
+    check_error("name only one of them", "--inference_repo", clone, "--evaluated", "printed.txt")
+    check_error(
+        "no language/deepseek-r1/eval_accuracy.py; name a clone of", "--inference_repo", str(tmp_path)
+    )
     (jsonl := tmp_path / "data.jsonl").touch()
-    says(
+    check_error(
         "eval_accuracy.py reads the published data frame",
         *("--inference_repo", clone, "--dataset_path", str(jsonl)),
     )
-    says("no tokenizer.json in it", "--inference_repo", clone, "--tokenizer", clone)
-    says("can't start /nowhere/python", "--inference_repo", clone, "--evaluator_python", "/nowhere/python")
+    check_error("no tokenizer.json in it", "--inference_repo", clone, "--tokenizer", clone)
+    check_error(
+        "can't start /nowhere/python", "--inference_repo", clone, "--evaluator_python", "/nowhere/python"
+    )
     (Path(clone) / "language" / "deepseek-r1" / "submodules" / "LiveCodeBench" / "lcb_runner").rmdir()
-    says("which scores livecodebench; get the submodules: `git -C ", "--inference_repo", clone)
+    check_error("which scores livecodebench; get the submodules: `git -C ", "--inference_repo", clone)
     other = make_run(tmp_path / "other", "accuracy", answers=[log_entry(0, [5])])
     run = str(other)
-    says("the answers of llama2-70b are scored without it", "--inference_repo", clone)
+    check_error("the answers of llama2-70b are scored without it", "--inference_repo", clone)

@@ -68,7 +68,7 @@ def test_accuracy_log_is_cut_at_both_ends(maker: Maker) -> None:
 
 
 @pytest.mark.long
-def test_what_is_missing_is_listed(maker: Maker) -> None:
+def test_missing_runs_and_files_are_listed(maker: Maker) -> None:
     runs = maker.runs()
     maker.scored(runs[1], {"rouge1": 44.1, "rougeL": 28.6, "tokens_per_sample": 600.5})
     assert said(maker.submit(*runs, *measured(maker), code=4))[0] == (
@@ -127,8 +127,8 @@ def test_what_is_missing_is_listed(maker: Maker) -> None:
     ).is_file()
 
 
-def test_what_servers_did_not_say_is_listed(maker: Maker) -> None:
-    """A run is VALID without it; who submits it has to know."""
+def test_checks_that_servers_do_not_report_are_listed(maker: Maker) -> None:
+    """A run is VALID without them, but the submitter must know."""
     runs = maker.runs()
     checks = {"no_cached_prompts": None, "no_guesses": None, "token_counts": ""}
     file = runs[0] / "result.json"
@@ -145,7 +145,7 @@ def test_what_servers_did_not_say_is_listed(maker: Maker) -> None:
 
 
 @pytest.mark.long
-def test_less_than_the_benchmark_asks_for(maker: Maker) -> None:
+def test_less_than_the_benchmark_requires(maker: Maker) -> None:
     """LoadGen calls a run VALID that was shortened, has limits of its own, or answers less; the checker and
     the rules reject it."""
     shortened = {"effective_min_duration_ms": 10_000, "effective_samples_per_query": 64}

@@ -348,8 +348,8 @@ def test_all_missing_options_are_named_together(tmp_path: Path, capsys: pytest.C
         config.pop("system_name", None)
         (Path(run) / "config.json").write_text(json.dumps(config))
     assert cli.main(["submission", *runs]) == 2
-    said = "mpillm: mpillm submission: missing options: --output, --submitter, --system_name\n"
-    assert capsys.readouterr().err == said
+    message = "mpillm: mpillm submission: missing options: --output, --submitter, --system_name\n"
+    assert capsys.readouterr().err == message
     assert cli.main(["submission", *runs, "--system_name", "box", "--submitter", "Us"]) == 2
     assert capsys.readouterr().err == "mpillm: mpillm submission: missing options: --output\n"
 
@@ -363,10 +363,10 @@ def expected(case: Case, division: str) -> set[tuple[str, ...]]:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.long
 def test_list(name: str, division: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, said, code = submit(tmp_path, CASES[name], division, capsys)
-    found = {(scenario, check) for _, scenario, check in listed(said)}
-    assert found == expected(CASES[name], division), said
-    assert code == (4 if found or "against the rules" in said else 0), said
+    _, console, code = submit(tmp_path, CASES[name], division, capsys)
+    found = {(scenario, check) for _, scenario, check in listed(console)}
+    assert found == expected(CASES[name], division), console
+    assert code == (4 if found or "against the rules" in console else 0), console
 
 
 @pytest.mark.slow
@@ -374,12 +374,12 @@ def test_list(name: str, division: str, tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize("division", ["closed", "open"])
 @pytest.mark.parametrize("name", CASES)
 def test_checker(name: str, division: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output, said, _ = submit(tmp_path, CASES[name], division, capsys)
+    output, console, _ = submit(tmp_path, CASES[name], division, capsys)
     verdict = check_submission(output, CASES[name].version)
-    assert verdict.failed == listed(said), f"{said}\n{verdict.log[-4000:]}"
+    assert verdict.failed == listed(console), f"{console}\n{verdict.log[-4000:]}"
     assert verdict.accepts == (not verdict.failed)
 
 
 def test_a_scenario_that_no_round_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, said, _ = submit(tmp_path, same((), scenarios=(*BOTH, "SingleStream")), "closed", capsys)
-    assert "(scenarios_check): llama2-70b-99.9: no round has its SingleStream" in said
+    _, console, _ = submit(tmp_path, same((), scenarios=(*BOTH, "SingleStream")), "closed", capsys)
+    assert "(scenarios_check): llama2-70b-99.9: no round has its SingleStream" in console

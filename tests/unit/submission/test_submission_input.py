@@ -56,74 +56,76 @@ def test_a_submission_that_can_not_be_written_leaves_what_was_there(
 def test_bad_input(maker: Maker) -> None:
     performance, accuracy, _ = maker.runs()
 
-    def says(expected: str, *words: object) -> None:
+    def check_error(expected: str, *words: object) -> None:
         assert expected in maker.submit(*words, code=2)
         assert not (maker.folder / "out").exists()
 
-    says("no such run directory", maker.folder / "none")
-    says("is given twice", performance, performance)
-    says(
+    check_error("no such run directory", maker.folder / "none")
+    check_error("is given twice", performance, performance)
+    check_error(
         "--division clsed: not one of closed, open (did you mean 'closed'?)",
         performance,
         "--division",
         "clsed",
     )
-    says("must be a folder name", performance, "--submitter", "../us")
-    says("--submitter '': expected a text that is not empty", performance, "--submitter", "")
-    says("unknown option --devision (did you mean '--division'?)", performance, "--devision", "open")
-    says(
+    check_error("must be a folder name", performance, "--submitter", "../us")
+    check_error("--submitter '': expected a text that is not empty", performance, "--submitter", "")
+    check_error("unknown option --devision (did you mean '--division'?)", performance, "--devision", "open")
+    check_error(
         "aiperf made its load (--harness): there is no verdict of LoadGen",
         make_run(maker.folder / "h", result={"status": "MEASURED", "harness": {"name": "aiperf"}}),
     )
-    says(
+    check_error(
         "failed in phase 'test': x",
         make_run(
             maker.folder / "f", result={"status": "FAILED", "phase": "test", "failures": [{"cause": "x"}]}
         ),
     )
-    says("start one with --benchmarks", make_run(maker.folder / "any", benchmarks=None))
-    says("there is no workload resnet50", make_run(maker.folder / "other", benchmarks=["resnet50"]))
-    says(
+    check_error("start one with --benchmarks", make_run(maker.folder / "any", benchmarks=None))
+    check_error("there is no workload resnet50", make_run(maker.folder / "other", benchmarks=["resnet50"]))
+    check_error(
         "are both the performance run of llama2-70b-99.9 Offline",
         performance,
         make_run(maker.folder / "second"),
     )
-    says(
+    check_error(
         "--dtype is 'bfloat16' and 'float32'",
         performance,
         make_run(maker.folder / "fp32", "accuracy", dtype="float32"),
     )
-    says(
+    check_error(
         "--quantization is None and 'int8'",
         performance,
         make_run(maker.folder / "int8", "accuracy", quantization="int8"),
     )
     elsewhere = {**MACHINE, "memory_bytes": 256 << 30}
-    says(
+    check_error(
         "not made on the same system: memory_bytes",
         performance,
         make_run(maker.folder / "else", "accuracy", machine=elsewhere),
     )
     newer = {**MACHINE, "software": {**MACHINE["software"], "mlcommons-loadgen": "6.0.18"}}  # type: ignore[dict-item]
-    says(
+    check_error(
         "system: software: mlcommons-loadgen 6.0.17 and 6.0.18",
         performance,
         make_run(maker.folder / "new", "accuracy", machine=newer),
     )
-    says(
+    check_error(
         "not made on the same system: workers 2 and 3",
         performance,
         make_run(maker.folder / "more", "accuracy", workers=3),
     )
     audit = make_run(maker.folder / "audit", audit_conf="own.config")
-    says("with an audit.config of none of TEST06, TEST07, TEST09", audit)
-    says("there is no Offline of it", make_run(maker.folder / "inter", benchmarks=["llama2-70b-interactive"]))
+    check_error("with an audit.config of none of TEST06, TEST07, TEST09", audit)
+    check_error(
+        "there is no Offline of it", make_run(maker.folder / "inter", benchmarks=["llama2-70b-interactive"])
+    )
     for name in ("mlperf_log_detail.txt", "machines.json", "plan.json"):
         (broken := make_run(maker.folder / f"no-{name}") / name).unlink()
-        says(name, broken.parent)
+        check_error(name, broken.parent)
     garbled = make_run(maker.folder / "garbled")
     (garbled / "machines.json").write_text("{")
-    says("machines.json:1: not valid JSON", garbled)
+    check_error("machines.json:1: not valid JSON", garbled)
     beside = make_run(maker.folder / "beside", "accuracy")
     for i, (name, text) in enumerate(
         (
@@ -138,7 +140,7 @@ def test_bad_input(maker: Maker) -> None:
         )
     ):
         (other := make_run(maker.folder / f"other-{i}") / name).write_text(text)
-        says(f"{name}: damaged, or not written by a run", other.parent, beside)
+        check_error(f"{name}: damaged, or not written by a run", other.parent, beside)
 
     file = maker.folder / "given.json"
     for text, expected in (
@@ -150,11 +152,13 @@ def test_bad_input(maker: Maker) -> None:
         ('{"submitter": "Them"}', "submitter is 'Them', but --submitter Us"),
     ):
         file.write_text(text)
-        says(expected, performance, "--system_description", file)
-    says("no such file", performance, "--measurements", maker.folder / "none.json")
+        check_error(expected, performance, "--system_description", file)
+    check_error("no such file", performance, "--measurements", maker.folder / "none.json")
     with (accuracy / "mlperf_log_accuracy.json").open("a") as log:
         log.write(" ")
-    says("accuracy.txt does not belong to the mlperf_log_accuracy.json beside it", performance, accuracy)
+    check_error(
+        "accuracy.txt does not belong to the mlperf_log_accuracy.json beside it", performance, accuracy
+    )
     (maker.folder / "a-file").touch()
     out = maker.submit(performance, "--output", maker.folder / "a-file", code=2)
     assert f"the submission in {maker.folder / 'a-file'} can't be written" in out and "Not a directory" in out

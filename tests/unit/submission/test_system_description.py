@@ -65,17 +65,17 @@ def test_the_gpus_of_servers_that_ranks_own_are_counted(maker: Maker) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "framework"),
+    ("frameworks", "framework"),
     [
         ([["vLLM 0.32.0+cpu"], ["mpillm 0.1.0"]], "mpillm 0.1.0, vLLM 0.32.0+cpu"),
-        ([["vLLM 0.32.0+cpu"], []], "N/A"),  # one of the servers does not say
+        ([["vLLM 0.32.0+cpu"], []], "N/A"),  # one of the servers reports none
     ],
 )
 @pytest.mark.parametrize("core", ["trtllm_endpoint", "triton_grpc"])
-def test_the_framework_of_a_client_is_what_its_servers_say(
-    maker: Maker, told: list[list[str]], framework: str, core: str
+def test_the_framework_of_a_client_is_that_of_its_servers(
+    maker: Maker, frameworks: list[list[str]], framework: str, core: str
 ) -> None:
-    result = {"per_instance": [{"instance": i, "frameworks": names} for i, names in enumerate(told)]}
+    result = {"per_instance": [{"instance": i, "frameworks": names} for i, names in enumerate(frameworks)]}
     out = maker.submit(*maker.runs(core_type=core, result=result), code=4)
     system = json.loads((maker.tree / "systems" / "8xH200.json").read_text())
     assert system["framework"] == framework
@@ -91,8 +91,8 @@ def test_paths_that_no_file_can_have(maker: Maker) -> None:
 
 
 @pytest.mark.parametrize("core", ["trtllm_endpoint", "trtllm_disagg", "triton_grpc"])
-def test_the_weights_of_servers_are_asked_of_the_submitter(maker: Maker, core: str) -> None:
-    """A client's options, and the model that it has a tokenizer of, say nothing of a server's weights."""
+def test_the_submitter_must_describe_the_weights_of_servers(maker: Maker, core: str) -> None:
+    """A client's options, and its tokenizer's model, do not describe a server's weights."""
     model = maker.folder / "Llama-2-70b"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16"}))
@@ -100,9 +100,11 @@ def test_the_weights_of_servers_are_asked_of_the_submitter(maker: Maker, core: s
     out = maker.submit(*runs, code=4)
     for key in ("weight_data_types", "weight_transformations"):
         assert f"{key} of measurements.json is not known (the servers do not report it): add it with" in out
-    stated = maker.folder / "weights.json"
-    stated.write_text(json.dumps({"weight_data_types": "fp8", "weight_transformations": "quantization"}))
-    out = maker.submit(*runs, "--measurements", stated, "--force", code=4)
+    measurements = maker.folder / "weights.json"
+    measurements.write_text(
+        json.dumps({"weight_data_types": "fp8", "weight_transformations": "quantization"})
+    )
+    out = maker.submit(*runs, "--measurements", measurements, "--force", code=4)
     assert "measurements.json" not in out
     found = json.loads((maker.tree / "results/8xH200/llama2-70b-99.9/Offline/measurements.json").read_text())
     assert (found["weight_data_types"], found["weight_transformations"]) == ("fp8", "quantization")

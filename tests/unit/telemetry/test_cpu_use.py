@@ -38,15 +38,15 @@ def test_a_quiet_node() -> None:
 def test_other_processes() -> None:
     load = loaded(ranks(QUIET | {1: (10.0, 0.0)}))
     assert (load["others"], load["disturbed_by"]) == (0.6, ["others"])
-    said = "disturbed: in the test other processes used 0.6 of the 2 cores of h1"
-    assert doubts({"other_load": [loaded(ranks(QUIET), "h0"), load]}) == [said]
+    expected = "disturbed: in the test other processes used 0.6 of the 2 cores of h1"
+    assert doubts({"other_load": [loaded(ranks(QUIET), "h0"), load]}) == [expected]
     assert doubts({"other_load": [load]}, others_serve=True) == [], "they may be the servers"
 
 
-def test_what_a_virtual_machines_host_takes() -> None:
+def test_cpu_time_that_a_virtual_machines_host_takes() -> None:
     load = loaded(ranks(QUIET | {1: (4.0, 0.6)}))
-    (said,) = doubts({"other_load": [load]}, others_serve=True)
-    assert said == "disturbed: in the test the host of h1, a virtual machine, took 0.06 of its 2 cores"
+    (note,) = doubts({"other_load": [load]}, others_serve=True)
+    assert note == "disturbed: in the test the host of h1, a virtual machine, took 0.06 of its 2 cores"
 
 
 def test_too_short_to_tell() -> None:

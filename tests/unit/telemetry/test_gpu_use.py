@@ -81,8 +81,8 @@ def test_ranks_are_no_others_to_each_other() -> None:
     ranks = [use("GPU-a", {1, 2}, {1}), use("GPU-b", {2, 7}, {2})]
     found = other_processes("h", ranks)
     assert found == [{"host": "h", "gpu": "GPU-b", "pids": [7]}]
-    (said,) = doubts({"other_gpu_processes": found})
-    assert said == "disturbed: other work was on GPU-b of h when the test started or ended: process 7"
+    (note,) = doubts({"other_gpu_processes": found})
+    assert note == "disturbed: other work was on GPU-b of h when the test started or ended: process 7"
     found = other_processes("h", [use("GPU-a", {1, *range(20, 40)}, {1})])
     assert doubts({"other_gpu_processes": found})[0].endswith("processes 20, 21, 22, 23, 24, 25, 26, 27")
 

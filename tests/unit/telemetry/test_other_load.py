@@ -8,7 +8,7 @@ from mpillm.telemetry.other_load import Disturbance, OtherLoad, measure_undistur
 
 
 @pytest.mark.parametrize(
-    ("used", "said"),
+    ("used", "expected"),
     [
         (Disturbance(0.05, 0.01), ""),
         (Disturbance(0.5, 0.0), "; disturbed: other processes used 0.5 cores"),
@@ -16,9 +16,9 @@ from mpillm.telemetry.other_load import Disturbance, OtherLoad, measure_undistur
         (Disturbance(1.0, 0.2), "; disturbed: other processes used 1.0 cores, the host took 0.20 cores"),
     ],
 )
-def test_what_disturbs_is_said(used: Disturbance, said: str) -> None:
-    assert used.note() == said
-    assert (used.degree > 1) == bool(said)
+def test_disturbances_are_named(used: Disturbance, expected: str) -> None:
+    assert used.note() == expected
+    assert (used.degree > 1) == bool(expected)
 
 
 def test_what_the_host_takes_for_minutes_is_not_waited_out() -> None:

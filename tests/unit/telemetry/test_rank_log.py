@@ -23,8 +23,8 @@ print(open_rank_log(Path(sys.argv[1]), 0).read_text())
 @pytest.mark.parametrize("key", [["--api_key", "sesame"], ["--api-key=sesame"]])
 def test_the_command_line_without_a_key(tmp_path: Path, key: list[str]) -> None:
     words = [sys.executable, "-c", CODE, str(tmp_path), "--port", "0", *key, "--host", "here"]
-    said = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True).stdout
-    assert said.rstrip().endswith("--port 0 --host here") and "sesame" not in said
+    output = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True).stdout
+    assert output.rstrip().endswith("--port 0 --host here") and "sesame" not in output
 
 
 READS = """

@@ -15,7 +15,7 @@ def test_a_folder_of_a_package_s_name_hides_nothing(tmp_path: Path, name: str) -
     """As --log_dir disagg leaves one, or a clone its parent: with make install's kind of installation."""
     (tmp_path / name).mkdir()
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    said = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "mpillm", "--version"],
         cwd=tmp_path,
         env=env,
@@ -23,4 +23,4 @@ def test_a_folder_of_a_package_s_name_hides_nothing(tmp_path: Path, name: str) -
         text=True,
         timeout=300,
     )
-    assert said.returncode == 0 and said.stdout.startswith("mpillm "), said.stderr
+    assert result.returncode == 0 and result.stdout.startswith("mpillm "), result.stderr

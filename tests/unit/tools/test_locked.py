@@ -74,7 +74,7 @@ def test_hashes_of_other_machines_stay() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "exit_code", "says"),
+    ("code", "exit_code", "message"),
     [
         (prints(GOOD), 0, "0 known holes in 1 packages"),
         (prints(GOOD, HOLE, code=1), 1, "b 2: PYSEC-1, mended in 3"),
@@ -86,8 +86,8 @@ def test_hashes_of_other_machines_stay() -> None:
     ],
 )
 def test_an_audit_that_has_no_data_is_skipped(
-    code: str, exit_code: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    code: str, exit_code: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     deadline_s = 1.0 if "sleep" in code else 60.0
     assert audit.audit([sys.executable, "-c", code], tmp_path, deadline_s) == exit_code
-    assert says in capsys.readouterr().out
+    assert message in capsys.readouterr().out

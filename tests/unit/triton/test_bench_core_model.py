@@ -36,8 +36,8 @@ def test_a_server_s_client_names_the_extra_and_mpi_needs_none() -> None:
 
 @pytest.mark.parametrize("words", [("--streaming",), ("--url", "h:1")])
 def test_options_of_a_server_are_not_for_mpi(words: tuple[str, ...]) -> None:
-    said = bench("-i", "mpi", "token_norm_dist", "--model_path", "tiny-llama", *words)
-    assert f"-i mpi: there is no server, so {words[0]} has no effect" in said
+    output = bench("-i", "mpi", "token_norm_dist", "--model_path", "tiny-llama", *words)
+    assert f"-i mpi: there is no server, so {words[0]} has no effect" in output
 
 
 def test_options_of_requests_reach_a_run_through_mpi() -> None:

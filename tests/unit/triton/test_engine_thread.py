@@ -53,42 +53,42 @@ class Counting(LLMCore):
             raise RuntimeError("out of memory")
         rows: list[tuple[int, int, int]] = []
         tokens: list[int] = []
-        told: list[int]
+        new_tokens: list[int]
         for id_, state in [*self.open.items()]:
             state[0] += 1
             n, most, flags = state
             if id_ in self.cancelled:
                 self.cancelled.remove(id_)
-                told, kind = [], ResponseFlag.FINAL | ResponseFlag.CANCELLED
+                new_tokens, kind = [], ResponseFlag.FINAL | ResponseFlag.CANCELLED
             elif most == 0:
-                told, kind = [], ResponseFlag.FINAL | ResponseFlag.ERROR
+                new_tokens, kind = [], ResponseFlag.FINAL | ResponseFlag.ERROR
             elif n == most:
-                told, kind = [*range(1, n + 1)], ResponseFlag.FINAL
+                new_tokens, kind = [*range(1, n + 1)], ResponseFlag.FINAL
             elif flags & RequestFlag.STREAM:
-                told, kind = [n], ResponseFlag.PARTIAL
+                new_tokens, kind = [n], ResponseFlag.PARTIAL
             else:
                 continue
-            rows.append((id_, len(told), int(kind)))
-            tokens += told
+            rows.append((id_, len(new_tokens), int(kind)))
+            tokens += new_tokens
             if kind & ResponseFlag.FINAL:
                 del self.open[id_]
         return Batch(np.array(rows, RESPONSE), np.array(tokens, np.int32))
 
 
 class Client:
-    """Keeps what it is told."""
+    """Keeps the events that it receives."""
 
     def __init__(self) -> None:
-        self.told: queue.Queue[tuple[list[int], bool, str]] = queue.Queue()
+        self.events: queue.Queue[tuple[list[int], bool, str]] = queue.Queue()
 
     def __call__(self, answer: EngineResponse, tokens: Sequence[int], is_final: bool, error: str) -> None:
-        self.told.put(([*tokens], is_final, error))
+        self.events.put(([*tokens], is_final, error))
 
     def parts(self) -> list[list[Any]]:
         """Return what came until the end."""
         parts: list[list[Any]] = []
         while True:
-            tokens, is_final, error = self.told.get(timeout=WAIT_S)
+            tokens, is_final, error = self.events.get(timeout=WAIT_S)
             parts.append([error] if error else tokens)
             if is_final:
                 return parts
@@ -99,9 +99,9 @@ def core() -> Counting:
     return Counting()
 
 
-def ask(thread: EngineThread, **asked: object) -> tuple[Client, EngineResponse]:
+def ask(thread: EngineThread, **options: object) -> tuple[Client, EngineResponse]:
     client = Client()
-    answer = EngineResponse(PromptRequest([5], **{"max_output": 4, **asked}), client)  # type: ignore[arg-type]
+    answer = EngineResponse(PromptRequest([5], **{"max_output": 4, **options}), client)  # type: ignore[arg-type]
     thread.submit([answer])
     return client, answer
 
@@ -116,7 +116,7 @@ def test_whole_answers_and_streams(core: Counting) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "tokens"),
+    ("options", "tokens"),
     [
         ({"end_id": 2}, [1, 2]),
         ({"end_id": NO_END}, [1, 2, 3, 4]),
@@ -126,12 +126,12 @@ def test_whole_answers_and_streams(core: Counting) -> None:
     ],
 )
 @pytest.mark.parametrize("streaming", [False, True])
-def test_ends(asked: dict[str, object], tokens: list[int], streaming: bool, core: Counting) -> None:
+def test_ends(options: dict[str, object], tokens: list[int], streaming: bool, core: Counting) -> None:
     thread = EngineThread(core)
-    client, _ = ask(thread, streaming=streaming, **asked)
+    client, _ = ask(thread, streaming=streaming, **options)
     assert [token for part in client.parts() for token in part] == tokens
     thread.stop()
-    assert not core.open or core.cancelled == [0], "what is cut is given up"
+    assert not core.open or core.cancelled == [0], "a request that ends early is cancelled"
 
 
 def test_many_are_under_way_at_once_and_ids_are_used_again(core: Counting) -> None:
@@ -147,7 +147,7 @@ def test_many_are_under_way_at_once_and_ids_are_used_again(core: Counting) -> No
 def test_cancelled(core: Counting) -> None:
     thread = EngineThread(core)
     client, answer = ask(thread, max_output=1 << 30, streaming=True)
-    client.told.get(timeout=WAIT_S)
+    client.events.get(timeout=WAIT_S)
     thread.cancel([answer])
     client.parts()
     other, _ = ask(thread)
@@ -165,12 +165,12 @@ def test_one_error_and_a_broken_engine(core: Counting) -> None:
     ((error,),) = ask(thread)[0].parts()
     assert error == "the engine has failed: RuntimeError: out of memory"
     ((error,),) = ask(thread)[0].parts()
-    assert "out of memory" in str(error), "those that come later are told, too"
+    assert "out of memory" in str(error), "later requests get the error as well"
     thread.stop()
 
 
 def test_an_engine_that_waits_for_a_rank_for_ever(core: Counting) -> None:
-    """Another thread says why, and everybody is told at once: what is open, and what comes."""
+    """Another thread reports the cause, which open and later requests get immediately."""
     began, lasts = threading.Event(), threading.Event()
 
     def wait() -> Batch:
@@ -186,7 +186,7 @@ def test_an_engine_that_waits_for_a_rank_for_ever(core: Counting) -> None:
     assert client.parts() == ask(thread)[0].parts() == [["rank 1 has ended"]]
     lasts.set()
     thread.stop()
-    assert client.told.empty(), "nobody is told twice"
+    assert client.events.empty(), "each request ends once"
 
 
 def test_why_an_engine_failed(core: Counting) -> None:

@@ -60,7 +60,7 @@ def test_in_place(words: tuple[str, ...], file: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (
             "decoupled_mod3:true",
@@ -71,11 +71,11 @@ def test_in_place(words: tuple[str, ...], file: Path, capsys: pytest.CaptureFixt
         ("engine_dir:C:/x", "'engine_dir:C:/x' is not a substitution; expected name:value"),
     ],
 )
-def test_what_is_wrong_is_named(
-    words: str, says: str, file: Path, capsys: pytest.CaptureFixture[str]
+def test_a_wrong_substitution_is_named(
+    words: str, message: str, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["fill-template", "-i", str(file), words]) == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert file.read_text() == TEMPLATE
 
 

@@ -121,10 +121,10 @@ def test_a_stream_takes_no_longer_than_an_answer_may() -> None:
         list(connection.generate("tensorrt_llm", {}, True))
 
 
-def test_what_a_server_says_is_cut_to_a_printable_line() -> None:
-    said = b"HTTP/1.1 400 Bad\r\nConnection: close\r\n\r\n" + b"\x1b[31m\n" * 10000
+def test_an_error_of_a_server_is_cut_to_a_printable_line() -> None:
+    response = b"HTTP/1.1 400 Bad\r\nConnection: close\r\n\r\n" + b"\x1b[31m\n" * 10000
     with (
-        server(said) as url,
+        server(response) as url,
         KServeConnection(url, TIMEOUT_S) as connection,
         pytest.raises(InferError, match="HTTP 400") as error,
     ):

@@ -86,7 +86,7 @@ def test_one_server(printed: Print, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (["--world_size=2", "--multi-model"], "with --multi_model the models start their ranks"),
         (["--world_size=2"], "--world_size 2: repo has no model with several ranks, or named tensorrt_llm"),
@@ -97,9 +97,9 @@ def test_one_server(printed: Print, monkeypatch: pytest.MonkeyPatch) -> None:
         ([], "a tritonserver runs already, process 7; --force starts another"),
     ],
 )
-def test_what_is_refused(
+def test_wrong_options_are_refused(
     words: list[str],
-    says: str,
+    message: str,
     printed: Print,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -110,4 +110,4 @@ def test_what_is_refused(
 
     monkeypatch.setattr(psutil, "process_iter", lambda _names: [Other])
     assert main(["launch-triton-server", "--model_repo=repo", *words]) == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err

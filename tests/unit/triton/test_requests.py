@@ -15,16 +15,16 @@ from mpillm.triton.models.requests import PromptRequest, RequestError, read, wor
 BASE: dict[str, Any] = {"input_ids": [5, 6, 7, 0], "input_lengths": [3], "request_output_len": [4]}
 
 
-def asked(**tensors: Any) -> PromptRequest:
+def request_of(**tensors: Any) -> PromptRequest:
     return read({name: np.array(value) for name, value in {**BASE, **tensors}.items()}, exclude_input=False)
 
 
-def test_what_is_not_said() -> None:
-    assert asked() == PromptRequest([5, 6, 7], 4), "padding is cut off, and the answer is greedy"
+def test_default_values() -> None:
+    assert request_of() == PromptRequest([5, 6, 7], 4), "padding is cut off, and the answer is greedy"
 
 
-def test_what_is_said() -> None:
-    said = asked(
+def test_all_values_are_read() -> None:
+    request = request_of(
         temperature=[0.5],
         runtime_top_k=[3],
         runtime_top_p=[0.25],
@@ -36,7 +36,7 @@ def test_what_is_said() -> None:
         exclude_input_in_output=[True],
     )
     expected = PromptRequest([5, 6, 7], 4, 2, 1, ((7,), (8, 9)), 0.5, 3, 0.25, 9, True, True)
-    assert replace(said, extras=None) == expected
+    assert replace(request, extras=None) == expected
 
 
 @pytest.mark.parametrize(
@@ -49,17 +49,17 @@ def test_what_is_said() -> None:
     ],
 )
 def test_sampling(tensors: dict[str, Any], sampling: tuple[float, int, float]) -> None:
-    said = asked(**tensors)
-    assert (said.temperature, said.top_k, said.top_p) == sampling
+    request = request_of(**tensors)
+    assert (request.temperature, request.top_k, request.top_p) == sampling
 
 
 @pytest.mark.parametrize(("end_id", "meant"), [(-1, -1), (-2, None), (2, 2)])
 def test_end_ids(end_id: int, meant: int | None) -> None:
-    assert asked(end_id=[end_id]).end_id == meant
+    assert request_of(end_id=[end_id]).end_id == meant
 
 
-def test_values_that_ask_for_nothing_are_taken() -> None:
-    asked(
+def test_values_without_effect_are_accepted() -> None:
+    request_of(
         beam_width=[1],
         repetition_penalty=[1.0],
         return_log_probs=[False],
@@ -101,13 +101,13 @@ def test_values_that_ask_for_nothing_are_taken() -> None:
         ({"stop_words_list": [7, 1]}, r"has the shape \[2\]: expected \[2, n\]"),
     ],
 )
-def test_what_is_refused(tensors: dict[str, Any], message: str) -> None:
+def test_wrong_values_are_refused(tensors: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=f"^{message}|{message}"):
-        asked(**tensors)
+        request_of(**tensors)
 
 
 def test_a_bias_that_forbids_a_token() -> None:
-    extras = asked(embedding_bias=[0.0, -np.inf]).extras
+    extras = request_of(embedding_bias=[0.0, -np.inf]).extras
     assert extras is not None and extras.bias is not None and extras.bias.tolist() == [0, -np.inf]
 
 
@@ -126,8 +126,8 @@ def test_weights_without_an_id_are_of_their_request() -> None:
     assert found == [(0, [[1.0, 2.0]], [[1, 0, 1]])]
 
 
-def test_what_few_ask_for() -> None:
-    said = asked(
+def test_rare_values_are_read() -> None:
+    extras = request_of(
         temperature=[0.5],
         presence_penalty=[1.0],
         frequency_penalty=[2.0],
@@ -139,11 +139,11 @@ def test_what_few_ask_for() -> None:
         min_tokens=[2],
         end_id=[3],
     ).extras
-    assert said is not None and said.bias is not None and said.bias.tolist() == [0, 1]
-    penalties = said.repetition_penalty, said.presence_penalty, said.frequency_penalty
+    assert extras is not None and extras.bias is not None and extras.bias.tolist() == [0, 1]
+    penalties = extras.repetition_penalty, extras.presence_penalty, extras.frequency_penalty
     assert penalties == (1.5, 0.5, 1.0), "presence and frequency count after the temperature"
-    assert said.bad_words == ((7,), (8, 9)) and said.not_yet == (3,)
-    assert (said.keeps_context_logits, said.keeps_generation_logits) == (True, False)
+    assert extras.bad_words == ((7,), (8, 9)) and extras.not_yet == (3,)
+    assert (extras.keeps_context_logits, extras.keeps_generation_logits) == (True, False)
 
 
 @pytest.mark.parametrize(

@@ -152,26 +152,26 @@ def part(number: int, *tokens: int, is_last: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_tokens_behind_the_first_are_told_to_those_who_want_them(live: bool) -> None:
+def test_later_tokens_are_reported_for_live_requests_only(live: bool) -> None:
     """Behind `serve` nothing waits for other answers, whatever the scenario."""
     config = TritonHarnessConfig(runtime_flags={"max_batch_size": AT_ONCE})
     core = module.TritonGrpcCore(CoreConfig("triton_grpc", serves=True, settings=config))
     stream: Any = SimpleNamespace(open={1})
     core._pending[1] = module._PendingRequest(7, Model("llm", decoupled=True), stream, live, 4)
-    told = []
+    responses = []
     try:
         for response in (part(1), part(1, 5, 6), part(1, 8), part(1, is_last=True)):
             core._receive(stream, response, "")
             if core.has_work() and (batch := core.poll_responses()) is not None:
-                told.append((int(batch.rows["flags"][0]), batch.tokens.tolist()))
+                responses.append((int(batch.rows["flags"][0]), batch.tokens.tolist()))
     finally:
         core.notify_stop()
     first, end = (int(ResponseFlag.FIRST), [5]), (int(ResponseFlag.FINAL), [5, 6, 8])
-    assert told == ([first, (int(ResponseFlag.PARTIAL), [6, 8]), end] if live else [first, end])
+    assert responses == ([first, (int(ResponseFlag.PARTIAL), [6, 8]), end] if live else [first, end])
 
 
-def test_a_server_that_sends_more_than_was_asked_for() -> None:
-    """Its answer would take memory without end; it is told to stop."""
+def test_a_server_that_sends_too_many_tokens_is_stopped() -> None:
+    """Its answer would take unlimited memory; the core cancels the request."""
     config = TritonHarnessConfig()
     core = module.TritonGrpcCore(CoreConfig("triton_grpc", settings=config))
     sent: list[int] = []
@@ -188,7 +188,7 @@ def test_a_server_that_sends_more_than_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize("serves", [False, True])
-def test_who_asks_an_endpoint_is_told_why_the_server_refuses(serves: bool) -> None:
+def test_an_endpoint_reports_why_the_server_refuses(serves: bool) -> None:
     config = TritonHarnessConfig(runtime_flags={"max_batch_size": AT_ONCE})
     core = module.TritonGrpcCore(CoreConfig("triton_grpc", serves=serves, settings=config))
     stream: Any = SimpleNamespace(open={1, 2}, url="h:1")
@@ -202,9 +202,9 @@ def test_who_asks_an_endpoint_is_told_why_the_server_refuses(serves: bool) -> No
         assert batch is not None
     finally:
         core.notify_stop()
-    told = [(int(row["flags"]), one.tokens.tolist()) for one in batch.split() for row in one.rows]
+    responses = [(int(row["flags"]), one.tokens.tolist()) for one in batch.split() for row in one.rows]
     end: tuple[int, list[int]] = (int(ResponseFlag.FINAL | ResponseFlag.ERROR), [])
-    assert [one for one in told if one[0] != ResponseFlag.REFUSED] == [end, end]
-    refused = [Refusal.of(numbers) for flags, numbers in told if flags == ResponseFlag.REFUSED]
+    assert [one for one in responses if one[0] != ResponseFlag.REFUSED] == [end, end]
+    refused = [Refusal.of(numbers) for flags, numbers in responses if flags == ResponseFlag.REFUSED]
     both = [Refusal(503, "UNAVAILABLE: Exceeds maximum queue size"), Refusal(500, r"too\nlong")]
     assert refused == (both if serves else [])

@@ -28,7 +28,7 @@ nv_inference_pending_request_count{model="ensemble",version="1"} 40
 
 
 @pytest.mark.parametrize(
-    ("page", "said"),
+    ("page", "expected"),
     [
         (TRTLLM, ServerCounts(5, 2, 0.9, prompt_tokens=1000, generated_tokens=77, cached_tokens=320)),
         ('nv_inference_pending_request_count{model="a"} 3\n', ServerCounts(waiting=3)),
@@ -36,8 +36,8 @@ nv_inference_pending_request_count{model="ensemble",version="1"} 40
         ("", ServerCounts()),
     ],
 )
-def test_a_page(page: str, said: ServerCounts) -> None:
-    assert reading_of(page) == said
+def test_a_page(page: str, expected: ServerCounts) -> None:
+    assert reading_of(page) == expected
 
 
 def test_where_metrics_are() -> None:

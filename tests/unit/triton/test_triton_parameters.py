@@ -41,14 +41,14 @@ FLAGS = {
 }
 
 
-def test_what_is_set_in_vain_is_named() -> None:
-    said = unused_parameters(model_parameters(FLAGS))
-    named = set(re.findall(r"(\w+): ", said.partition(": ")[2]))
+def test_parameters_without_effect_are_named() -> None:
+    message = unused_parameters(model_parameters(FLAGS))
+    named = set(re.findall(r"(\w+): ", message.partition(": ")[2]))
     assert named == set(FLAGS) - _READ
-    assert "enable_trt_overlap: true" in said and "kv_cache_host_memory_bytes: 1" in said
+    assert "enable_trt_overlap: true" in message and "kv_cache_host_memory_bytes: 1" in message
 
 
-def test_what_asks_for_nothing_is_not() -> None:
+def test_default_values_are_not_named() -> None:
     flags = {
         "sink_token_length": 0,
         "num_nodes": 1,
@@ -59,7 +59,7 @@ def test_what_asks_for_nothing_is_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         ({"decoding_mode": "medusa"}, "decoding_mode: 'medusa': .* no such thing; it has top_k, top_p"),
         ({"max_attention_window_size": 4096}, "max_attention_window_size: '4096': .*; leave it out"),
@@ -68,8 +68,8 @@ def test_what_asks_for_nothing_is_not() -> None:
         ({"num_nodes": 2}, "num_nodes: '2'"),
     ],
 )
-def test_what_would_change_answers_is_refused(flags: dict[str, object], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_parameters_that_would_change_answers_are_refused(flags: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         unused_parameters(model_parameters(flags))
 
 

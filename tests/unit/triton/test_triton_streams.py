@@ -67,16 +67,16 @@ def test_no_message_of_a_server_has_more_bytes_than_an_answer_may_have(
     assert dict(GRPC_OPTIONS)["grpc.max_receive_message_length"] == MAX_ANSWER_BYTES
     few = [("grpc.max_receive_message_length", LARGE)]
     monkeypatch.setattr(connection, "GRPC_OPTIONS", few)
-    heard, streams = list[str](), StreamPool(few)
+    errors, streams = list[str](), StreamPool(few)
     try:
-        streams.connect(url, 1, lambda _, response, error: heard.append(error), n_calls=1)
+        streams.connect(url, 1, lambda _, response, error: errors.append(error), n_calls=1)
         request = service_pb2.ModelInferRequest(id="7").SerializeToString()
         streams.open[0].submit(7, request, decoupled=False)
-        wait_until(lambda: bool(heard), "an answer")
+        wait_until(lambda: bool(errors), "an answer")
         streams.open[0].open.clear()
     finally:
         streams.close()
-    assert heard[0].startswith("RESOURCE_EXHAUSTED: ")
+    assert errors[0].startswith("RESOURCE_EXHAUSTED: ")
     with (
         connection.GrpcConnection(url, 60.0) as client,
         pytest.raises(connection.InferError, match="larger than max"),
@@ -86,13 +86,13 @@ def test_no_message_of_a_server_has_more_bytes_than_an_answer_may_have(
 
 def test_calls_and_how_streams_end(url: str) -> None:
     """A model that is not decoupled gets calls, and only a stream with outstanding requests is cancelled."""
-    heard, streams = list[tuple[str, bool, str]](), StreamPool()
+    answers, streams = list[tuple[str, bool, str]](), StreamPool()
 
     def done(n: int) -> bool:
-        return len(heard) == n
+        return len(answers) == n
 
     try:
-        streams.connect(url, 2, lambda _, r, error: heard.append((r.id, is_last(r), error)), n_calls=99)
+        streams.connect(url, 2, lambda _, r, error: answers.append((r.id, is_last(r), error)), n_calls=99)
         assert streams.n_channels == 2
         idle, busy = streams.open
         for number in (8, 9):
@@ -100,7 +100,7 @@ def test_calls_and_how_streams_end(url: str) -> None:
             idle.submit(number, request, decoupled=False)
             wait_until(partial(done, number - 7), "an answer")
             idle.open.discard(number)
-        assert heard == [("8", True, ""), ("9", True, "UNAVAILABLE: Exceeds maximum queue size")]
+        assert answers == [("8", True, ""), ("9", True, "UNAVAILABLE: Exceeds maximum queue size")]
         busy.submit(10, service_pb2.ModelInferRequest(id="10").SerializeToString(), decoupled=True)
     finally:
         streams.close()

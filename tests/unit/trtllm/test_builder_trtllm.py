@@ -56,7 +56,7 @@ def generate(*options: str) -> int:
     return main(["generate-engines", *OPTIONS, *options])
 
 
-def test_the_whole_chain_and_what_its_stamp_says(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_chain_and_its_stamp(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--trtllm_checkpoint_flags=qformat:fp8,kv_cache_dtype:fp8,calib_size:64"
     assert (
         generate(

@@ -33,13 +33,13 @@ def test_whole_answers_offline(make: Make, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CORES)
-def test_first_tokens_are_reported_if_loadgen_asks(make: Make, name: str) -> None:
+def test_first_tokens_are_reported_if_loadgen_requires_them(make: Make, name: str) -> None:
     core = make(name, "--scenarios=Server")
     core.enqueue(batch([1, 2, 3, 4, 5], [9]))
     rows = rows_of(core, 2)
     assert [row for row in rows if row[0] == 0] == [(0, FIRST, [5]), (0, FINAL, [5, 4, 3, 2])]
     assert [row for row in rows if row[0] == 1] == [(1, FIRST | FINAL, [9])], (
-        "a first token that ends the answer is told once"
+        "a first token that ends the answer is reported once"
     )
 
 
@@ -207,7 +207,7 @@ def test_what_cannot_be(
         make(name, *options, check=True, **more)
 
 
-def test_an_engine_says_no_end_tokens(make: Make, folder: Path) -> None:
+def test_an_engine_without_end_tokens_is_refused(make: Make, folder: Path) -> None:
     make("trtllm_executor", check=True, end_ids=None)  # those of the model's config.json
     (folder / "config.json").write_text(json.dumps({"build_config": {}, "pretrained_config": {}}))
     with pytest.raises(ConfigError, match="nothing says which tokens end an answer; give --end_ids"):

@@ -146,7 +146,7 @@ def test_an_accuracy_run_with_a_data_set_of_its_own() -> None:
         options("gpt-oss-120b", "--compliance_test", "TEST06")
 
 
-def test_an_interactive_benchmark_is_a_server_test_unless_told_otherwise() -> None:
+def test_an_interactive_benchmark_is_a_server_test_by_default() -> None:
     config = parse_run(["--benchmarks", "llama2-interactive", "--model_scale", "tiny"])
     assert (config.scenario, config.where("scenarios")) == (
         "Server",
