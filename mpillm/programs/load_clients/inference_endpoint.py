@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,15 @@ _NAME = "performance"
 _NS = 1e-9
 _MAX_WORKERS = 24  # the client's own limit
 _START_S = 300.0  # for its processes, whose imports take seconds
+_IS_CONFIG = re.compile(r"--config(=|$)|-c")
 _PERCENTILES = {"mean": "avg", "p50": "50.0", "p90": "90.0", "p99": "99.0"}
 
 
 def _arguments(load: LoadSpec) -> Sequence[str]:
     config(load)  # raises ValueError
-    if configs := [arg for arg in load.args if arg.partition("=")[0] == "--config"]:
+    if second := next(filter(_IS_CONFIG.match, load.args), ""):
         raise ValueError(
-            f"takes no second configuration (--harness_args {configs[0]}): mpillm writes its configuration"
+            f"takes no second configuration (--harness_args {second}): mpillm writes its configuration"
             f" ({CONFIG}) from the run's options, such as --concurrency and --max_output_len"
         )
     command = ("inference-endpoint", "benchmark", "from-config", "--config", str(load.folder / CONFIG))
