@@ -233,10 +233,10 @@ def architecture_of(metadata: Metadata) -> Architecture:
     """Return the architecture of a file. Raises ConfigError if it cannot be converted."""
     name, source = metadata.architecture, metadata.source
     if name not in ARCHITECTURES:
-        raise ConfigError(
-            f"{source} has architecture {name[:60]!r}, which cannot be converted; known:"
-            f" {', '.join(ARCHITECTURES)}"
-        )
+        more = f"; known: {', '.join(ARCHITECTURES)}"
+        if name == "deepseek2":
+            more = "; the engine runs DeepSeek V3 from the safetensors that DeepSeek publishes"
+        raise ConfigError(f"{source} has architecture {name[:60]!r}, which cannot be converted{more}")
     known = {f"{name}.{key}" for key in (*_READ, *ARCHITECTURES[name].read)}
     if unknown := [key for key in metadata.values if key.startswith(f"{name}.") and key not in known]:
         raise ConfigError(f"{source} has {', '.join(unknown)[:300]}, which cannot be converted")
