@@ -155,12 +155,14 @@ def _write_weights(metadata: Metadata, tensors: list[Any], config: dict[str, Any
     if (free := shutil.disk_usage(target.parent).free) < size + _RESERVE:
         needed = f"the weights need {(size + _RESERVE) >> 20} MB"
         raise ConfigError(f"{needed} and the disk of {target.parent} has {free >> 20} MB free")
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     architecture = architecture_of(metadata)
+    heads = {}
+    if architecture.permutes:
+        heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     weights: dict[str, NDArray[np.float32]] = {}
     experts: dict[str, dict[str, NDArray[np.float32]]] = {}  # for `_packed`, by layer and kind
     for tensor in tensors:
-        layer, name, kind = _split_name(tensor.name)
+        layer, name, kind = _split_name(tensor.name, architecture.layers)
         if name == _ROPE_FACTORS:
             continue
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
@@ -177,8 +179,10 @@ def _write_weights(metadata: Metadata, tensors: list[Any], config: dict[str, Any
                 f"{metadata.source} has a tensor {tensor.name!r}, which a {metadata.architecture} model does"
                 " not have"
             )
-        if architecture.permutes and name in heads:
+        if name in heads:
             values = _unpermute(values, heads[name])
+        if name in architecture.turned:
+            values = values.T  # a bias has one dimension, and stays the same
         if architecture.norms_add_one and name.endswith("norm"):
             values = values - 1
         weights[f"{layer}{architecture.tensors[name]}{'' if name == 'attn_sinks' else f'.{kind}'}"] = values
@@ -207,15 +211,18 @@ def _packed(experts: dict[str, dict[str, NDArray[np.float32]]]) -> dict[str, NDA
     return tensors
 
 
-def _split_name(gguf_name: str) -> tuple[str, str, str]:
-    """Split ``blk.0.attn_q.weight`` into ``("model.layers.0.", "attn_q", "weight")``."""
+def _split_name(gguf_name: str, layers: str) -> tuple[str, str, str]:
+    """Split ``blk.0.attn_q.weight`` into ``("model.layers.0.", "attn_q", "weight")``.
+
+    `layers`: the model's own prefix of a layer's number.
+    """
     stem, _, kind = gguf_name.rpartition(".")
     if kind not in ("weight", "bias"):
         stem, kind = gguf_name, "weight"
     layer = ""
     if stem.startswith("blk."):
         _, number, stem = stem.split(".", 2)
-        layer = f"model.layers.{number}."
+        layer = f"{layers}{number}."
     return layer, stem, kind
 
 

@@ -29,6 +29,18 @@ _TENSORS = {
 PACKED = ("mlp.experts",)  # gpt-oss has all experts of a layer in one tensor
 _QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _FEED_FORWARD = ("ffn_gate", "ffn_up", "ffn_down")
+_OF_GPT2 = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
 _READ = (  # keys of every architecture, without the prefix of its name
     "context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size",
     "attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon",
@@ -57,6 +69,33 @@ class Metadata:
         return self.values.get(f"tokenizer.ggml.{name}_token_id")
 
 
+def _config(metadata: Metadata) -> dict[str, Any]:
+    """Return the fields that most families have, under Llama's names."""
+    heads, hidden = metadata["attention.head_count"], metadata["embedding_length"]
+    head_dim = metadata.get("attention.key_length") or metadata.get("rope.dimension_count", hidden // heads)
+    if head_dim != metadata.get("attention.value_length", head_dim):
+        raise ConfigError(
+            f"{metadata.source} has values of another size than keys, which cannot be converted"
+        )
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": metadata.get("feed_forward_length"),
+        "num_hidden_layers": metadata["block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.get("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": metadata["context_length"],
+        "rms_norm_eps": _decimal(metadata["attention.layer_norm_rms_epsilon"]),
+        "rope_theta": metadata.get("rope.freq_base", 10000.0),
+    }
+
+
+def _decimal(value: float) -> float:
+    """Return the shortest decimal with the same float32: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
 class Architecture(NamedTuple):
     """Conversion rules of a model family."""
 
@@ -69,6 +108,9 @@ class Architecture(NamedTuple):
     permutes: bool = False  # the file has the rows of q and k in another order (see `gguf._unpermute`)
     norms_add_one: bool = False
     biases: bool = False
+    config: Callable[[Metadata], dict[str, Any]] = _config  # the fields of config.json
+    layers: str = "model.layers."  # before a layer's number
+    turned: tuple[str, ...] = ()  # tensors whose rows are inputs in the model, and outputs in the file
 
 
 def _dense(name: str, model_type: str) -> Callable[[Metadata], tuple[str, str]]:
@@ -111,6 +153,18 @@ def _gpt_oss_fields(metadata: Metadata) -> dict[str, Any]:
         "num_local_experts": metadata["expert_count"],
         "num_experts_per_tok": metadata["expert_used_count"],
         "sliding_window": metadata["attention.sliding_window"],
+    }
+
+
+def _gpt2_config(metadata: Metadata) -> dict[str, Any]:
+    return {
+        "n_embd": metadata["embedding_length"],
+        "n_inner": metadata["feed_forward_length"],
+        "n_layer": metadata["block_count"],
+        "n_head": metadata["attention.head_count"],
+        "n_positions": metadata["context_length"],
+        "layer_norm_epsilon": _decimal(metadata["attention.layer_norm_epsilon"]),
+        "activation_function": "gelu_new",
     }
 
 
@@ -163,6 +217,15 @@ ARCHITECTURES = {
         PACKED,
         biases=True,
     ),
+    "gpt2": Architecture(
+        _dense("GPT2LMHeadModel", "gpt2"),
+        read=("attention.layer_norm_epsilon",),
+        tensors=_OF_GPT2,
+        biases=True,
+        config=_gpt2_config,
+        layers="transformer.h.",
+        turned=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
+    ),
 }
 
 
@@ -170,10 +233,10 @@ def architecture_of(metadata: Metadata) -> Architecture:
     """Return the architecture of a file. Raises ConfigError if it cannot be converted."""
     name, source = metadata.architecture, metadata.source
     if name not in ARCHITECTURES:
-        raise ConfigError(
-            f"{source} has architecture {name[:60]!r}, which cannot be converted; known:"
-            f" {', '.join(ARCHITECTURES)}"
-        )
+        more = f"; known: {', '.join(ARCHITECTURES)}"
+        if name == "deepseek2":
+            more = "; the engine runs DeepSeek V3 from the safetensors that DeepSeek publishes"
+        raise ConfigError(f"{source} has architecture {name[:60]!r}, which cannot be converted{more}")
     known = {f"{name}.{key}" for key in (*_READ, *ARCHITECTURES[name].read)}
     if unknown := [key for key in metadata.values if key.startswith(f"{name}.") and key not in known]:
         raise ConfigError(f"{source} has {', '.join(unknown)[:300]}, which cannot be converted")
@@ -183,32 +246,16 @@ def architecture_of(metadata: Metadata) -> Architecture:
 def config_of(metadata: Metadata, is_tied: bool, rope_factors: NDArray[np.float32] | None) -> dict[str, Any]:
     """Return `config.json`. `rope_factors`: the file's tensor by which rotary frequencies are divided."""
     architecture = architecture_of(metadata)
-    heads, hidden = metadata["attention.head_count"], metadata["embedding_length"]
-    head_dim = metadata.get("attention.key_length") or metadata.get("rope.dimension_count", hidden // heads)
     name, model_type = architecture.hugging_face(metadata)
     config: dict[str, Any] = {
         "architectures": [name],
         "model_type": model_type,
-        "hidden_size": hidden,
-        "intermediate_size": metadata.get("feed_forward_length"),
-        "num_hidden_layers": metadata["block_count"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": metadata.get("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": metadata["context_length"],
-        # The shortest decimal that gives the same float32: 1e-05, not 9.999999747378752e-06.
-        "rms_norm_eps": float(str(np.float32(metadata["attention.layer_norm_rms_epsilon"]))),
-        "rope_theta": metadata.get("rope.freq_base", 10000.0),
+        **architecture.config(metadata),
         "tie_word_embeddings": is_tied,
         "torch_dtype": "float32",
         "vocab_size": len(metadata.values["tokenizer.ggml.tokens"]),
         **architecture.more(metadata),
     }
-    if config["head_dim"] != metadata.get("attention.value_length", head_dim):
-        raise ConfigError(
-            f"{metadata.source} has values of another size than keys, which cannot be converted"
-        )
     if architecture.norms_add_one:
         del config["hidden_act"]  # Gemma's name is hidden_activation
     if (scaling := _rope_scaling(metadata, config, rope_factors)) is not None:

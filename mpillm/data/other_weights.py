@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from mpillm.files import LFS_POINTER, lfs_hint
+
 _TRANSFORMERS = (
     "save it as safetensors: `python3 -c 'import sys, transformers as t;"
     ' t.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto").save_pretrained(sys.argv[1])\''
@@ -38,5 +40,19 @@ def other_weights(folder: Path) -> str:
                 remedy = _SAFETENSORS
             names = {"file": shlex.quote(str(files[0])), "folder": shlex.quote(str(folder))}
             more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-            return f"; the folder has {files[0].name[:80]}{more}: {remedy.format(**names)}"
+            text = remedy.format(**names)
+            if text != remedy and any(map(_is_pointer, files)):  # a command needs the file itself
+                text = lfs_hint(folder)
+            return f"; the folder has {files[0].name[:80]}{more}: {text}"
     return ""
+
+
+def _is_pointer(file: Path) -> bool:
+    """Return whether Git LFS has a pointer in place of a file."""
+    if not file.is_file():
+        return False
+    try:
+        with file.open("rb") as stream:
+            return stream.read(len(LFS_POINTER)) == LFS_POINTER
+    except OSError:  # the remedy reports it
+        return False

@@ -197,6 +197,8 @@ def other_harness_rows(
     if text := rates(result):
         rows.append(("rate", f"{text}; {queue(result)}"))
     rows += _measured_rows(result, "requests", facts)[1:]
+    if text := counted_by_client(result):
+        rows.append(("token counts", text))
     if own := result.get("endpoint"):
         counted = f"{own['samples']:,} requests, {own['tokens']:,} tokens, {own['errors']:,} errors"
         ttft = f", first token p50 {milliseconds(own['ttft_ms']['p50'])}" if own["ttft_ms"] else ""
@@ -344,6 +346,14 @@ def counted_from_text(instances: Sequence[Mapping[str, Any]]) -> str:
         return ""
     usage = f"; its usage gives {others} of them another number of tokens" if others else ""
     return f"tokens of {n} answers are counted from their text: the server gives no token ids{usage}"
+
+
+def counted_by_client(result: Mapping[str, Any]) -> str:
+    """Return whether a load client counts tokens itself, in words; "" if servers count all of them."""
+    client = result.get("harness") or {}
+    if not (n := client.get("self_counted")):
+        return ""
+    return f"{client['name']} counts the tokens of {n:,} answers itself: it has no counts of the server"
 
 
 def _advice(instance: Mapping[str, Any]) -> Iterator[str]:

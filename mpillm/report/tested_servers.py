@@ -177,6 +177,25 @@ def other_totals(servers: Sequence[TestedServer]) -> tuple[str, bool]:
     return "; ".join(messages), known
 
 
+def used_by_others(servers: Sequence[TestedServer], client: Mapping[str, Any]) -> tuple[str, bool]:
+    """Return how many tokens servers generated for others, in words, and whether this is known.
+
+    `client`: the entry of a load client that sent its requests to the servers itself, in `result.json`. Which
+    server answered a request is unknown, so only sums are compared.
+    """
+    limit, counts = client.get("max_server_tokens"), [one.own("generated_tokens") for one in servers]
+    known = [count for count in counts if count is not None]
+    if not known or len(known) < len(counts) or limit is None:
+        return "", False
+    if (more := sum(known) - limit) <= 0:
+        return "", True
+    at = counted_at(servers, "generated_tokens")
+    return (
+        f"servers count {more:,.0f} tokens more than {client['name']} requested: others used them{at}",
+        True,
+    )
+
+
 def other_models(servers: Sequence[TestedServer]) -> str:
     """Return which servers answered with another model than requested, in words; "" if none did."""
     messages = [

@@ -19,6 +19,7 @@ from mpillm.report.tested_servers import (
     other_totals,
     summed_at,
     tested_servers,
+    used_by_others,
 )
 
 _DISTURBANCES = {
@@ -36,6 +37,11 @@ _DOUBTS_ONLY = ("server_totals", "answer_models")  # a test that fails these may
 _UNCHECKED_TRANSFERS = {
     "contexts_arrived": "whether generation servers got all KV caches, or computed prompts again: servers"
     " give no count of transfers (/metrics)"
+}
+
+_UNCHECKED_TOTALS = {
+    "server_totals": "whether others used the servers: the servers or the load client do not count the tokens"
+    " of all requests"
 }
 
 
@@ -110,11 +116,21 @@ def server_checks(
     outcomes["no_expired_leases"] = expired_leases(servers), counts_leases
     outcomes["contexts_arrived"] = lacking, counts_transfers
     outcomes["token_counts"] = _other_counts(result, servers), counted
-    outcomes["server_totals"] = other_totals(servers) if is_complete and did_request else ("", False)
+    outcomes["server_totals"] = _totals(result, servers, did_request) if is_complete else ("", False)
     outcomes["answer_models"] = other_models(servers), did_request
     outcomes["answer_lengths"] = _short_answers(result, servers), did_request
     checks = {name: text if text or known else None for name, (text, known) in outcomes.items()}
     return checks if clients or any(checks.values()) else {}
+
+
+def _totals(
+    result: Mapping[str, Any], servers: Sequence[TestedServer], did_request: bool
+) -> tuple[str, bool]:
+    """Return whether others used the servers, in words, and whether this is known."""
+    if did_request:
+        return other_totals(servers)
+    client = result.get("harness")
+    return used_by_others(servers, client) if isinstance(client, Mapping) else ("", False)
 
 
 def failed_checks(result: Mapping[str, Any]) -> list[str]:
@@ -134,6 +150,8 @@ def unchecked(result: Mapping[str, Any]) -> list[str]:
     clients = clients if isinstance(clients, list) else []
     has_handoffs = any(isinstance(client, Mapping) and client.get("handed_over") for client in clients)
     texts = _UNCHECKED | (_UNCHECKED_TRANSFERS if has_handoffs else {})
+    if result.get("harness"):
+        texts |= _UNCHECKED_TOTALS
     return [text for name, text in texts.items() if name in checks and checks[name] is None]
 
 

@@ -86,6 +86,7 @@ class ClientProgram(Role):
         self._progress = (0, 0.0, 0.0)  # log bytes, CPU seconds, time of their last change
         self._looked_at = 0.0
         self.report_of_client: LoadReport | None = None  # None until the client has exited successfully
+        self.max_server_tokens: float | None = None  # see `LoadClientKind.max_server_tokens`
         self.started = (0.0, 0.0)  # the client's start: time.monotonic(), time.time()
 
     # --- phases ---
@@ -168,6 +169,7 @@ class ClientProgram(Role):
             raise self._failure(f"{why}, but {error}") from error
         if not report.completed:
             raise self._failure(f"{why}, and reports no request that was answered ({report.failed} failed)")
+        self.max_server_tokens = self._kind.max_server_tokens(self._load, report)
         self.report_of_client = report
         self._end()
 

@@ -21,7 +21,7 @@ from mpillm.comms.transport import Transport
 from mpillm.core_names import TRTLLM_ENDPOINT
 from mpillm.cores.openai_client.client_thread import ClientThread
 from mpillm.cores.openai_client.endpoint import EndpointError, RemoteServer
-from mpillm.cores.openai_client.readiness import find_model
+from mpillm.cores.openai_client.readiness import find_model, gives_usage
 from mpillm.data.dataset import Dataset
 from mpillm.data.tokenizer import NoTokenizer, Tokenizer
 from mpillm.errors import ExitCode, Failure, RunError
@@ -137,15 +137,20 @@ class HarnessSession(ServeSession):
             return self._load_of((self._own_url,), self.served.names[0])
         addresses = [urls[index] for index in sorted(urls)] or [*(config.trtllm_server_urls or ())]
         servers = [RemoteServer(url, insecure=config.insecure) for url in addresses]
-        return self._load_of([server.url for server in servers], self._model_at(servers[0]))
+        model, gives_usage = self._model_and_usage(servers[0])
+        load = self._load_of([server.url for server in servers], model)
+        return replace(load, gives_usage=gives_usage)
 
-    def _model_at(self, server: RemoteServer) -> str:
-        """Return the name under which a server serves its model."""
+    def _model_and_usage(self, server: RemoteServer) -> tuple[str, bool]:
+        """Return the name under which a server serves its model, and whether its streams have usage."""
         config = self._client_config
         thread = ClientThread("mpillm-ask")
         try:
             name = config.core_options.get("model")
-            return thread.run(find_model(server, name, config.model_path, _MODEL_S), 2 * _MODEL_S)
+            server.model = thread.run(find_model(server, name, config.model_path, _MODEL_S), 2 * _MODEL_S)
+            if not self.kind.needs_usage:
+                return server.model, True
+            return server.model, thread.run(gives_usage(server, _MODEL_S), 2 * _MODEL_S)
         except (EndpointError, TimeoutError) as error:
             raise RunError(Failure(str(error), 0, code=ExitCode.NOT_READY)) from error
         finally:
@@ -202,11 +207,13 @@ class HarnessSession(ServeSession):
         super().drained(reports)
         result = self._record.result
         report = self._client.report_of_client if self._client else None
-        if report is None:  # a signal ends the run
+        if self._client is None or report is None:  # a signal ends the run
             return ""
         if not self.direct:
             result["endpoint"] = {name: result[name] for name in _OF_ENDPOINT}
         result["harness"] = {"name": self.kind.short_name, "asked": len(self._order), **report.to_json()}
+        if self.direct:
+            result["harness"]["max_server_tokens"] = self._client.max_server_tokens
         result |= {"status": MEASURED, **self._figures(report)}
         result["other_load"] = other_loads([rank.node for rank in self._plan.ranks], reports)
         result["doubts"] = [

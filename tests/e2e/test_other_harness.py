@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,21 @@ from mpillm.experiments.commands.compare import main as compare
 from mpillm.report.request_log import read_requests
 from tests.helpers.make_checkpoint import make_tokenizer
 from tests.helpers.owned import N_SYNTHETIC, PLACES, SYNTHETIC, SYNTHETIC_OUTPUT, client, server
-from tests.helpers.scripted_server import Reply, Request, ScriptedServer, good, plain
+from tests.helpers.scripted_server import (
+    DONE as LAST,
+)
+from tests.helpers.scripted_server import (
+    STREAM,
+    Reply,
+    Request,
+    ScriptedServer,
+    choice,
+    chunk,
+    event,
+    good,
+    head,
+    plain,
+)
 from tests.helpers.support import DONE, INSTANCE_LOST, TEST_FAILED, USAGE, Command, Starter, wait_until
 
 N, OUTPUT = N_SYNTHETIC, SYNTHETIC_OUTPUT
@@ -148,6 +163,64 @@ def test_texts_without_a_tokenizer_stay_texts(one: Starter) -> None:
         options = ("--url", server.url, "--min_query_count", 8, "--max_output_len", 4)
         ended = one.start(2, *options, *client(), core="openai").end(60).must(DONE)
     assert (ended.result["samples"], ended.result["errors"]) == (8, 0) and "sent as text" in ended.out
+
+
+VLLM_BENCH = """\
+import json, sys, time, urllib.request
+options = dict(zip(sys.argv[1:], sys.argv[2:]))
+rows = [json.loads(line) for line in open(options["--dataset-path"])]
+lengths, began = [], time.time()
+for row in rows:
+    body = {"model": options["--model"], "prompt": row["prompt"], "max_tokens": row["output_tokens"]}
+    url, data = options["--base-url"] + "/v1/completions", json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(url, data)) as reply:
+        answer = json.load(reply)
+    lengths.append(answer.get("usage", {}).get("completion_tokens") or len(answer["choices"][0]["text"]))
+n = len(rows)
+report = {"completed": n, "failed": 0, "duration": 1.0, "total_output_tokens": sum(lengths)}
+report |= {"start_times": [began] * n, "ttfts": [0.01] * n, "latencies": [0.02] * n, "errors": [""] * n}
+json.dump(report | {"output_lens": lengths}, open(f"{options['--result-dir']}/vllm-bench.json", "w"))
+"""
+
+
+@pytest.mark.parametrize("has_usage", [True, False])
+def test_a_client_that_counts_tokens_itself(
+    one: Starter, has_usage: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without usage, vLLM's client counts the tokens of the answers' text."""
+    counted = [0]
+
+    def texts(request: Request) -> Reply:
+        asked = request.json
+        if not isinstance(asked["prompt"], str):
+            return plain({"error": {"message": "a text, please"}}, "400 Bad Request")
+        counted[0] += 2 * asked["max_tokens"]  # as if another client had sent each request again
+        usage = {"usage": {"completion_tokens": asked["max_tokens"]}} if has_usage else {}
+        text = choice(text="ab" * asked["max_tokens"], reason="length")
+        if not asked.get("stream"):
+            return plain({**text, **usage})
+        return Reply([STREAM, chunk(event(text)), chunk(event({"choices": [], **usage})) + LAST])
+
+    def metrics(_: Request) -> Reply:
+        text = f"vllm:generation_tokens_total {counted[0]}\n".encode()
+        return Reply([head(Content_Length=len(text)) + text])
+
+    program = one.folder / "bin" / "vllm"
+    program.parent.mkdir()
+    program.write_text(f"#!{sys.executable}\n{VLLM_BENCH}")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    make_tokenizer(one.folder)
+    with ScriptedServer(texts, {"/metrics": metrics}) as server:
+        options = ("--url", server.url, "--model_path", one.folder, "--harness", "vllm-bench")
+        ended = start(one, 2, *options, core="openai").end(60).must(DONE)
+    itself = "vllm-bench counts the tokens of 40 answers itself: it has no counts of the server"
+    too_many = "it counts 1,280 tokens in 40 answers of at most 640 together"
+    others = "servers count 624 tokens more than vllm-bench requested: others used them"
+    page, doubts = (ended.log_dir / "report.html").read_text(), " ".join(ended.result["doubts"])
+    text = " ".join(ended.out.split())
+    assert (itself in text) == (itself[1:] in page) == (too_many in doubts) == (not has_usage)
+    assert (others in doubts) == has_usage and ("whether others used the servers" in text) == (not has_usage)
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ GGUF_ARCHITECTURES = {
     "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,
     "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
     "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
+    "GPT2LMHeadModel": gguf.MODEL_ARCH.GPT2,
 }
 
 
@@ -73,6 +74,35 @@ def write_family(file: Path, model: Any) -> None:
     config, architecture = model.config, GGUF_ARCHITECTURES[type(model).__name__]
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
     writer.add_block_count(config.num_hidden_layers)
+    if architecture is gguf.MODEL_ARCH.GPT2:
+        _add_gpt2_values(writer, config)
+    else:
+        _add_values(writer, config, architecture)
+    tokens = [*VOCAB, *(f"<{i}>" for i in range(config.vocab_size - len(VOCAB)))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
+    writer.add_token_merges(["a b"])
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    for name, values in _family_tensors(model).items():
+        stem, _, kind = name.rpartition(".")
+        writer.add_tensor(f"{names.get_name(stem)}.{kind}", np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_gpt2_values(writer: Any, config: Any) -> None:
+    writer.add_context_length(config.n_positions)
+    writer.add_embedding_length(config.n_embd)
+    writer.add_feed_forward_length(config.n_inner)
+    writer.add_head_count(config.n_head)
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)
+
+
+def _add_values(writer: Any, config: Any, architecture: Any) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
@@ -96,20 +126,6 @@ def write_family(file: Path, model: Any) -> None:
             writer.add_expert_feed_forward_length(
                 getattr(config, "moe_intermediate_size", config.intermediate_size)
             )
-    tokens = [*VOCAB, *(f"<{i}>" for i in range(config.vocab_size - len(VOCAB)))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
-    writer.add_token_merges(["a b"])
-    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
-    for name, values in _family_tensors(model).items():
-        stem, _, kind = name.rpartition(".")
-        writer.add_tensor(f"{names.get_name(stem)}.{kind}", np.ascontiguousarray(values))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def _family_tensors(model: Any) -> dict[str, np.ndarray[Any, Any]]:
@@ -140,6 +156,8 @@ def _family_tensors(model: Any) -> dict[str, np.ndarray[Any, Any]]:
             if type(model).__name__ == "GptOssForCausalLM" and kind == "weight":
                 values = values.swapaxes(1, 2)
             name = f"{name.removesuffix('_bias')}.{kind}"
+        if name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
+            values = values.T
         if name.endswith("sinks"):
             name += ".weight"
         made[name] = values

@@ -44,6 +44,7 @@ _NO_SUCH_PATH = (404, 405)
 _NO_PATH = "; its API lists models, but does not take requests there: see --endpoint_type"
 # `owned_by` in the list of models, by server.
 _FRAMEWORKS = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorRT-LLM", "mpillm": "mpillm"}
+_STREAM = next(one for one in TEXT_DIALECTS if not one.options)  # its streams request usage
 _PROBE = "Hello"
 _PROBE_IDS = [3] * 8  # ids that every model has
 _PROBE_CHAT = chat_prompt([{"role": "user", "content": _PROBE}])
@@ -353,6 +354,14 @@ async def _probed(
         advice = _NO_PATH if status in _NO_SUCH_PATH else _advice(status, endpoint)
         raise EndpointError(f"{where}: {refusal}{advice}")
     return status, reply
+
+
+async def gives_usage(endpoint: RemoteServer, timeout_s: float) -> bool:
+    """Return whether streams of a server have usage (token counts); also True if it is unknown."""
+    try:
+        return await _counts(endpoint, _STREAM, time.monotonic() + timeout_s, "", {})
+    except EndpointError:
+        return True
 
 
 async def _counts(

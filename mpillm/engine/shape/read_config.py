@@ -82,7 +82,8 @@ def _parsed(raw: Raw, source: Path) -> ModelConfig:
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     n_layers = fields.integer("num_hidden_layers")
     if n_layers > _MAX_LAYERS:
-        raise fields.error(f"num_hidden_layers is {n_layers}; must be {_MAX_LAYERS} at most")
+        count = fields.own_name("num_hidden_layers")
+        raise fields.error(f"{count} is {n_layers}; must be {_MAX_LAYERS} at most")
     experts = _experts(fields, family.fields, n_layers)
     more = family.fields.more(fields)
     rope = read_rope(fields.raw, family.fields, source)
@@ -128,9 +129,8 @@ def _kv_heads(fields: ConfigFields, heads: int) -> int:
 
 def _head_dim(fields: ConfigFields, hidden: int, heads: int) -> int:
     if fields.raw.get("head_dim") is None and hidden % heads:
-        raise fields.error(
-            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and there is no head_dim"
-        )
+        size, count = fields.own_name("hidden_size"), fields.own_name("num_attention_heads")
+        raise fields.error(f"{size} {hidden} is not a multiple of {count} {heads}, and there is no head_dim")
     head_dim = fields.integer("head_dim", hidden // heads)
     if head_dim % 2:
         raise fields.error(f"head_dim is {head_dim}; must be even, because rotary embeddings rotate pairs")
@@ -150,8 +150,8 @@ def _experts(fields: ConfigFields, family: FamilyFields, n_layers: int) -> dict[
     count = "num_experts" if fields.raw.get("num_local_experts") is None else "num_local_experts"
     has_count = fields.raw.get(count) is not None
     if has_count != (family.expert_size is not None):
-        problem = f"has {fields.own_name(count)}" if has_count else "has no num_local_experts"
-        raise fields.error(f"{fields.architecture} {problem}")
+        name = fields.own_name(count if has_count else "num_local_experts")
+        raise fields.error(f"{fields.architecture} has {'' if has_count else 'no '}{name}")
     if not has_count:
         return {}
     n_experts, n_per_token = fields.integer(count), fields.integer("num_experts_per_tok", 2)

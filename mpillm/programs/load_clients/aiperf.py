@@ -120,5 +120,6 @@ AIPERF = LoadClientKind(
     # Not HF_HUB_OFFLINE: with this, it treats a folder as the name of a model.
     environment={"DO_NOT_TRACK": "1"},
     many_urls=True,
+    more_requests=lambda load: None if load.args else 0,
     install="pip install aiperf, or activate the environment that has it",
 )

@@ -9,7 +9,9 @@ from typing import Any
 from disagg.errors import ConfigError
 
 _ITS_OWN = ("load_pattern", "runtime", "client")  # in `settings`
+_REQUIRED = ("model_params", "datasets", "endpoint_config")
 _PLACES = {
+    ("endpoint_config", "endpoints"): "--url",
     ("model_params", "name"): "--model_path",
     ("model_params", "max_new_tokens"): "--max_output_len",
     ("model_params", "min_new_tokens"): "--min_output_len",
@@ -35,12 +37,12 @@ def check_no_client_file(option: str, path: str, data: Any) -> None:
 
 def is_client_file(data: Any) -> bool:
     """Return whether the content of a YAML file is a configuration of MLCommons' client."""
-    settings = data.get("settings") if isinstance(data, Mapping) else None
-    return (
-        isinstance(settings, Mapping)
-        and any(name in settings for name in _ITS_OWN)
-        and ("model_params" in data or "endpoint_config" in data)
-    )
+    if not isinstance(data, Mapping):
+        return False
+    settings = data.get("settings")
+    if isinstance(settings, Mapping) and any(name in settings for name in _ITS_OWN):
+        return "model_params" in data or "endpoint_config" in data
+    return all(name in data for name in _REQUIRED)
 
 
 def options_of(data: Mapping[str, Any]) -> Iterator[str]:
@@ -49,5 +51,7 @@ def options_of(data: Mapping[str, Any]) -> Iterator[str]:
         value: Any = data
         for name in place:
             value = value.get(name) if isinstance(value, Mapping) else None
+        if isinstance(value, list) and option == "--url":
+            value = ",".join(map(str, value))
         if isinstance(value, (int, float, str)) and not isinstance(value, bool):
             yield f"{option} {shlex.quote(str(value))}"

@@ -115,6 +115,11 @@ def _write(load: LoadSpec) -> None:
     )
 
 
+def _more_requests(load: LoadSpec) -> int | None:
+    n_warmup, args = _warmup(load)
+    return None if args else n_warmup
+
+
 def _read(load: LoadSpec) -> LoadReport:
     report = report_of(load.folder / _REPORT)
     (benchmark,) = report["benchmarks"]
@@ -136,6 +141,7 @@ def _read(load: LoadSpec) -> LoadReport:
         {name: _statistics(metrics[key]["successful"], factor) for name, (key, factor) in _LATENCIES.items()},
         tuple(problems),
         requests,
+        0 if load.gives_usage else completed,
     )
 
 
@@ -173,5 +179,7 @@ GUIDELLM = LoadClientKind(
     write=_write,
     environment={"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"},
     needs_tokenizer=True,
+    needs_usage=True,
+    more_requests=_more_requests,
     install="pip install guidellm, or activate the environment that has it",
 )

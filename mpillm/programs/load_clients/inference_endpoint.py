@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,15 @@ _NAME = "performance"
 _NS = 1e-9
 _MAX_WORKERS = 24  # the client's own limit
 _START_S = 300.0  # for its processes, whose imports take seconds
+_IS_CONFIG = re.compile(r"--config(=|$)|-c")
 _PERCENTILES = {"mean": "avg", "p50": "50.0", "p90": "90.0", "p99": "99.0"}
 
 
 def _arguments(load: LoadSpec) -> Sequence[str]:
     config(load)  # raises ValueError
-    if configs := [arg for arg in load.args if arg.partition("=")[0] == "--config"]:
+    if second := next(filter(_IS_CONFIG.match, load.args), ""):
         raise ValueError(
-            f"takes no second configuration (--harness_args {configs[0]}): mpillm writes its configuration"
+            f"takes no second configuration (--harness_args {second}): mpillm writes its configuration"
             f" ({CONFIG}) from the run's options, such as --concurrency and --max_output_len"
         )
     command = ("inference-endpoint", "benchmark", "from-config", "--config", str(load.folder / CONFIG))
@@ -120,9 +122,10 @@ def _read(load: LoadSpec) -> LoadReport:
     if not report.get("complete", True):
         problems.append(f"its report is not complete: state {report.get('state')}")
     lengths = report["output_sequence_lengths"]
+    n_good = int(report["n_samples_completed"]) - int(report["n_samples_failed"])
     return LoadReport(
         " ".join(filter(None, (str(report["version"]), str(report.get("git_sha") or "")))),
-        int(report["n_samples_completed"]) - int(report["n_samples_failed"]),
+        n_good,
         int(report["n_samples_failed"]),
         (report["duration_ns"] or 0) * _NS,
         lengths.get("total"),
@@ -132,7 +135,7 @@ def _read(load: LoadSpec) -> LoadReport:
             if (statistics := report[key]).get("percentiles")
         },
         tuple(problems),
-        _requests(load),
+        *_requests(load, n_good),
     )
 
 
@@ -144,15 +147,18 @@ def _statistics(statistics: Mapping[str, Any]) -> dict[str, float]:
     return {name: max(figure, 0.0) for name, figure in figures.items()}
 
 
-def _requests(load: LoadSpec) -> list[RequestRecord]:
-    """Return the outcome of each request from the client's log of events; empty without a log."""
+def _requests(load: LoadSpec, n_good: int) -> tuple[list[RequestRecord], int]:
+    """Return the outcome of each request from the client's log of events; empty without a log.
+
+    Also return the number of answers whose tokens are counted from text. `n_good`: all answers.
+    """
     if not (load.folder / EVENTS).exists():
-        return []
+        return [], n_good
     samples = _samples(load.folder)
     issued: dict[str, float] = {}
     first: dict[str, float] = {}
     errors: dict[str, str] = {}
-    records = []
+    records, n_counted = [], 0
     n_chunks = max(load.lengths) if load.all_chunks else 0
     for event in read_lines(load.folder / EVENTS, len(load.order), n_chunks):
         kind, one, at = event["event_type"], event["sample_uuid"], event["timestamp_ns"] * _NS
@@ -167,12 +173,13 @@ def _requests(load: LoadSpec) -> list[RequestRecord]:
         elif kind == "sample.complete" and one in issued:
             sample = samples[one]
             tokens = _tokens(load, sample, event)
+            n_counted += one not in errors and event.get("finish_reason") != "length"
             records.append(
                 RequestRecord(
                     issued[one], min(first.get(one, math.nan), at), at, sample, tokens, errors.get(one, "")
                 )
             )
-    return records
+    return records, n_counted
 
 
 def _samples(folder: Path) -> dict[str, int]:
@@ -218,6 +225,7 @@ INFERENCE_ENDPOINT = LoadClientKind(
     environment={"HF_HUB_OFFLINE": "1"},  # all required files are local
     answers=_answers,
     many_urls=True,
+    more_requests=lambda load: None if load.args else 0,
     install="install it from a copy of github.com/mlcommons/endpoints (Python 3.12), and have it in PATH",
     failures=(
         KnownFailure(r"Config error:", "it does not take its configuration", f"look at {CONFIG}"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import index
 from pathlib import Path
@@ -61,6 +61,7 @@ class LoadSpec:
     args: tuple[str, ...] = ()  # the user's
     min_duration_ms: int = 0  # for which `order` was made
     sends_text: bool = False  # only the texts of the samples are known
+    gives_usage: bool = True  # the server's streams have token counts
     all_chunks: bool = False  # record the time of each piece of a stream, not only of the first and the last
 
     @property
@@ -130,6 +131,17 @@ class LoadReport:
     latencies: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     problems: tuple[str, ...] = ()  # the client's doubts about its figures
     requests: Sequence[RequestRecord] = ()  # empty if the client reports only sums
+    self_counted: int = 0  # answers whose tokens the client counts itself, without the server's counts
+
+    @property
+    def answer_tokens(self) -> float:
+        """Tokens of all answers."""
+        return sum(one.tokens for one in self.requests if not one.error) or self.tokens or 0
+
+    def max_answer_tokens(self, lengths: Sequence[int]) -> int:
+        """Return how many tokens the answers may have together. `lengths`: of the answer to each sample."""
+        good = [one for one in self.requests if not one.error]
+        return sum(lengths[one.sample] for one in good) if good else self.completed * max(lengths)
 
     def to_json(self) -> dict[str, Any]:
         """Return the main figures for result.json, without percentiles, which mpillm computes itself."""
@@ -138,6 +150,7 @@ class LoadReport:
             "version": one_line(self.version),
             "completed": self.completed,
             "failed": self.failed,
+            "self_counted": self.self_counted,
             "duration_s": round(lasted, 4),
             "requests_per_second": round(self.completed / lasted, 4) if lasted > 0 else 0.0,
             "tokens_per_second": round(self.tokens / lasted, 4) if self.tokens and lasted > 0 else None,
@@ -203,6 +216,9 @@ class LoadClientKind(ProgramKind[LoadSpec]):
     answers: Callable[[Path, int], dict[int, str]] | None = None
     many_urls: bool = False  # it distributes requests over several servers
     needs_tokenizer: bool = False
+    needs_usage: bool = False  # it counts tokens itself if the server's streams have no usage
+    # Maximum number of requests that it sends beside those of its report; None: unknown.
+    more_requests: Callable[[LoadSpec], int | None] = lambda load: None
 
     common_failures = COMMON_FAILURES
 
@@ -216,15 +232,31 @@ class LoadClientKind(ProgramKind[LoadSpec]):
             raise ValueError("counts tokens with a tokenizer: name a folder that has one with --model_path")
         return super().command(spec)
 
+    def max_server_tokens(self, load: LoadSpec, report: LoadReport) -> float | None:
+        """Return how many tokens servers can have generated for this client; None: unknown."""
+        more = self.more_requests(load)
+        if more is None or report.self_counted or not report.answer_tokens:
+            return None
+        more += max(0, len(load.order) - report.completed)  # requests without a complete answer
+        return report.answer_tokens + more * max(load.lengths)
+
     def report(self, load: LoadSpec) -> LoadReport:
         """Return the client's report. Raises ConfigError if it cannot be read."""
         try:
-            return checked(self.read(load), len(load.samples))
+            report = checked(self.read(load), len(load.samples))
+            return replace(report, problems=(*report.problems, *_excess(report, load.lengths)))
         except ConfigError as error:
             raise ConfigError(f"its report can't be read: {error}") from error
         except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
             text = error if isinstance(error, OSError) else repr(error)[:_MAX_ERROR]
             raise ConfigError(f"its report can't be read: {text}") from error
+
+
+def _excess(report: LoadReport, lengths: Sequence[int]) -> Iterator[str]:
+    """Yield that a client counts more tokens than its requests allow."""
+    n, limit = report.answer_tokens, report.max_answer_tokens(lengths)
+    if n > limit:
+        yield f"it counts {n:,.0f} tokens in {report.completed:,} answers of at most {limit:,} together"
 
 
 def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -97,6 +97,7 @@ def _read(load: LoadSpec) -> LoadReport:
             for name, key in _LATENCIES.items()
         },
         requests=requests,
+        self_counted=0 if load.gives_usage else int(report["completed"]),
     )
 
 
@@ -107,6 +108,8 @@ VLLM_BENCH = LoadClientKind(
     write=_write,
     environment={"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
     needs_tokenizer=True,
+    needs_usage=True,
+    more_requests=lambda load: None if load.args else 1,  # some versions first send one as a trial
     install="pip install vllm, or activate the environment that has it",
     failures=(
         KnownFailure(

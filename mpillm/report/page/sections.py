@@ -12,7 +12,7 @@ from mpillm.report.page import svg
 from mpillm.report.page.document import escape, link, section, table
 from mpillm.report.page.run_analysis import Facts, InstanceFacts, limits_ms
 from mpillm.report.percentiles import too_few
-from mpillm.report.result import conversation_facts, counted_from_text, goodput_rows
+from mpillm.report.result import conversation_facts, counted_by_client, counted_from_text, goodput_rows
 from mpillm.report.run_directory import MEASURED, PAGE, RANKS, TRACE, failures_in
 from mpillm.report.run_files import SERVERS, RunFiles
 from mpillm.report.speculation import speculation_rows
@@ -86,7 +86,8 @@ def head(facts: Facts) -> str:
 
 
 def _counted(result: Mapping[str, Any] | None) -> str:
-    return counted_from_text((result or {}).get("per_instance") or [])
+    result = result or {}
+    return counted_from_text(result.get("per_instance") or []) or counted_by_client(result)
 
 
 def _server(run: RunFiles) -> str:

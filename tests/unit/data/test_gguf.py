@@ -162,6 +162,10 @@ def test_llama_3_begins_with_a_bos_token(tmp_path: Path, pre: str, has_bos: bool
     ("change", "message"),
     [
         ({"architecture": "falcon"}, "architecture 'falcon'"),
+        (
+            {"architecture": "deepseek2"},
+            "'deepseek2', which .* the engine runs DeepSeek V3 from .*safetensors",
+        ),
         ({"pre": "mystery"}, "'mystery'"),
         ({"extra_key": "llama.rope.scaling.attn_factor"}, "has llama.rope.scaling.attn_factor, which cannot"),
         ({"merges": ()}, "has no tokenizer.ggml.merges"),

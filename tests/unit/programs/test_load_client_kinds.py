@@ -14,7 +14,14 @@ import yaml
 
 from disagg.errors import ConfigError
 from mpillm.programs.load_clients import kind, vllm_bench
-from mpillm.programs.load_clients.kind import LoadSpec, PromptSample, RequestRecord, Seeds, checked
+from mpillm.programs.load_clients.kind import (
+    LoadReport,
+    LoadSpec,
+    PromptSample,
+    RequestRecord,
+    Seeds,
+    checked,
+)
 from mpillm.programs.load_clients.kinds import kind_of
 from mpillm.roles.client_program import command_of
 
@@ -221,6 +228,7 @@ def test_report_of_mlcommons_client(load: LoadSpec) -> None:
     assert first == RequestRecord(1.0, 1.1, 1.5, 0, 3), "text that was counted"
     assert second.tokens == 8 and math.isnan(second.first), "as long as it may be"
     assert "HTTP 500" in third.error
+    assert found.self_counted == 1, "its log has only the text of an answer that ended by itself"
     summary |= {"complete": False, "state": "interrupted"}
     (folder / "performance" / "result_summary.json").write_text(json.dumps(summary))
     assert "interrupted" in kind_of("inference-endpoint").read(load).problems[0]
@@ -261,6 +269,13 @@ def test_report_of_vllm(load: LoadSpec) -> None:
     assert (
         found.requests[0] == RequestRecord(1.0, 1.1, 1.5, 1, 8) and found.requests[2].error == "Bad Request"
     )
+    assert found.self_counted == 0 and not kind_of("vllm-bench").report(load).problems
+    without = replace(load, gives_usage=False)
+    assert kind_of("vllm-bench").read(without).to_json()["self_counted"] == 2
+    (load.folder / "vllm-bench.json").write_text(json.dumps(report | {"output_lens": [8, 9, 0]}))
+    assert kind_of("vllm-bench").report(without).problems == (
+        "it counts 17 tokens in 2 answers of at most 16 together",
+    )
 
 
 def test_report_of_guidellm(load: LoadSpec) -> None:
@@ -289,6 +304,8 @@ def test_report_of_guidellm(load: LoadSpec) -> None:
     assert found.latencies["latency_ms"]["p99"] == 500.0 and found.problems
     assert found.requests[0] == RequestRecord(1.0, 1.1, 1.5, 1, 8)
     assert found.requests[1].error == "no" and found.requests[1].sample == 0
+    assert found.self_counted == 0
+    assert kind_of("guidellm").read(replace(load, gives_usage=False)).self_counted == 1
 
 
 def test_a_warmup_of_guidellm_is_sent_and_not_counted(load: LoadSpec) -> None:
@@ -349,6 +366,36 @@ def test_a_warmup_of_guidellm_takes_samples_that_the_test_does_not_send(load: Lo
 def test_words_that_guidellm_cannot_get(load: LoadSpec, args: tuple[str, ...], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         kind_of("guidellm").command(replace(load, args=args))
+
+
+def test_tokens_of_sums_alone() -> None:
+    assert LoadReport("", 2, 0, 1.0, 16.0).max_answer_tokens([8, 4]) == 16
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "limit"),
+    [
+        ("inference-endpoint", (), 24),
+        ("inference-endpoint", ("--warmup",), None),
+        ("aiperf", (), 24),
+        ("aiperf", ("--num-warmup-requests", "9"), None),
+        ("guidellm", (), 24),
+        ("guidellm", ("--warmup", "2"), 40),
+        ("guidellm", ("--rampup", "2"), None),
+        ("vllm-bench", (), 32),
+        ("vllm-bench", ("--num-warmups", "2"), None),
+        ("command:c {url} {report}", (), None),
+    ],
+)
+def test_the_tokens_that_servers_can_have_generated(
+    load: LoadSpec, name: str, args: tuple[str, ...], limit: int | None
+) -> None:
+    """Two of three requests are answered, and clients send others beside them."""
+    load, of_kind = replace(load, args=args), kind_of(name)
+    report = LoadReport("", 2, 1, 1.0, 16.0)
+    assert of_kind.max_server_tokens(load, report) == limit
+    assert of_kind.max_server_tokens(load, replace(report, self_counted=1)) is None
+    assert of_kind.max_server_tokens(load, replace(report, tokens=None)) is None
 
 
 @pytest.mark.parametrize("name", KINDS)

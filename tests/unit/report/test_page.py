@@ -194,6 +194,15 @@ def test_the_page_names_tokens_that_were_counted_from_text(run: Path) -> None:
         assert f"{counted}{end}" in words(write_page(run))
 
 
+def test_the_page_names_tokens_that_a_load_client_counted(run: Path) -> None:
+    result = json.loads((run / "result.json").read_text())
+    client = {"name": "vllm-bench", "version": "", "completed": 7, "asked": 7, "failed": 0, "duration_s": 2.0}
+    client |= {"requests_per_second": 3.5, "tokens_per_second": 9.0}
+    write(run / "result.json", result | {"harness": client | {"self_counted": 7}})
+    text = "Vllm-bench counts the tokens of 7 answers itself: it has no counts of the server."
+    assert text in words(write_page(run))
+
+
 def test_the_page_loads_nothing(run: Path) -> None:
     text = write_page(run).read_text()
     assert loads_nothing(text)

@@ -72,7 +72,10 @@ def test_an_unknown_percentile_is_printed_nowhere(tmp_path: Path) -> None:
     }
     rows = dict(other_harness_rows(result, "run"))
     assert rows["time to first token"] == "p50 10 ms  p90 20 ms  mean 12 ms  (p99 needs 100 requests)"
-    assert rows["time per output token"] == "mean 4 ms"
+    assert rows["time per output token"] == "mean 4 ms" and "token counts" not in rows
+    own = dict(other_harness_rows(result | {"harness": {**CLIENT, "self_counted": 12}}, "run"))
+    counts = "aiperf counts the tokens of 12 answers itself: it has no counts of the server"
+    assert own["token counts"] == counts
     facts = Facts(RunFiles(tmp_path, result))
     tile_text, table = tiles(facts, None), figures(facts)
     assert "TTFT mean" in tile_text and "p99 needs 100 requests" in tile_text and "TTFT p99" not in tile_text

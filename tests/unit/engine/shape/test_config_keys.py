@@ -250,7 +250,10 @@ BOTH: list[tuple[str, dict[str, Any], str]] = [
         {"num_experts": None, "num_local_experts": None},
         "Qwen3MoeForCausalLM has no num_local_experts",
     ),
+    ("DeepseekV3ForCausalLM", {"n_routed_experts": None}, "DeepseekV3ForCausalLM has no n_routed_experts"),
     ("LlamaForCausalLM", {"num_experts": 4}, "LlamaForCausalLM has num_experts"),
+    ("GPT2LMHeadModel", {"n_embd": 66}, "n_embd 66 is not a multiple of n_head 8, and there is no head_dim"),
+    ("GPT2LMHeadModel", {"n_layer": 10**5}, "n_layer is 100000; must be 10000 at most"),
 ]
 
 

@@ -63,6 +63,22 @@ def test_a_stray_file_beside_an_index(model: Path, tmp_path: Path) -> None:
     assert model_info(engine_config(tmp_path)).folder == tmp_path
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("pytorch_model.bin", "pytorch_model.bin: a Git LFS pointer, not the file; fetch it: `git -C"),
+        ("tiny.gguf", "tiny.gguf: a Git LFS pointer"),
+        ("weights.safetensors", "weights.safetensors: a Git LFS pointer"),
+        ("consolidated.safetensors", "consolidated.safetensors: Mistral's own form"),
+    ],
+)
+def test_a_pointer_to_other_weights(model: Path, tmp_path: Path, name: str, message: str) -> None:
+    """A pointer cannot be converted; the file itself may still be in another form."""
+    shutil.copy(model / "config.json", tmp_path)
+    (tmp_path / name).write_bytes(POINTER)
+    assert message in refusal(tmp_path)
+
+
 def test_git_lfs(model: Path, tmp_path: Path) -> None:
     shutil.copy(model / "config.json", tmp_path)
     (tmp_path / "model.safetensors").write_bytes(POINTER)
