@@ -378,7 +378,8 @@ def _why(
         return Cause(text)
     if rank0_code is not None:
         return None
-    how = f" (mpirun ended with {status})" if status else ""  # 0 also follows a killed rank
+    # 0 and SIGPIPE, from writing to an exited rank, also follow a killed rank.
+    how = f" (mpirun ended with {status})" if status not in (0, 128 + signal.SIGPIPE) else ""
     rank0 = RankExit(0, monitor.hosts().get(0, ""), how="ended without an exit code")
     return Cause(f"{sentence([rank0])}: it was killed or crashed{how}", 0)
 

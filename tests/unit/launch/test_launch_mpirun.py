@@ -535,9 +535,9 @@ def test_the_line_on_a_terminal_fits_80_columns_and_can_be_pasted() -> None:
     assert shlex.split(text.replace("\\\n", "")) == line
 
 
-@pytest.mark.parametrize("status", [0, 9])
-def test_an_exit_code_of_mpirun_that_says_nothing(status: int) -> None:
-    """MPICH's and Open MPI's mpirun may end with 0 after SIGKILL of rank 0."""
+@pytest.mark.parametrize(("status", "shown"), [(0, ""), (141, ""), (9, " (mpirun ended with 9)")])
+def test_an_exit_code_of_mpirun_that_says_nothing(status: int, shown: str) -> None:
+    """MPICH's and Open MPI's mpirun may end with 0 after SIGKILL of rank 0, and MPICH's with SIGPIPE."""
     monitor: Any = SimpleNamespace(
         lost_openmpi_daemon=lambda at: "",
         failure_is_printed=False,
@@ -547,4 +547,4 @@ def test_an_exit_code_of_mpirun_that_says_nothing(status: int) -> None:
     supervisor: Any = SimpleNamespace(finished_at=math.inf, killed=0)
     cause = mpirun._why(monitor, supervisor, None, INSTANCE_LOST, status)
     assert cause is not None and cause.rank == 0
-    assert cause.text.endswith("killed or crashed (mpirun ended with 9)" if status else "killed or crashed")
+    assert cause.text.endswith(f"killed or crashed{shown}")
