@@ -364,6 +364,9 @@ def _why(
 
     `code`: the exit code of the launcher if rank 0 has reported the cause.
     """
+    # Slurm also sends these to mpirun's daemons, which they end. mpirun then ends ranks with SIGTERM.
+    if rank0_code in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2):
+        return None
     if rank0_code != 0:
         if text := monitor.lost_openmpi_daemon(supervisor.finished_at):
             return Cause(text)

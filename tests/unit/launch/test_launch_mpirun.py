@@ -535,6 +535,17 @@ def test_the_line_on_a_terminal_fits_80_columns_and_can_be_pasted() -> None:
     assert shlex.split(text.replace("\\\n", "")) == line
 
 
+@pytest.mark.parametrize(
+    ("number", "blamed"), [(signal.SIGUSR1, False), (signal.SIGUSR2, False), (signal.SIGTERM, True)]
+)
+def test_a_daemon_that_ends_with_the_run_is_not_the_cause(number: signal.Signals, blamed: bool) -> None:
+    """Slurm's warning signal ends Open MPI's daemons too. After another loss, mpirun sends SIGTERM."""
+    monitor: Any = SimpleNamespace(lost_openmpi_daemon=lambda at: "lost", failure_is_printed=False)
+    supervisor: Any = SimpleNamespace(finished_at=math.inf, killed=0)
+    cause = mpirun._why(monitor, supervisor, 128 + number, 128 + number, 1)
+    assert (cause is not None) == blamed
+
+
 @pytest.mark.parametrize(("status", "shown"), [(0, ""), (141, ""), (9, " (mpirun ended with 9)")])
 def test_an_exit_code_of_mpirun_that_says_nothing(status: int, shown: str) -> None:
     """MPICH's and Open MPI's mpirun may end with 0 after SIGKILL of rank 0, and MPICH's with SIGPIPE."""
