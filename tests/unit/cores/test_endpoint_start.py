@@ -103,7 +103,7 @@ def test_a_wrong_key_in_a_header(monkeypatch: pytest.MonkeyPatch, name: str) -> 
     with (
         ScriptedServer(others=denied) as server,
         core_of(server.address, f"--extra_headers={header}") as core,
-        pytest.raises(RunError, match="HTTP 401: .*; the sent key is from --extra_headers$"),
+        pytest.raises(RunError, match=r"HTTP 401: .*; the sent key is from --extra_headers$"),
     ):
         core.load()
 
