@@ -88,6 +88,8 @@ def test_a_key_is_in_no_script() -> None:
         ["--", "run", "--server_args", "--api-key sesame"],
         ["--", "run", "--server", "command:s {port} --api-key sesame"],
         ["--setup", "export HF_TOKEN=sesame", "--", "run"],
+        ["--setup=export LITELLM_MASTER_KEY=sk-sesame", "--", "run"],
+        ["--setup=OPENAI_API_KEY=-sesame", "--", "run"],
     ],
 )
 def test_a_servers_key_is_in_no_script(words: list[str], tmp_path: Path) -> None:
