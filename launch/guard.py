@@ -4,8 +4,8 @@ Hydra kills every rank of a node when a signal kills one of its children, even w
 ``-disable-auto-cleanup`` (``WIFSIGNALED`` in its proxy). Hydra would then also kill rank 0 before it reports
 the lost rank. With this process in between, hydra receives a plain exit code of 128 + signal.
 
-Hydra sends SIGUSR1 to the ranks that remain after a loss, so ranks ignore it. This process can tell Hydra's
-signal from the warning signal of a batch system, and passes the latter on.
+Hydra sends SIGUSR1 to the ranks that remain after a loss, so ranks ignore it. This process knows the sender,
+so it passes on the warning signal of a batch system.
 
 This file is run by path with ``python -I -S``. It imports no module of mpillm, and starts in about 10 ms.
 """
