@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ EXIT_FILE = "MPILLM_EXIT_FILE"
 _STARTED = "started"
 _DIRECTORY = "directory"  # path of the run directory
 # The launcher writes:
-_SIGNAL = "signal"  # number of the signal that interrupted the launcher
+_SIGNAL = "signal"  # number of the signal that interrupted the launcher, or of a batch system's to a rank
 _ABSENT = "absent"  # ranks that have not registered
 _LOST = "lost"  # ranks that have exited
 _PORTS = "ports"  # ports of the ranks
@@ -245,6 +246,15 @@ def _read_file(env: Mapping[str, str], name: str) -> str:
 def write_signal(number: int, exit_file: Path) -> None:
     """Write for the ranks which signal the launcher got: mpirun sends them another signal."""
     _write_file(exit_file, _SIGNAL, str(int(number)))
+
+
+def note_warning(number: int, env: Mapping[str, str] = os.environ) -> None:
+    """Write which warning signal of a batch system a rank got, unless the launcher got one.
+
+    The signal also ends Open MPI's daemons, and then this rank before it can report more.
+    """
+    if EXIT_FILE in env and number in (signal.SIGUSR1, signal.SIGUSR2) and read_signal(env) is None:
+        write_signal(number, Path(env[EXIT_FILE]))
 
 
 def read_signal(env: Mapping[str, str] = os.environ) -> int | None:

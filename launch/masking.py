@@ -14,20 +14,35 @@ MASK = "(secret)"
 _MIN_KNOWN = 8  # characters of a secret that is masked wherever it occurs; a shorter one may be a word
 _SECRETS = {
     *("apikey", "accesskey", "secret", "secrets", "password", "passwd", "passphrase"),
-    *("credential", "credentials", "authorization"),
+    *("credential", "credentials", "authorization", "jwt"),
 }
-_KINDS_OF_KEYS = {"access", "admin", "api", "auth", "private", "secret"}
+_KINDS_OF_KEYS = {"access", "admin", "api", "auth", "private", "secret"}  # words before `keys`
+# Words before `key` in names of files, fields and parameters.
+_KINDS_OF_NAMES = {
+    *("answer", "cache", "column", "dataset", "dict", "field", "foreign", "group", "hash", "idempotency"),
+    *("image", "index", "input", "json", "label", "output", "partition", "primary", "prompt", "public"),
+    *("question", "routing", "sort", "ssl", "text", "tls"),
+}
 # Words before `token` in options about tokens of a text.
 _KINDS_OF_TOKENS = {
     *("a", "audio", "bos", "by", "cls", "draft", "each", "end", "eos", "first", "image", "input", "last"),
     *("mask", "max", "min", "ms", "new", "next", "num", "output", "pad", "per", "prompt", "sep", "special"),
     *("start", "stop", "time", "unk", "us", "video"),
 }
-_NAME = re.compile(r"(?<![\w-])-{0,2}[A-Za-z][\w-]{0,99}")
-_VALUE = r"""(?:"([^"]{1,999})"|'([^']{1,999})'|([^\s"'(,;\]})\-{][^\s"',;\]})]{0,999}))"""
-_AFTER_OPTION = re.compile(rf"[\"']?(?:\s{{0,4}}=\s{{0,4}}|\s{{1,4}}){_VALUE}")
-_AFTER_NAME = re.compile(rf"[\"']?\s{{0,4}}[=:]\s{{0,4}}\[?(?:(?:Bearer|Basic)\s|(?!Bearer|Basic)){_VALUE}")
-_PASSWORD = re.compile(r"(?<=://)([^\s/@]{1,300})(?=@)")
+_NAME = re.compile(r"(?<![\w-])-{0,2}[A-Za-z][\w-]*")
+_VALUE = r"""(?:"([^"]+)|'([^']+)|([^\s"'(,;\]})][^\s"',;\]})]*))"""
+_IS = r"""["']?(?:=|\s{0,4}:\s{0,4}|\s{0,4}=\s{0,4}(?!-))\[?"""  # a key may begin with "-", but so do options
+_SCHEME = r"(?i:bearer|basic)\s"
+_ANY_SCHEME = r"[A-Za-z][A-Za-z-]{1,19}\s{1,4}"
+_AFTER_NAME = re.compile(rf"{_IS}(?:{_SCHEME}(?!--)|(?!{_SCHEME})){_VALUE}")
+_AFTER_AUTHORIZATION = re.compile(rf"{_IS}(?:{_SCHEME}(?!--)|{_ANY_SCHEME}(?!-)|(?!{_ANY_SCHEME}\()){_VALUE}")
+# Further values in a list, up to an option or a name with a value.
+_NAMED = r"""(?:"[^"]{0,99}"|'[^']{0,99}'|[\w.-]{1,99})\s{0,4}[=:]"""
+_NEXT = rf"""["']?,\s{{0,4}}(?!["']-|{_NAMED})"""
+_AFTER_OPTION = re.compile(rf"""(?:{_IS}|["']?\s{{1,4}}(?!-)|["'],\s{{0,4}}(?!["']-)){_VALUE}""")
+_MORE = re.compile(rf"{_NEXT}{_VALUE}")
+_MORE_OF_OPTION = re.compile(rf"""(?:["']?\s{{1,4}}(?!-)|{_NEXT}){_VALUE}""")
+_PASSWORD = re.compile(r"(?<=://)([^\s/@]+)(?=@)")
 _PLACEHOLDER = re.compile(r"\{\w{1,40}\}")
 
 
@@ -37,8 +52,10 @@ def holds_secret(name: str) -> bool:
     if not parts:
         return False
     before, last = parts[-2] if len(parts) > 1 else "", parts[-1]
-    if last in ("key", "keys"):
+    if last == "keys":
         return before in _KINDS_OF_KEYS
+    if last == "key":
+        return bool(before) and before not in _KINDS_OF_NAMES
     return last in _SECRETS or (last == "token" and before not in _KINDS_OF_TOKENS)
 
 
@@ -46,9 +63,17 @@ _known = {value for name, value in os.environ.items() if holds_secret(name) and 
 
 
 def _hide(value: str) -> str:
-    if len(value) >= _MIN_KNOWN and value != MASK:
-        _known.add(value)
+    key = re.sub(rf"^{_SCHEME}", "", value)
+    _known.update(one for one in (value, key) if len(one) >= _MIN_KNOWN and one != MASK)
     return MASK
+
+
+def _patterns(name: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Return the patterns of the first value after a name, and of each further value."""
+    if name.startswith("-"):
+        return _AFTER_OPTION, _MORE_OF_OPTION
+    is_header = name.lower().endswith("authorization")
+    return (_AFTER_AUTHORIZATION if is_header else _AFTER_NAME), _MORE
 
 
 def without_known(text: str) -> str:
@@ -71,10 +96,12 @@ def masked(text: str) -> str:
     for name in _NAME.finditer(text):
         if name.start() < end or not holds_secret(name[0]):
             continue
-        after, at = (_AFTER_OPTION if name[0].startswith("-") else _AFTER_NAME), name.end()
-        while (value := after.match(text, at)) and (n := value.lastindex):  # vLLM's option may have several
+        after, more = _patterns(name[0])
+        value = after.match(text, name.end())
+        while value and (n := value.lastindex):  # vLLM's option may have several
             pieces += [text[end : value.start(n)], _hide(value[n])]
-            end, at = value.end(n), value.end()
+            end = value.end(n)
+            value = more.match(text, end)
     text = "".join([*pieces, text[end:]])
     return without_known(_PASSWORD.sub(lambda match: _hide(match[0]), text))
 

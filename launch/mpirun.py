@@ -38,6 +38,7 @@ from launch.environment import (
     rank_environment,
     read_directory,
     read_exit_code,
+    read_signal,
     read_started,
     without_secrets,
     write_absent,
@@ -307,6 +308,9 @@ def main(
             lambda number: write_signal(number, exit_file),
             _RegistryFiles(registry, exit_file).update if registry is not None else lambda: "",
         )
+        is_reported = interrupted is not None  # by the supervisor
+        if not is_reported:  # a batch system's signal reaches the ranks and mpirun's daemons, which it ends
+            interrupted = read_signal(env)
         rank0_code = read_exit_code(exit_file)
         started = read_started(exit_file)
         without_ranks = _without_ranks(n_here, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
@@ -335,7 +339,7 @@ def main(
         elif rank0_code is None and interrupted is not None:
             cause = Cause(f"interrupted ({title(interrupted)})")
     text = cause.text if cause else ""
-    silent = several_hosts and code != 0 and interrupted is None and not monitor.failure_is_printed
+    silent = several_hosts and code != 0 and not is_reported and not monitor.failure_is_printed
     if directory is not None and directory.is_dir() and (cause or silent):
         text, code = amend(directory, cause, code)
     if text:
@@ -378,7 +382,8 @@ def _why(
         return Cause(text)
     if rank0_code is not None:
         return None
-    how = f" (mpirun ended with {status})" if status else ""  # 0 also follows a killed rank
+    # 0 and SIGPIPE, from writing to an exited rank, also follow a killed rank.
+    how = f" (mpirun ended with {status})" if status not in (0, 128 + signal.SIGPIPE) else ""
     rank0 = RankExit(0, monitor.hosts().get(0, ""), how="ended without an exit code")
     return Cause(f"{sentence([rank0])}: it was killed or crashed{how}", 0)
 

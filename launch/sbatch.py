@@ -44,6 +44,7 @@ STARTS_RUNS = ("run-harness", "find-max-qps", "ab", "sweep", "advise")
 
 # Names of options of sbatch and srun, by their names in `Job`.
 _SHORT = {"output": "-o", "error": "-e", "job_name": "-J", "account": "-A", "partition": "-p"}
+_OUTPUTS = ("output", "error", "task_output")
 _COUNTS = ("nodes", "ntasks", "ntasks_per_node", "cpus_per_task")
 _GPUS = ("gpus_per_node", "gpus_per_task")
 _LONG = {name: name.replace("_", "-") for name in (*_COUNTS, *_GPUS, "time")}
@@ -172,6 +173,9 @@ def main(argv: Sequence[str], check: Check | None = None) -> int:
     if options.dry_run:
         print(job.script(), end="")
         return 0
+    for name in _OUTPUTS:
+        if value := getattr(job, name):
+            _check_output(f"--{name}", Path(value))
     path = Path(options.script)
     _write(path, job.script())
     if not (options.submit or options.wait):
@@ -198,6 +202,16 @@ def _write(path: Path, script: str) -> None:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
         raise ConfigError(f"sbatch: --script {path}: {error.strerror}; name another file") from error
+
+
+def _check_output(option: str, path: Path) -> None:
+    """Raise ConfigError if another user made the file, which may be a link to a file of this user."""
+    try:
+        owner = other_owner(path, trusted_owners(path.parent))
+    except OSError:  # a folder that does not exist yet, or in which nothing can be written
+        return
+    if owner is not None:
+        raise ConfigError(f"sbatch: {option} {path}: user {owner} owns it; name a file of your own")
 
 
 def _with_underscores(arg: str) -> str:
@@ -293,7 +307,7 @@ def _submit(job: Job, path: Path, wait: bool) -> int:
         )
     if shutil.which("sbatch") is None:
         raise ConfigError(f"sbatch: there is no sbatch in PATH; {path} is written: submit it where Slurm is")
-    for pattern in filter(None, (job.output, job.error, job.task_output)):
+    for pattern in filter(None, (getattr(job, name) for name in _OUTPUTS)):
         # Slurm does not create folders, and does not report a missing folder.
         if "%" not in str(Path(pattern).parent):
             Path(pattern).parent.mkdir(parents=True, exist_ok=True)

@@ -55,7 +55,8 @@ def stop_signals(env: Mapping[str, str] = os.environ) -> list[signal.Signals]:
 
     Batch systems send SIGUSR1 or SIGUSR2 before a job's time limit, and `mpillm mpirun` sends SIGUSR2 through
     Open MPI's mpirun, which leaves ranks no time after SIGINT or SIGTERM. Hydra sends its ranks SIGUSR1 when
-    one of them is lost, so they do not stop at SIGUSR1. Under nohup, SIGHUP is missing.
+    one of them is lost, so they do not stop at SIGUSR1; `launch.guard` passes on that of a batch system.
+    Under nohup, SIGHUP is missing.
     """
     signals = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2]
     launcher = find_launcher(env)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from disagg.errors import ConfigError
-from launch.environment import mpirun_ends_ranks, write_exit_code
+from launch.environment import mpirun_ends_ranks, note_warning, write_exit_code
 from launch.launcher import find_launcher
 from launch.signals import Echoes, stop_signals, title
 from mpillm.comms import connection_holder
@@ -159,6 +159,7 @@ class Interrupts:
         """Raise InterruptError, unless the signal is an echo or makes the run end in an orderly way."""
         if self._echoes.has(number):  # it must not end a rank that is about to report the first signal
             return
+        note_warning(number)
         killed_soon = number == signal.SIGTERM and mpirun_ends_ranks()
         if not killed_soon and self._drain():
             return

@@ -136,6 +136,26 @@ def test_a_signal_to_a_job_ends_it_as_ctrl_c_does(both_under: UnderSlurm, number
     both_under.wait_for_jobs()
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_to_an_allocation_ends_its_mpirun_as_ctrl_c_does(
+    both_under: UnderSlurm, number: signal.Signals
+) -> None:
+    """Slurm sends it to the ranks and to mpirun's daemons, but not to `mpillm mpirun`."""
+    log_dir = both_under.starter.folder / "run"
+    mpirun = [both_under.starter.python, "-m", "mpillm", "mpirun", "-n", 4]
+    line = ["salloc", "-N", 2, "-n", 4, *mpirun, *DUMMY, *ENDLESS, "--log_dir", log_dir]
+    command = both_under.on_head(line, log_dir)
+    command.wait_phase("test")
+    job = both_under.slurm.run("squeue", "-h", "-o", "%i")
+    both_under.slurm.run("scancel", "--signal", number.name.removeprefix("SIG"), job)
+    ended = command.end(WITHIN_S).must(128 + number)
+    assert (ended.result["status"], ended.result["exit_code"]) == ("FAILED", 128 + number)
+    assert [failure["cause"] for failure in ended.result["failures"]] == [f"interrupted ({number.name})"]
+    assert f"interrupted ({number.name})" in ended.err and "daemon on" not in ended.err
+    assert (ended.log_dir / "report.html").exists()
+    both_under.wait_for_jobs()
+
+
 def sbatch(under: UnderSlurm, *options: object, command: Sequence[object] = (*DUMMY, *ENDLESS)) -> Command:
     """Start a job, an endless run unless `command` says otherwise, followed to its end."""
     folder = under.starter.folder

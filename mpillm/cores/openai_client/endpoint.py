@@ -13,6 +13,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from disagg.errors import ConfigError
 from launch.bounded_http import MAX_PAGE_BYTES
+from launch.masking import holds_secret
 from mpillm.comms.messages import Refusal
 from mpillm.cores.openai_client.dialect import DIALECTS, PATHS, Dialect
 from mpillm.cores.openai_client.http_connection import (
@@ -29,6 +30,7 @@ CONNECT_S = 10.0  # longest wait for a connection
 _PORTS = {"http": 80, "https": 443}
 API_KEY = "OPENAI_API_KEY"
 """The environment variable with the key for servers, also read by OpenAI's client."""
+_KEY_VARIABLE = f"the environment variable {API_KEY}"
 
 
 class EndpointError(Exception):
@@ -105,7 +107,9 @@ class RemoteServer:
         behind = parts.scheme in getproxies() and not proxy_bypass(self.host)
         self._past_proxy = " (the proxy of the environment is not used)" if behind else ""
         key = api_key()
-        self.sends_key = bool(key)
+        own_key = any(map(holds_secret, headers or {}))
+        self.key_source = "--extra_headers" if own_key else _KEY_VARIABLE if key else ""
+        """Where the sent key is from; "" if no key is sent."""
         more = {"Authorization": f"Bearer {key}"} if key else {}
         more |= headers or {}
         self._head = (

@@ -156,9 +156,8 @@ def _patience_s(status: int, deadline_s: float) -> float:
 def _advice(status: int, endpoint: RemoteServer) -> str:
     """Return the likely cause of a refusal, for the end of its text."""
     if status in _KEY:
-        sent = f"the sent key is from the environment variable {API_KEY}"
         none = f"no key was sent: set the environment variable {API_KEY} for all ranks"
-        return f"; {sent if endpoint.sends_key else none}"
+        return f"; the sent key is from {endpoint.key_source}" if endpoint.key_source else f"; {none}"
     if status in _NO_SUCH_PATH:
         return f"; the server is up: if its API has a path, add it to the URL, as in {endpoint.url}/PATH"
     if status == 429:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import socket
 import time
 from collections.abc import Callable
@@ -92,6 +93,19 @@ def test_a_wrong_key(monkeypatch: pytest.MonkeyPatch, key: str, advice: str, pat
     ):
         core.load()
         core.run_health_check()
+
+
+@pytest.mark.parametrize("name", ["Authorization", "api-key"])
+def test_a_wrong_key_in_a_header(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-1")
+    denied = {"/health": lambda request: plain({}, "401 Unauthorized")}
+    header = json.dumps({name: "Bearer abc"})
+    with (
+        ScriptedServer(others=denied) as server,
+        core_of(server.address, f"--extra_headers={header}") as core,
+        pytest.raises(RunError, match=r"HTTP 401: .*; the sent key is from --extra_headers$"),
+    ):
+        core.load()
 
 
 @pytest.mark.parametrize(

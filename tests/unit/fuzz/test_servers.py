@@ -64,7 +64,7 @@ class Answering:
     """Stands for an endpoint that gives these answers, in turn."""
 
     def __init__(self, replies: list[Any]) -> None:
-        self.url, self.model, self.sends_key = "http://a:1", "m", False
+        self.url, self.model, self.key_source = "http://a:1", "m", ""
         self.dialect = DIALECTS[0]
         self._replies, self._n = replies, 0
 

@@ -20,6 +20,7 @@ from launch.environment import (
     environment_of_this_node,
     let_rank_0_report,
     mpirun_ends_ranks,
+    note_warning,
     rank_environment,
     read_absent,
     read_exit_code,
@@ -158,6 +159,16 @@ def test_the_launchers_signal_is_reported(tmp_path: Path) -> None:
     assert read_signal({EXIT_FILE: str(file)}) == signal.SIGINT
     assert read_signal({EXIT_FILE: str(tmp_path / "elsewhere" / "exit_code")}) is None
     assert (title(signal.SIGINT), title(signal.SIGTERM)) == ("Ctrl-C", "SIGTERM")
+
+
+def test_a_ranks_warning_signal_is_noted_for_the_launcher(tmp_path: Path) -> None:
+    env = {EXIT_FILE: str(tmp_path / "exit_code")}
+    note_warning(signal.SIGTERM, env)  # Open MPI's mpirun sends it after any loss
+    note_warning(signal.SIGUSR1, {})
+    assert read_signal(env) is None
+    note_warning(signal.SIGUSR1, env)
+    note_warning(signal.SIGUSR2, env)  # by the launcher, which got the first
+    assert read_signal(env) == signal.SIGUSR1
 
 
 def test_a_full_disk_does_not_keep_the_launcher_from_ending_the_ranks_in_order(tmp_path: Path) -> None:

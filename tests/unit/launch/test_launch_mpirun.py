@@ -26,6 +26,7 @@ from disagg.errors import ConfigError
 from launch import find_mpirun, mpirun, segments, supervisor
 from launch.command import wrapped
 from launch.find_mpirun import Mpi, choose, find_launchers, parse_mpirun_version
+from launch.launcher_monitor import Cause
 from launch.mpirun import INSTANCE_LOST, command_line, exit_code, on_this_host, slots, usable_cores
 from launch.mpirun_args import parse_arguments, spans_hosts
 from tests.helpers.support import ROOT
@@ -535,9 +536,36 @@ def test_the_line_on_a_terminal_fits_80_columns_and_can_be_pasted() -> None:
     assert shlex.split(text.replace("\\\n", "")) == line
 
 
-@pytest.mark.parametrize("status", [0, 9])
-def test_an_exit_code_of_mpirun_without_a_cause(status: int) -> None:
-    """MPICH's and Open MPI's mpirun may end with 0 after SIGKILL of rank 0."""
+LOST = """\
+PRTE has lost communication with a remote daemon.
+  Remote daemon: [prterun-head-48@0,2] on node h2
+"""
+
+
+@pytest.mark.parametrize("rank0_code", ["138", ""])
+def test_a_warning_signal_that_also_ends_daemons(
+    rank0_code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm sends it to ranks and to mpirun's daemons, but not to the launcher."""
+    monkeypatch.chdir(tmp_path)
+    leave = 'cd "$(dirname "$MPILLM_EXIT_FILE")"; touch started; echo 10 > signal; printf /tmp > directory'
+    leave += f"; echo {rank0_code} > exit_code" if rank0_code else ""
+    fake = script(tmp_path / "mpirun", f"{leave}; printf '{LOST}'; exit 1")
+    amended = []
+
+    def amend(directory: Path, cause: Cause | None, code: int) -> tuple[str, int]:
+        amended.append((cause, code))
+        return "amended", code
+
+    words = ["-n", "2", "--host", "h1,h2", "run"]
+    assert mpirun.main(words, mpi=Mpi("openmpi", (5, 0, 11), str(fake)), amend=amend) == 138
+    assert amended == [(None if rank0_code else Cause("interrupted (SIGUSR1)"), 138)]
+    assert "mpillm mpirun: amended" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("status", "ending"), [(0, ""), (141, ""), (9, " (mpirun ended with 9)")])
+def test_an_exit_code_of_mpirun_without_a_cause(status: int, ending: str) -> None:
+    """MPICH's and Open MPI's mpirun may end with 0 after SIGKILL of rank 0, and MPICH's with SIGPIPE."""
     monitor: Any = SimpleNamespace(
         lost_openmpi_daemon=lambda at: "",
         failure_is_printed=False,
@@ -547,4 +575,4 @@ def test_an_exit_code_of_mpirun_without_a_cause(status: int) -> None:
     supervisor: Any = SimpleNamespace(finished_at=math.inf, killed=0)
     cause = mpirun._why(monitor, supervisor, None, INSTANCE_LOST, status)
     assert cause is not None and cause.rank == 0
-    assert cause.text.endswith("killed or crashed (mpirun ended with 9)" if status else "killed or crashed")
+    assert cause.text.endswith(f"killed or crashed{ending}")

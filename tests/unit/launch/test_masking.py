@@ -31,6 +31,7 @@ def forgets(monkeypatch: pytest.MonkeyPatch) -> None:
         *("--api-key", "--api_key", "--apiKey", "OPENAI_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"),
         *("--token", "--admin-api-key", "--ssl-keyfile-password", "AWS_SECRET_ACCESS_KEY", "Authorization"),
         *("internal_request_auth_key", "DB_PASSWORD", "--hf-token", "MPILLM_KV_SECRET"),
+        *("MASTER_KEY", "AZURE_OPENAI_KEY", "--signing-key", "Ocp-Apim-Subscription-Key", "--jwt"),
     ],
 )
 def test_names_of_secrets(name: str) -> None:
@@ -42,6 +43,7 @@ def test_names_of_secrets(name: str) -> None:
     [
         *("--max-tokens", "--tokenizer", "--pad-token", "--skip-tokenizer-init", "--stop_token", "--key"),
         *("--max_new_token", "tokens", "--ssl-keyfile", "TOKENIZERS_PARALLELISM", "--keys", ""),
+        *("--ssl-key", "--kv-head-num", "prompt_cache_key", "--num-keys", "Idempotency-Key", "PUBLIC_KEY"),
     ],
 )
 def test_names_of_other_things(name: str) -> None:
@@ -62,12 +64,48 @@ def test_names_of_other_things(name: str) -> None:
         "--header 'Authorization: Bearer {}'",
         "--header Authorization={}",
         "http://user:{}@host:1/v1",
+        *("Authorization: bearer {}", "Authorization: TOKEN {}", "Authorization: Custom-Scheme {}"),
+        *("api-key: bearer {}", "Authorization: {} --port 1", "Authorization: Bearer -{}"),
+        *("--api-key=-{} --port 1", "export API_KEY=-{}", "X-API-Key: -{}", "API_KEY=Basic{}"),
+        *("--api-key=a,{}", "--api-key=a,-{}", "api_keys=['a', '{}']", '{{"api_keys": ["a", "{}"]}}'),
+        *("['v', '--api-key', '{}', '--port']", '["--api-key", "a", "{}"]', '{{"--api-key": "{}"}}'),
+        *("--api-key '{}", f"{'A' * 120}_KEY={{}}"),
     ],
 )
 def test_secrets_in_texts(text: str) -> None:
     made = masked(text.format(KEY))
     assert KEY not in made and MASK in made
     assert masked(made) == made
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["--api-key={}", "api_key: {}", "Authorization: Bearer {}", "--api-key '{}'", "http://{}@h:1/v1"],
+)
+def test_long_secrets(text: str) -> None:
+    assert masked(text.format("eyJ" * 1000)) == text.format(MASK)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ('{"api_key": "%s", "n": 1}', '{"api_key": "(secret)", "n": 1}'),
+        ("{'api_key': '%s', 'the n': 1}", "{'api_key': '(secret)', 'the n': 1}"),
+        ("{api_key: %s,n: 1}", "{api_key: (secret),n: 1}"),
+        ("API_KEY=%s,PORT=1", "API_KEY=(secret),PORT=1"),
+        ("API_KEY=%s vllm serve", "API_KEY=(secret) vllm serve"),
+        ("API_KEY= --port 1 # %s", "API_KEY= --port 1 # %s"),
+        ("-H 'Authorization: Token %s' http://h:1", "-H 'Authorization: Token (secret)' http://h:1"),
+        ("['--api-key', '%s', '--port']", "['--api-key', '(secret)', '--port']"),
+    ],
+)
+def test_the_text_around_a_secret_stays(text: str, shown: str) -> None:
+    assert masked(text.replace("%s", KEY)) == shown.replace("%s", KEY)
+
+
+def test_the_key_of_a_header_is_known_without_its_scheme() -> None:
+    masked_value({"Authorization": f"Bearer {KEY}"})
+    assert without_known(f"wrong key {KEY}") == f"wrong key {MASK}"
 
 
 @pytest.mark.parametrize("text", ["--port 1 --max-tokens 5", "Qwen/Qwen3-0.6B", "http://h:1/v1", "a: b", ""])

@@ -88,6 +88,8 @@ def test_a_key_is_in_no_script() -> None:
         ["--", "run", "--server_args", "--api-key sesame"],
         ["--", "run", "--server", "command:s {port} --api-key sesame"],
         ["--setup", "export HF_TOKEN=sesame", "--", "run"],
+        ["--setup=export LITELLM_MASTER_KEY=sk-sesame", "--", "run"],
+        ["--setup=OPENAI_API_KEY=-sesame", "--", "run"],
     ],
 )
 def test_a_servers_key_is_in_no_script(words: list[str], tmp_path: Path) -> None:
@@ -126,6 +128,28 @@ def test_what_another_user_could_replace_is_refused(
     with pytest.raises(ConfigError, match=rf"--script mpillm-runs/job\.sub: user 1002 owns {owned};"):
         main(["--nodes", "1", "--", "true"])
     assert not (tmp_path / "valued").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")
+@pytest.mark.parametrize("option", ["--output", "--error", "--task_output"])
+def test_output_to_a_file_that_another_user_made_is_refused(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.txt").symlink_to(tmp_path / "valued")
+    os.chown("job.txt", 1002, 1002, follow_symlinks=False)
+    with pytest.raises(ConfigError, match=rf"^sbatch: {option} job\.txt: user 1002 owns it;"):
+        main(["--nodes", "1", option, "job.txt", "--", "true"])
+    assert not Path("mpillm-runs").exists()
+    os.chown(tmp_path, 1002, 1002)  # a shared folder
+    assert main(["--nodes", "1", option, "jobs.txt", "--", "true"]) == 0
+
+
+def test_outputs_that_may_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm replaces %j, and there are folders without write permission."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("new/job-%j.txt", "%j/job.txt", "/dev/null"):
+        assert main(["--nodes", "1", "--output", name, "--", "true"]) == 0
 
 
 def test_a_script_that_cannot_be_written_is_named(tmp_path: Path) -> None:
