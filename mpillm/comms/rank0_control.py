@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from mpi4py import MPI
@@ -39,7 +39,7 @@ from mpillm.comms.messages import (
     Stop,
     StoppedRank,
 )
-from mpillm.comms.own_network import own_network_lost
+from mpillm.comms.own_network import has_link, look_at_networks, own_network_lost
 from mpillm.comms.rank_connections import RankConnections
 from mpillm.comms.rank_state import RankState
 from mpillm.comms.watch import beat_interval_s
@@ -193,6 +193,9 @@ class Rank0Control:
         """Return whether the rank's process should run."""
         return rank not in self._byes and rank not in self._lost
 
+    def _expected(self) -> list[int]:
+        return [*filter(self._is_expected, range(len(self.ranks)))]
+
     @property
     def may_continue(self) -> bool:
         """Whether the run may survive a loss: the test has begun."""
@@ -263,10 +266,12 @@ class Rank0Control:
             return 0
         return _SETTLE_S / 10 if failures[0].interrupted else _SETTLE_S
 
-    def losses(self, ranks: Iterable[int]) -> tuple[Failure, ...]:
+    def losses(self, ranks: Collection[int]) -> tuple[Failure, ...]:
         """Return the failures to report for ranks from `unresponsive` or `exited`."""
         exited = set(self.exited())
         silence = f"no heartbeat for {self._timeouts.heartbeat:g} s (--heartbeat_timeout)"
+        if not any(map(self._if_stopped, ranks)):
+            silence += look_at_networks(self.hosts(), self._expected(), ranks)
         return tuple(
             Failure(
                 f"the process has ended; {self.ranks[r].last_seen()}"
@@ -280,8 +285,10 @@ class Rank0Control:
         )
 
     def _own_network_lost(self) -> Failure | None:
-        expected = [rank for rank in range(len(self.ranks)) if self._is_expected(rank)]
-        lost = own_network_lost(self.hosts(), expected, () if self.exited() else self.silent())
+        silent = () if self.exited() else self.silent()
+        if any(self.ranks[rank].how_stopped for rank in silent):
+            return None
+        lost = own_network_lost(self.hosts(), self._expected(), silent, has_link)
         silence = f"no heartbeat for {self._timeouts.heartbeat:g} s (--heartbeat_timeout)"
         return Failure(f"{lost}; {silence}", 0, code=ExitCode.INSTANCE_LOST) if lost else None
 

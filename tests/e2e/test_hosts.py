@@ -86,6 +86,22 @@ def test_a_cut_cable_of_rank_0s_own_host_is_named(on_hosts: OnHosts) -> None:
     assert "host h1 has lost its network" in ended.err, ended
 
 
+@pytest.mark.parametrize(
+    "host, cause", [("h1", "host h1 has lost its network"), ("h2", "the network of h2, and")]
+)
+def test_a_cut_cable_between_two_hosts(on_hosts: OnHosts, host: str, cause: str) -> None:
+    """Only a missing link of rank 0's host tells which cable is cut."""
+    words = ["run", "--core_type", "dummy", *ENDLESS, "--heartbeat_timeout", 8]
+    command = on_hosts.start("h1:2,h2:2", *words)
+    command.wait_phase("test")
+    on_hosts.hosts.plug(host, in_=False)
+    try:
+        ended = command.end(WITHIN_S, tidy=False)
+    finally:
+        on_hosts.hosts.plug(host, in_=True)
+    assert cause in ended.must(INSTANCE_LOST).result["failures"][0]["cause"], ended
+
+
 def test_the_doctor_measures_every_pair_of_hosts_and_names_who_is_stopped(on_hosts: OnHosts) -> None:
     """The rank is stopped once it has joined MPI, or before; both ways it is named."""
     command = on_hosts.start("h1:2,h2:2,h3:1", "doctor", "--json", log_dir=on_hosts.starter.folder)
