@@ -76,8 +76,8 @@ def find_separation(
         return f"all ranks have started, but {'; '.join(problems)}: {FIREWALL} {_ports_needed(env)}"
     of_hosts = {one.host: _parse_interfaces(one.interfaces) for one in ports}
     why = explain_disconnection(interfaces(), of_hosts, env) if _openmpi(env) else ""
-    what = _NOT_CONNECTED if ports else "MPI does not connect this host and others"
-    return f"{what}: {why}" if why else ""
+    head = _NOT_CONNECTED if ports else "MPI does not connect this host and others"
+    return f"{head}: {why}" if why else ""
 
 
 def _parse_interfaces(text: str) -> list[Interface]:
