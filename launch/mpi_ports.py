@@ -33,6 +33,7 @@ class Port(NamedTuple):
 
 
 FIREWALL = "is there a firewall between the nodes?"
+_NOT_CONNECTED = "all ranks have started, and this host reaches the others, but MPI does not connect them"
 _MAY_BE_STOPPED = (
     "a rank or a daemon of mpirun may be stopped or hang on another host (state T of `ps -eo pid,stat,args`"
     " there), or two other hosts may not reach each other"
@@ -63,12 +64,20 @@ def explain_separation(
 
     `unreachable_hosts`: result of `unreachable_ranks` in the launcher.
     """
+    return find_separation(unreachable_hosts, ports, env) or f"{_NOT_CONNECTED}: {_MAY_BE_STOPPED}"
+
+
+def find_separation(
+    unreachable_hosts: str, ports: Sequence[Port], env: Mapping[str, str] = os.environ
+) -> str:
+    """Do as `explain_separation`, but return "" if no reason is known. `ports`: empty if unknown."""
     problems = [*filter(None, [unreachable_hosts, unreachable_ranks(ports, socket.gethostname())])]
     if problems:
         return f"all ranks have started, but {'; '.join(problems)}: {FIREWALL} {_ports_needed(env)}"
     of_hosts = {one.host: _parse_interfaces(one.interfaces) for one in ports}
-    why = (explain_disconnection(interfaces(), of_hosts, env) if _openmpi(env) else "") or _MAY_BE_STOPPED
-    return f"all ranks have started, and this host reaches the others, but MPI does not connect them: {why}"
+    why = explain_disconnection(interfaces(), of_hosts, env) if _openmpi(env) else ""
+    head = _NOT_CONNECTED if ports else "MPI does not connect this host and others"
+    return f"{head}: {why}" if why else ""
 
 
 def _parse_interfaces(text: str) -> list[Interface]:
@@ -99,8 +108,8 @@ def explain_missing_ranks(
         others = sorted(set(range(size)) - {*here})
         if not others:
             return missing
-        if _openmpi(env) and (why := explain_disconnection(interfaces(), {}, env)):
-            return f"MPI does not connect this host and others: {why}"
+        if separation := find_separation("", [], env):
+            return separation
         has = "has" if len(others) == 1 else "have"
         missing = f"{rank_list(others)}, on other hosts, {has} not started, or can't be reached"
     return f"{missing}: {FIREWALL} {_ports_needed(env)}; `python -m mpillm mpirun` reports details"

@@ -16,7 +16,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from launch.siblings import StoppedProcesses, how_it_is_stopped, runs, visible_pids
+from launch.siblings import how_it_is_stopped, runs, visible_pids
 from mpillm.comms import connection_holder
 from mpillm.comms.loop import EventLoop
 from mpillm.comms.messages import (
@@ -75,7 +75,6 @@ class RankControl:
         """Exit code of a run whose last phase has ended. Later losses do not change it."""
         self.rank0: Rank0At | None = None  # None until the end of join
         self.sees_rank0 = False  # whether rank 0's process id is valid here
-        self._stopped_processes = StoppedProcesses()
         self._rank0_connection: Rank0Connection | None = None
         self._rank0_message_at = self._rank0_checked = time.monotonic()
         self._next_look = self._check_at = 0.0
@@ -100,7 +99,6 @@ class RankControl:
             away, self._rank0_checked = now - self._rank0_checked, now
             if away > 1:  # rank 0's heartbeats of that time may still be unread
                 self._rank0_message_at = min(now, self._rank0_message_at + away)
-            self._report_stopped_rank0()
             if cause := self.rank0_lost():
                 raise RunError(Failure(cause, 0, code=ExitCode.INSTANCE_LOST))
         return worked
@@ -147,13 +145,6 @@ class RankControl:
             cause = f"no heartbeat for {self.timeouts.heartbeat:g} s (--heartbeat_timeout)"
             return f"{cause}; pid {self.rank0.pid} {how}" if how else cause
         return ""
-
-    def _report_stopped_rank0(self) -> None:
-        """On rank 1: report that rank 0's process is stopped (SIGSTOP)."""
-        if self.transport.rank != 1 or self.rank0 is None or not self.sees_rank0:
-            return
-        for pid, how in self._stopped_processes.look([self.rank0.pid]):
-            self.watch.note(f"rank 0 on {self.rank0.host} (pid {pid}) {how}")
 
     def rank0_has_exited(self) -> bool:
         """Return whether rank 0's process has exited, as far as this rank can detect it."""

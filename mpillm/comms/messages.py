@@ -318,6 +318,7 @@ class Rank0At(NamedTuple):
     pid: int
     pids: str  # see `siblings.visible_pids`
     address: Address | None  # None: all ranks can see rank 0's process
+    reporter: int = 1  # the rank that reports a silent rank 0 and, if it can see rank 0's process, kills it
 
 
 class Setup(NamedTuple):
@@ -333,6 +334,8 @@ class Setup(NamedTuple):
     server_ports: dict[int, int]  # by rank; see `JoinReport.port`
     server_secret: str  # of the servers that this run's ranks own
     sends_text: bool  # prompts are texts, as bytes: see `ClientConfig`
+    # Process ids by rank, for each host or container where they are valid (see `siblings.visible_pids`).
+    pids: dict[str, dict[int, int]] = {}  # noqa: RUF012 - never changed
 
 
 class Stop(NamedTuple):
@@ -354,6 +357,13 @@ class Event(NamedTuple):
 
     kind: str  # one word
     text: str
+
+
+class StoppedRank(NamedTuple):
+    """A rank whose process is stopped (SIGSTOP)."""
+
+    rank: int
+    how: str  # and how to continue it: see `siblings.how_it_is_stopped`
 
 
 class Grant(NamedTuple):
@@ -446,6 +456,7 @@ STOP: Message[Stop] = object_message(Tag.STOP)
 BYE: Message[None] = object_message(Tag.BYE)
 LOST: Message[InstanceLoss] = object_message(Tag.LOST)
 EVENT: Message[Event] = object_message(Tag.EVENT)
+STOPPED: Message[StoppedRank] = object_message(Tag.STOPPED)
 # Route.
 QUERY = _batch(Tag.QUERY, REQUEST)
 WORK = _batch(Tag.WORK, REQUEST)

@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from mpi4py import MPI
@@ -16,7 +16,7 @@ from mpi4py import MPI
 from disagg import WorldPlan
 from launch.environment import read_lost
 from launch.rank_registry import REGISTRY_ADDRESS
-from launch.siblings import StoppedProcesses, ended_here, how_it_is_stopped, runs
+from launch.siblings import ended_here, how_it_is_stopped, runs
 from mpillm.comms.connection_holder import step_ends_with_a_rank
 from mpillm.comms.control import CHECK_INTERVAL_S, RankControl, RunStopped
 from mpillm.comms.instance_loss import InstanceLossPolicy
@@ -29,6 +29,7 @@ from mpillm.comms.messages import (
     LOST,
     RELEASE,
     STOP,
+    STOPPED,
     WAITING,
     Arrival,
     Beat,
@@ -36,8 +37,9 @@ from mpillm.comms.messages import (
     Event,
     Release,
     Stop,
+    StoppedRank,
 )
-from mpillm.comms.own_network import own_network_lost
+from mpillm.comms.own_network import has_link, look_at_networks, own_network_lost
 from mpillm.comms.rank_connections import RankConnections
 from mpillm.comms.rank_state import RankState
 from mpillm.comms.watch import beat_interval_s
@@ -47,7 +49,6 @@ from mpillm.phases import PHASES, Phase
 _QUIET_BEATS, _QUIET_S = 3, 3.0  # without a heartbeat for 3 intervals and 3 s, a rank may be stopped
 _LAUNCHER_LOOKS_S = 1.0  # wait for the launcher's files, which it updates four times in this time
 _SETTLE_S = 0.5  # after the first failure, for other failures with the same cause
-_LOOK_S = 0.5  # between checks of this host's processes; each check reads a file per rank
 
 
 class Rank0Control:
@@ -92,12 +93,11 @@ class Rank0Control:
         self._n_exited_elsewhere = 0
         self._lost_elsewhere: frozenset[int] = frozenset()  # as MPI or the launcher reports; set at the end
         self.connections: RankConnections | None = None  # of ranks on other hosts
-        self._stopped_processes = StoppedProcesses()
-        self._next_look = 0.0  # at stopped processes
         ARRIVED.handle(self._transport, self._on_arrived)
         BEAT.handle(self._transport, self._on_beat)
         FAILED.handle(self._transport, self._on_failed)
         EVENT.handle(self._transport, on_event)
+        STOPPED.handle(self._transport, lambda source, stopped: self.report_stopped(stopped))
         self._on_event = on_event
         BYE.handle(self._transport, lambda source, _: self._byes.add(source))
 
@@ -116,7 +116,6 @@ class Rank0Control:
             for state in self.ranks:
                 state.last_message_at = min(now, state.last_message_at + away)
         self.note_alive(0)
-        self._report_stopped()
         if losses := self.losses(self.unresponsive()):
             self._continue_without(losses)
         if self._failures and now > self._settled_at:
@@ -174,17 +173,13 @@ class Rank0Control:
             if self._is_expected(r) and (r in elsewhere or not runs(self.ranks[r].pid))
         )
 
-    def _report_stopped(self) -> None:
-        """Report each rank of this host whose process is stopped (SIGSTOP)."""
-        if time.monotonic() < self._next_look:
+    def report_stopped(self, stopped: StoppedRank) -> None:
+        """Report a rank whose process is stopped (SIGSTOP). Any thread may call this."""
+        if not self._is_expected(stopped.rank):
             return
-        self._next_look = time.monotonic() + _LOOK_S
-        here = {self.ranks[rank].pid: rank for rank in self._here() if rank and self._is_expected(rank)}
-        for pid, how in self._stopped_processes.look(here):
-            end = (
-                f"the run ends after {self._timeouts.heartbeat:g} s without a heartbeat (--heartbeat_timeout)"
-            )
-            self._on_event(here[pid], Event("stopped", f"{how}; {end}"))
+        self.ranks[stopped.rank].how_stopped = stopped.how
+        end = f"the run ends after {self._timeouts.heartbeat:g} s without a heartbeat (--heartbeat_timeout)"
+        self._on_event(stopped.rank, Event("stopped", f"{stopped.how}; {end}"))
 
     def _here(self) -> Sequence[int]:
         """Return the ranks of this host that have joined."""
@@ -197,6 +192,9 @@ class Rank0Control:
     def _is_expected(self, rank: int) -> bool:
         """Return whether the rank's process should run."""
         return rank not in self._byes and rank not in self._lost
+
+    def _expected(self) -> list[int]:
+        return [*filter(self._is_expected, range(len(self.ranks)))]
 
     @property
     def may_continue(self) -> bool:
@@ -268,10 +266,12 @@ class Rank0Control:
             return 0
         return _SETTLE_S / 10 if failures[0].interrupted else _SETTLE_S
 
-    def losses(self, ranks: Iterable[int]) -> tuple[Failure, ...]:
+    def losses(self, ranks: Collection[int]) -> tuple[Failure, ...]:
         """Return the failures to report for ranks from `unresponsive` or `exited`."""
         exited = set(self.exited())
         silence = f"no heartbeat for {self._timeouts.heartbeat:g} s (--heartbeat_timeout)"
+        if not any(map(self._if_stopped, ranks)):
+            silence += look_at_networks(self.hosts(), self._expected(), ranks)
         return tuple(
             Failure(
                 f"the process has ended; {self.ranks[r].last_seen()}"
@@ -285,14 +285,17 @@ class Rank0Control:
         )
 
     def _own_network_lost(self) -> Failure | None:
-        expected = [rank for rank in range(len(self.ranks)) if self._is_expected(rank)]
-        lost = own_network_lost(self.hosts(), expected, () if self.exited() else self.silent())
+        silent = () if self.exited() else self.silent()
+        if any(self.ranks[rank].how_stopped for rank in silent):
+            return None
+        lost = own_network_lost(self.hosts(), self._expected(), silent, has_link)
         silence = f"no heartbeat for {self._timeouts.heartbeat:g} s (--heartbeat_timeout)"
         return Failure(f"{lost}; {silence}", 0, code=ExitCode.INSTANCE_LOST) if lost else None
 
     def _if_stopped(self, rank: int) -> str:
-        how = how_it_is_stopped(self.ranks[rank].pid) if self._sees(self.ranks[rank]) else ""
-        return f"; pid {self.ranks[rank].pid} {how}" if how else ""
+        state = self.ranks[rank]
+        how = how_it_is_stopped(state.pid) if self._sees(state) else state.how_stopped
+        return f"; pid {state.pid} {how}" if how else ""
 
     def stop_all(self, code: int) -> RunStopped | None:
         """Send STOP to every rank, and wait; return how rank 0 must end.
@@ -448,6 +451,7 @@ class Rank0Control:
     def _on_beat(self, source: int, beat: Beat) -> None:
         state = self.ranks[source]
         state.last_message_at = time.monotonic()
+        state.how_stopped = ""
         state.beat = beat
         state.seen = beat.phase
         state.measured, state.doing = beat.measured, beat.doing

@@ -19,6 +19,7 @@ class RankState:
     pid: int = 0
     pids: str = ""  # see `siblings.visible_pids`
     last_message_at: float = field(default_factory=time.monotonic)
+    how_stopped: str = ""  # see `StoppedRank`; "" after a heartbeat
     seen: str = ""  # the phase in its last message
     beat: Beat | None = None
     measured: Any = None  # from its latest heartbeat (see `Role.measured`)

@@ -28,7 +28,7 @@ from launch.environment import (
 from launch.exits import Exits, RankExit, sentence
 from launch.interfaces import interfaces
 from launch.launcher import EveryRankError, find_launcher, one_of_several
-from launch.mpi_ports import Port, explain_missing_ranks, explain_separation
+from launch.mpi_ports import Port, explain_missing_ranks, explain_separation, find_separation
 from launch.openmpi_tcp import exclusion
 from launch.own_messages import FAILED
 from launch.rank_registry import REGISTRY_ADDRESS
@@ -46,11 +46,8 @@ if TYPE_CHECKING:
 _LAUNCHER_GRACE_S = 12.0  # after rank 0's exit, `mpillm mpirun` leaves the other ranks less time than this
 _LOOK_S = 0.5  # in MPI_Init: between checks of the other ranks
 _INIT_END_S = 0.5  # after a rank's exit, MPI_Init returns within this time, or never
-_BEGINS, _STARTED, _DONE = (
-    b"b",
-    b"s",
-    b"d",
-)  # from a rank to the child process that limits the time of MPI_Init
+# From a rank to the child process that limits the time of its start.
+_BEGINS, _STARTED, _IMPORTED, _DONE = (b"b", b"s", b"i", b"d")
 
 
 def mpi_library() -> str:
@@ -101,6 +98,7 @@ def start_run(
         world = _world(command, lambda: notify(_BEGINS), spawns=False)
         notify(_STARTED)
         import_core()
+        notify(_IMPORTED)
         return RunComms(world, *_duplicates(world, 2))
 
 
@@ -132,6 +130,23 @@ def _explain_separation() -> str:
     """Return why started ranks are not connected; "" if the launcher has no list of their ports."""
     ports, unreachable = read_ports()
     return explain_separation(unreachable, [Port(*one) for one in ports]) if ports else ""
+
+
+def _explain_unfinished_start(rank: int, pid: int, *, imported: bool) -> str:
+    """Return why the ranks do not communicate, although MPI has started.
+
+    `imported`: whether this `rank`, whose process is `pid`, has imported the core's module.
+    """
+    unfinished = "the import of the core's module (--core_type) has not ended"
+    if not imported:
+        return f"{unfinished} on rank {rank} (pid {pid}) on {socket.gethostname()}"
+    unfinished = f"MPI has started, but {unfinished} on another rank"
+    ports, unreachable = read_ports()
+    if not _spans_hosts():
+        return unfinished
+    if separation := find_separation(unreachable, [Port(*one) for one in ports]):
+        return separation
+    return unfinished if ports else f"{unfinished}, or {_explain_missing_ranks()}"
 
 
 def _explain_missing_ranks() -> str:
@@ -275,10 +290,10 @@ def _deadline(seconds: float) -> Iterator[Callable[[bytes], None]]:
     prints the message. If rank 0 hangs, rank 1's child does both shortly afterwards. The other ranks exit
     silently, `_LAUNCHER_GRACE_S` after the deadline.
 
-    The block notifies the child of _BEGINS before MPI_Init, and of _STARTED after it. From _BEGINS on, the
-    child also ends the wait if a rank of this host has exited. Earlier, a rank may exit because of
-    its own error. If rank 0 is killed, its child reports this immediately, because the other ranks may abort
-    without a message.
+    The block notifies the child of _BEGINS before MPI_Init, of _STARTED after it, and of _IMPORTED. From
+    _BEGINS on, the child also ends the wait if a rank of this host has exited. Earlier, a rank may exit
+    because of its own error. If rank 0 is killed, its child reports this immediately, because the other ranks
+    may abort without a message.
     """
     launcher = find_launcher()
     rank = launcher.rank or 0 if launcher else 0
@@ -332,7 +347,7 @@ def _cause_to_end(
     init_end_s = _INIT_END_S + extra_s
     ended: EndedRanks | None = None
     lost = ""
-    stopped, has_started = StoppedProcesses(), False
+    stopped, progress = StoppedProcesses(), b""
     while (left := end - time.monotonic()) > 0:
         files: list[int | Exits[int]] = [pipe, *([] if lost or ended is None else [ended.exits])]
         if pipe in readable(files, min(left, init_end_s if lost else _LOOK_S)):
@@ -340,8 +355,8 @@ def _cause_to_end(
             if byte == _BEGINS:
                 ended = EndedRanks()
                 continue
-            if byte == _STARTED:
-                has_started = True
+            if byte in (_STARTED, _IMPORTED):
+                progress = byte
                 continue
             if byte == _DONE or rank == 1 or read_signal() is not None:
                 return None
@@ -355,15 +370,18 @@ def _cause_to_end(
         if REGISTRY_ADDRESS in os.environ:  # the launcher reports the exits on all hosts in order
             time.sleep(_LAUNCHER_GRACE_S)
         return f"MPI can't start: {lost}", ExitCode.INSTANCE_LOST
-    missing = stopped_ranks() or read_absent() or _explain_separation() or _explain_missing_ranks()
+    head = f"MPI_Init did not end within the deadline of {seconds:g} s"
+    if not (why := stopped_ranks()):
+        if progress:
+            head = f"the deadline of {seconds:g} s (--join_deadline) has passed"
+            why = _explain_unfinished_start(rank, pid, imported=progress == _IMPORTED)
+        else:
+            why = read_absent() or _explain_separation() or _explain_missing_ranks()
     if rank == 1:
         patience = end - extra_s + diagnosis_s - time.monotonic()
         if readable([pipe], patience):
             return None  # rank 0's child has printed the message, and ended this rank
-    if has_started and not stopped_ranks():
-        missing = "MPI has started, but on a rank the import of the core's module (--core_type) has not ended"
-        return f"the deadline of {seconds:g} s (--join_deadline) has passed: {missing}", ExitCode.NOT_READY
-    return f"MPI_Init did not end within the deadline of {seconds:g} s: {missing}", ExitCode.NOT_READY
+    return f"{head}: {why}", ExitCode.NOT_READY
 
 
 def _report_stopped(stopped: StoppedProcesses) -> None:

@@ -35,20 +35,21 @@ class Tag(enum.IntEnum):
     SETTLE = 18  # requests of a lost context instance: will they be answered? Leader to generation instance
     # control again
     EVENT = 19  # a line for the console; to rank 0
+    STOPPED = 20  # a rank of the sender's host is stopped (SIGSTOP); to rank 0
     # route again, between the root ranks of context and generation instances (see roles/handoff.py)
-    OFFER = 20  # requests whose KV caches will follow
-    ACCEPT = 21  # the slots for sending them
-    FIRST = 22  # first tokens
-    WARM_UP = 23  # number of warm-up requests
-    RESET_CACHE = 24  # empty the prefix caches; frontend to leader, leader to instance
+    OFFER = 21  # requests whose KV caches will follow
+    ACCEPT = 22  # the slots for sending them
+    FIRST = 23  # first tokens
+    WARM_UP = 24  # number of warm-up requests
+    RESET_CACHE = 25  # empty the prefix caches; frontend to leader, leader to instance
     # instance and pp communicators: inside the engine
-    PLAN = 25  # a step; root rank to the other ranks of its instance
-    TOKENS = 26  # the tokens that a step sampled; first rank of the last stage to root rank
-    HIDDEN = 27  # the activations of a step; stage to stage
-    MOVED = 28  # completed KV cache transfers; rank to root rank
+    PLAN = 26  # a step; root rank to the other ranks of its instance
+    TOKENS = 27  # the tokens that a step sampled; first rank of the last stage to root rank
+    HIDDEN = 28  # the activations of a step; stage to stage
+    MOVED = 29  # completed KV cache transfers; rank to root rank
     # handoff, up to the last slot
-    NCCL_ID = 29  # the id of an NCCL communicator between two ranks; sender to receiver
-    NOTICE = 30  # the next transfer over NCCL; sender to receiver
-    TARGETS = 31  # target blocks of caches, on a GPU that the cache's sender reaches; receiver to sender
-    PUT = 32  # completed puts of caches; sender to receiver
-    KV = 33  # + slot: pieces of a KV cache
+    NCCL_ID = 30  # the id of an NCCL communicator between two ranks; sender to receiver
+    NOTICE = 31  # the next transfer over NCCL; sender to receiver
+    TARGETS = 32  # target blocks of caches, on a GPU that the cache's sender reaches; receiver to sender
+    PUT = 33  # completed puts of caches; sender to receiver
+    KV = 34  # + slot: pieces of a KV cache

@@ -300,7 +300,7 @@ class RankEnding(Ending):
         """Report the loss of rank 0.
 
         If rank 0 has exited, its launcher reports the loss. srun reports only tasks, so under srun one rank
-        reports the loss. If rank 0 is silent, rank 1 reports the loss and kills rank 0.
+        reports the loss. If rank 0 is silent, its `reporter` reports the loss and kills rank 0.
         """
         rank0 = self._control.rank0
         if rank0 is None:
@@ -314,7 +314,7 @@ class RankEnding(Ending):
                 if text := postmortem.amend_for_rank0(*where, rank, ExitCode.INSTANCE_LOST):
                     self._watch.note(text)
             return
-        if self._control.transport.rank != 1:
+        if self._control.transport.rank != rank0.reporter:
             return
         how = f"was lost in phase '{self._watch.phase}': {cause}"
         self._watch.note(sentence([RankExit(0, rank0.host, rank0.pid, how)]))

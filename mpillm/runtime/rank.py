@@ -24,8 +24,18 @@ from launch.siblings import visible_pids
 from mpillm.comms.communicators import Communicators, RunComms, create_communicators, route_ranks, senders_to
 from mpillm.comms.control import RankControl, RunStopped, Timeouts
 from mpillm.comms.loop import EventLoop
-from mpillm.comms.messages import BEAT, Beat, DrainReport, InstanceLoss, JoinReport, Setup
+from mpillm.comms.messages import (
+    BEAT,
+    STOPPED,
+    Beat,
+    DrainReport,
+    InstanceLoss,
+    JoinReport,
+    Setup,
+    StoppedRank,
+)
 from mpillm.comms.start import node_name
+from mpillm.comms.stopped_ranks import StoppedRanks
 from mpillm.comms.transport import Transport
 from mpillm.comms.wakeup_socket import WakeupSocket
 from mpillm.comms.watch import Watch
@@ -97,6 +107,7 @@ class Rank:
         self._watch = Watch(comm.rank)
         self._control = RankControl(Transport(comm), self._watch, timeouts)
         self._beats = Transport(comm)  # the watch's own, because a transport belongs to one thread
+        self._stopped_ranks = StoppedRanks(comm.rank, {})  # of no ranks, until all have joined
         self._wakeup = WakeupSocket()
         self._loop = EventLoop(self._watch, self._wakeup)
         self._loop.pollers.append(self._control.poll)
@@ -230,6 +241,7 @@ class Rank:
         if self._config is None:  # rank 0 reports the error, and does not release any rank
             raise ConfigError(self._usage_error)
         self._control.joined(setup.rank0)
+        self._stopped_ranks = StoppedRanks(self.rank, setup.pids.get(visible_pids(), {}))
         rank_registry.report_joined()
         if (gpu := setup.gpus.get(self.rank)) is not None:
             with contextlib.suppress(OSError):  # the run then has no samples of this GPU
@@ -325,6 +337,7 @@ class Rank:
         An exited process gets none: MPICH's UCX would crash this rank, which may have to report the loss.
         """
         self._sampler.sample()
+        self._report_stopped()
         beat = beat._replace(
             measured=next((measured for role in self._roles if (measured := role.measured())), None),
             doing=next((doing for role in self._roles if (doing := role.doing())), ""),
@@ -343,6 +356,17 @@ class Rank:
         with contextlib.suppress(MPI.Exception):
             self._beats.reap()
         self._wakeup.wake_own(beat=True)
+
+    def _report_stopped(self) -> None:
+        """Report the ranks of this host that are stopped: to rank 0, but a stopped rank 0 on the console."""
+        for rank, how in self._stopped_ranks.look():
+            if self._rank0 is not None:
+                self._rank0.control.report_stopped(StoppedRank(rank, how))
+            elif rank == 0 and (rank0 := self._control.rank0) is not None:
+                self._watch.note(f"rank 0 on {rank0.host} (pid {rank0.pid}) {how}")
+            else:
+                with contextlib.suppress(MPI.Exception):  # rank 0 is lost
+                    STOPPED.send(self._beats, 0, StoppedRank(rank, how))
 
 
 def _process_age_s() -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -101,6 +102,7 @@ class Rank0:
             {rank: report.port for rank, report in reports.items() if report.port},
             secrets.token_hex(),
             self.session.sends_text,
+            _pids(reports),
         )
 
     def _lost(self, instance: InstancePlan, failure: Failure) -> None:
@@ -135,7 +137,10 @@ class Rank0:
             with contextlib.suppress(OSError):
                 self.control.connections = RankConnections(own_addresses())
         connections = self.control.connections
-        return Rank0At(own.host, own.pid, own.pids, connections.address if connections else None)
+        # A stopped rank 0 must be killed, because the launcher would wait for it.
+        seeing = [rank for rank, report in reports.items() if rank and report.pids == own.pids]
+        address = connections.address if connections else None
+        return Rank0At(own.host, own.pid, own.pids, address, min(seeing, default=1))
 
     def _create_record(self, planned: RunPlan) -> RunRecord:
         """Return the run directory, created at the first call."""
@@ -203,3 +208,12 @@ class Rank0:
             self._console.line(unwritten)
         elif self.session is not None:
             self.session.page()  # last: a launcher may kill this process in a moment
+
+
+def _pids(reports: Mapping[int, JoinReport]) -> dict[str, dict[int, int]]:
+    """Return `Setup.pids`."""
+    pids: dict[str, dict[int, int]] = {}
+    for rank, report in reports.items():
+        if report.pids:
+            pids.setdefault(report.pids, {})[rank] = report.pid
+    return pids

@@ -13,6 +13,7 @@ import pytest
 
 from launch.signals import title
 from tests.helpers.failures import ENDLESS, GRACE, GRACE_S, START_S, check_failure
+from tests.helpers.holds import HELD, HOLD
 from tests.helpers.support import (
     INSTANCE_LOST,
     NOT_READY,
@@ -119,6 +120,18 @@ def test_a_stopped_rank_0(both: Starter, control: int) -> None:
     ended.must(INSTANCE_LOST)
     assert re.search(r"rank 0 on \S+ \(pid (\d+)\) is stopped: kill -CONT \1\n", ended.err), repr(ended)
     assert ended.seconds < START_S + 3 + 4 * GRACE_S + 3, repr(ended)
+
+
+def test_a_stopped_rank_0_while_the_next_rank_is_busy(one: Starter) -> None:
+    """Its main thread does not look at rank 0."""
+    options = ["--heartbeat_timeout", 3, "--grace", GRACE_S]
+    command = one.start(3, *ENDLESS, *options, core=HELD, env={HOLD: "load:1", "PYTHONPATH": str(ROOT)})
+    command.wait_phase("load")
+    pid = json.loads((command.log_dir / "ranks.json").read_text())[0]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    ended = command.end()
+    ended.must(INSTANCE_LOST)
+    assert re.search(rf"rank 0 on \S+ \(pid {pid}\) is stopped: kill -CONT {pid}\n", ended.err), repr(ended)
 
 
 # --- a rank that is killed ---

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import yaml
 
-from tests.helpers.clusters import ENDLESS, ROOT_MAY, SHARED, OnHosts, or_skip, python_on
+from tests.helpers.clusters import ENDLESS, ROOT_MAY, SHARED, OnHosts, or_skip, python_on, signal_rank_on
 from tests.helpers.failures import check_failure
 from tests.helpers.support import DONE, INSTANCE_LOST, ROOT, Command, Ended, Samples, Starter, wait_until
 from tools.hosts import HEAD, Hosts, address, hosts
@@ -86,6 +86,22 @@ def test_a_cut_cable_of_rank_0s_own_host_is_named(on_hosts: OnHosts) -> None:
     assert "host h1 has lost its network" in ended.err, ended
 
 
+@pytest.mark.parametrize(
+    "host, cause", [("h1", "host h1 has lost its network"), ("h2", "the network of h2, and")]
+)
+def test_a_cut_cable_between_two_hosts(on_hosts: OnHosts, host: str, cause: str) -> None:
+    """Only a missing link of rank 0's host tells which cable is cut."""
+    words = ["run", "--core_type", "dummy", *ENDLESS, "--heartbeat_timeout", 8]
+    command = on_hosts.start("h1:2,h2:2", *words)
+    command.wait_phase("test")
+    on_hosts.hosts.plug(host, in_=False)
+    try:
+        ended = command.end(WITHIN_S, tidy=False)
+    finally:
+        on_hosts.hosts.plug(host, in_=True)
+    assert cause in ended.must(INSTANCE_LOST).result["failures"][0]["cause"], ended
+
+
 def test_the_doctor_measures_every_pair_of_hosts_and_names_who_is_stopped(on_hosts: OnHosts) -> None:
     """The rank is stopped once it has joined MPI, or before; both ways it is named."""
     command = on_hosts.start("h1:2,h2:2,h3:1", "doctor", "--json", log_dir=on_hosts.starter.folder)
@@ -108,6 +124,30 @@ def test_the_doctor_measures_every_pair_of_hosts_and_names_who_is_stopped(on_hos
     ended = command.end(WITHIN_S, tidy=False)
     assert ended.code != DONE
     assert re.search(r"rank 1\b.* is stopped: kill -CONT", ended.out + ended.err), ended
+
+
+def test_a_stopped_rank_of_another_host_is_named(on_hosts: OnHosts) -> None:
+    """The other rank of that host sees it."""
+    words = ["run", "--core_type", "dummy", *ENDLESS, "--heartbeat_timeout", 8]
+    command = on_hosts.start("h1:2,h2:2", *words)
+    command.wait_phase("test")
+    signal_rank_on(on_hosts.hosts, 2, signal.SIGSTOP)
+    ended = command.end(WITHIN_S, tidy=False).must(INSTANCE_LOST)
+    named = r"rank 2 \(executor.*\), h2, pid (\d+): is stopped: kill -CONT \1;"
+    assert re.search(rf"^  stopped {named}", ended.out, re.MULTILINE), ended
+    (failure,) = ended.result["failures"]
+    assert failure["rank"] == 2 and "is stopped: kill -CONT" in failure["cause"], ended
+
+
+def test_a_stopped_rank_0_is_named_by_any_rank_of_its_host(on_hosts: OnHosts) -> None:
+    """Rank 1 is on another host, and rank 2 on rank 0's."""
+    words = ["run", "--core_type", "dummy", *ENDLESS, "--heartbeat_timeout", 8]
+    by_node = {"PRTE_MCA_rmaps_default_mapping_policy": "node"}
+    command = on_hosts.start("h1:2,h2:1", *words, exports=by_node)
+    command.wait_phase("test")
+    signal_rank_on(on_hosts.hosts, 0, signal.SIGSTOP)
+    ended = command.end(WITHIN_S, tidy=False).must(INSTANCE_LOST)
+    assert re.search(r"rank 2: rank 0 on h1 \(pid (\d+)\) is stopped: kill -CONT \1\n", ended.err), ended
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["mpillm mpirun", "mpirun"])

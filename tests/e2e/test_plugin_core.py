@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+
+import pytest
 
 from tests.helpers.support import DONE, NOT_READY, ROOT, USAGE, Ended, Samples, Starter
 
@@ -113,10 +116,17 @@ def test_a_core_whose_import_fails_on_one_rank(both: Starter, tmp_path: Path) ->
     assert "rank 1: RuntimeError: no licence here" in message and "licensed.py" in message
 
 
-def test_a_core_whose_import_hangs(both: Starter, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank, where", [(0, r"on rank 0 \(pid \d+\) on \S+"), (1, "on another rank")])
+def test_a_core_whose_import_hangs(both: Starter, tmp_path: Path, rank: int, where: str) -> None:
     """The deadline of MPI's start holds for it."""
-    (tmp_path / "hanging.py").write_text("import time\ntime.sleep(600)\n")
-    ended = both.run(2, "--join_deadline", 5, core="hanging:Core", env={"PYTHONPATH": str(tmp_path)})
-    assert "on a rank the import of the core's module (--core_type) has not ended" in (
-        ended.must(NOT_READY).message
+    (tmp_path / "hanging.py").write_text(
+        "import time\n"
+        "from mpi4py import MPI\n"
+        f"if MPI.COMM_WORLD.rank == {rank}:\n"
+        "    time.sleep(600)\n"
+        "from tests.helpers.plugin_cores import Echo\n"
     )
+    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    ended = both.run(2, "--join_deadline", 8, core="hanging:Echo", env=env)
+    text = rf"the import of the core's module \(--core_type\) has not ended {where}"
+    assert re.search(text, ended.must(NOT_READY).message), ended

@@ -14,21 +14,24 @@ HOSTS = {0: "h1", 1: "h1", 2: "h2", 3: "h2", 4: "h3", 5: "h3"}
 
 
 @pytest.mark.parametrize(
-    ("expected", "silent", "is_lost"),
+    ("expected", "silent", "is_lost", "has_link"),
     [
-        (range(6), {2, 3, 4, 5}, True),
-        ([0, 1, 2, 4], {2, 4}, True),  # the others have ended
-        (range(6), {2, 3, 4}, False),  # rank 5 beats
-        (range(6), {1, 2, 3, 4, 5}, False),  # a rank here is silent: its network is not the reason
-        (range(6), {1}, False),
-        ([0, 1, 2, 3], {2, 3}, False),  # one other host: its network or this one's
-        (range(6), set(), False),
-        ([0, 1], set(), False),
+        (range(6), {2, 3, 4, 5}, True, True),
+        ([0, 1, 2, 4], {2, 4}, True, True),  # the others have ended
+        (range(6), {2, 3, 4}, False, False),  # rank 5 beats
+        (range(6), {1, 2, 3, 4, 5}, False, False),  # a rank here is silent: its network is not the reason
+        (range(6), {1}, False, False),
+        ([0, 1, 2, 3], {2, 3}, False, True),  # one other host: its network or this one's
+        ([0, 1, 2, 3], {2, 3}, True, False),
+        (range(6), set(), False, False),
+        ([0, 1], set(), False, False),
     ],
 )
-def test_all_other_hosts_are_silent(expected: range | list[int], silent: set[int], is_lost: bool) -> None:
-    cause = own_network_lost(HOSTS, expected, silent)
-    assert cause.startswith("host h1 has lost its network: all other hosts are silent: ") == is_lost
+def test_all_other_hosts_are_silent(
+    expected: range | list[int], silent: set[int], is_lost: bool, has_link: bool
+) -> None:
+    cause = own_network_lost(HOSTS, expected, silent, lambda: has_link)
+    assert cause.startswith("host h1 has lost its network: ") == is_lost
     assert bool(cause) == is_lost
 
 

@@ -7,8 +7,9 @@ import re
 import pytest
 
 from benchmarks.simulated_cluster import ControlledCluster, plan_of
-from mpillm.comms import rank0_control
-from mpillm.comms.messages import Beat
+from mpillm.comms import messages, rank0_control
+from mpillm.comms.messages import Beat, StoppedRank
+from mpillm.comms.transport import Envelope
 from mpillm.errors import Failure, RunError
 from mpillm.phases import PHASES, Phase
 
@@ -38,6 +39,24 @@ def test_who_waits_for_a_stopped_rank_is_not_blamed(both_reported: bool) -> None
     (failure,) = error.value.failures
     assert failure.rank == STOPPED != plan.instances[guilty].root_rank
     assert re.fullmatch(r"no heartbeat for 1[0-9] s; sent nothing", failure.cause)
+
+
+@pytest.mark.parametrize("continues", [False, True])
+def test_a_silent_rank_of_another_host_was_reported_as_stopped(continues: bool) -> None:
+    """Its host's lowest rank that runs has seen it. A heartbeat means that it has continued."""
+    cluster = ControlledCluster(plan_of(8), {}, heartbeat_s=10.0)
+    cluster.arrive("join")
+    control, rank, how = cluster.control, 17, "is stopped: kill -CONT 7"
+    message = messages.STOPPED
+    sent = Envelope(16, message.tag, message.write(StoppedRank(rank, how)))
+    control._transport.handlers[message.tag](sent)
+    if continues:
+        cluster.live(1.0, BEATS_S)
+    with pytest.raises(RunError) as error:
+        cluster.live(12.0, BEATS_S, without=rank)
+    (failure,) = error.value.failures
+    assert failure.rank == rank
+    assert (how in failure.cause) == (not continues)
 
 
 def test_an_instance_that_is_silent_while_all_ranks_beat_is_blamed() -> None:

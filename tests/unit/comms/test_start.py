@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 from mpi4py import MPI
 
-from launch.environment import EXIT_FILE, write_absent
+from launch.environment import EXIT_FILE, write_absent, write_ports
 from launch.rank_registry import REGISTRY_ADDRESS
 from mpillm.comms import start
 from mpillm.comms.start import node_name
@@ -47,6 +47,36 @@ def test_rank_1_names_the_missing_rank_if_rank_0_does_not(
     os.close(done_end)
     text = "MPI_Init did not end within the deadline of 0.1 s: rank 0 has not started"
     assert cause == (text, ExitCode.NOT_READY)
+
+
+IMPORT = "the import of the core's module (--core_type) has not ended"
+
+
+@pytest.mark.parametrize(
+    ("progress", "transports", "cause"),
+    [
+        (start._STARTED, "self,sm", f"{IMPORT} on rank 0 (pid {os.getpid()}) on "),
+        (start._STARTED + start._IMPORTED, "self,sm", "OMPI_MCA_btl=self,sm leaves out tcp"),
+        (start._STARTED + start._IMPORTED, "", f"MPI has started, but {IMPORT} on another rank"),
+    ],
+    ids=["its own import", "hosts that MPI does not connect", "another import"],
+)
+def test_why_a_start_does_not_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, progress: bytes, transports: str, cause: str
+) -> None:
+    """MPI_Init lets ranks pass that cannot communicate: that looks like an import that lasts too long."""
+    monkeypatch.setenv(EXIT_FILE, str(tmp_path / "exit_code"))
+    for name, value in {"RANK": "0", "SIZE": "2", "LOCAL_SIZE": "1"}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    monkeypatch.setenv("OMPI_MCA_btl", transports)
+    write_ports([(1, "h2", "", 0, "")], "", tmp_path / "exit_code")
+    wait_end, done_end = os.pipe()
+    os.write(done_end, progress)
+    ended = start._cause_to_end(wait_end, 0.1, 0, os.getpid())
+    os.close(wait_end)
+    os.close(done_end)
+    assert ended is not None and ended[1] == ExitCode.NOT_READY
+    assert ended[0].startswith("the deadline of 0.1 s (--join_deadline) has passed: ") and cause in ended[0]
 
 
 class Broken:

@@ -266,6 +266,13 @@ class Run:
         return made
 
 
+def test_a_rank_of_rank_0s_host_reports_rank_0(tmp_path: Path) -> None:
+    """Another rank could not kill a stopped rank 0."""
+    run = Run(tmp_path / "run")
+    elsewhere = {rank: report._replace(pids=f"h{rank % 2}") for rank, report in joined(run.config).items()}
+    assert {release.value.rank0.reporter for release in run.arrive("join", elsewhere)} == {2}
+
+
 def test_rank_0_has_a_session_when_all_have_joined(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     assert run.rank0.session is None
