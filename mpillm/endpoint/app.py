@@ -353,8 +353,9 @@ class Service:
     def _check_answered(answer: PendingResponse) -> None:
         """Raise ApiError if the answer was refused, has failed or was cancelled."""
         if answer.refusal is not None:
-            status, message, retry_after_s = answer.refusal
-            raise ApiError(status, message, code="server_refused", retry_after_s=retry_after_s or 1)
+            status, message, retry_after_s, is_too_long = answer.refusal
+            code = "context_length_exceeded" if is_too_long else "server_refused"
+            raise ApiError(status, message, code=code, retry_after_s=retry_after_s or 1)
         if answer.failed:
             raise ApiError(
                 500, "the engine could not answer; its rank's log has the cause", code="not_answered"
