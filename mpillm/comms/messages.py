@@ -110,7 +110,7 @@ class ResponseFlag(enum.IntFlag):
     # unless CANCEL_DONE is also set. 1 number: the lost instance. To the leader: the sending instance holds
     # nothing of the request, because the request's other instance is lost (see roles/retries.py).
     LOST = 512
-    # In a run that serves, immediately before FINAL with ERROR. In place of tokens: a `Refusal`.
+    # From a client of a server, immediately before FINAL with ERROR. In place of tokens: a `Refusal`.
     REFUSED = 1024
     # If the request has MESSAGE, immediately before FINAL. In place of tokens: the bytes of the response's
     # JSON as a message of a chat.
@@ -137,16 +137,18 @@ class Refusal(NamedTuple):
     status: int
     message: str
     retry_after_s: int = 0  # 0: unspecified
+    is_too_long: bool = False  # the prompt and its response exceed the model's context
 
     def numbers(self) -> list[int]:
         """Return the numbers of a row with REFUSED."""
-        return [self.status, self.retry_after_s, *self.message.encode(errors="backslashreplace")]
+        text = self.message.encode(errors="backslashreplace")
+        return [self.status, self.retry_after_s, int(self.is_too_long), *text]
 
     @staticmethod
     def of(numbers: Sequence[int]) -> Refusal:
         """Return the refusal from the result of `numbers()`."""
-        status, retry_after_s, *text = numbers
-        return Refusal(status, bytes(text).decode(), retry_after_s)
+        status, retry_after_s, is_too_long, *text = numbers
+        return Refusal(status, bytes(text).decode(), retry_after_s, bool(is_too_long))
 
 
 _HEADER = struct.Struct("<qq")  # rows, tokens

@@ -16,6 +16,7 @@ A conversation is read from one of these rows:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Set
 from itertools import count
 from typing import Any
@@ -96,6 +97,7 @@ class _Reader:
         self._vocab_size, self._columns = vocab_size, columns
         self._by_name: dict[str, Conversation] = {}  # that further rows may continue
         self._open: MessageRows | None = None
+        self._last_at_s = -math.inf  # of rows without a session
 
     def add(self, where: str, row: Any) -> None:
         is_flat = isinstance(row, dict) and set(row) >= _FLAT and not row.keys() & {"messages", "prompt"}
@@ -271,6 +273,7 @@ class _Reader:
             elif isinstance(sample.prompt, str) and "text_input" in row and name not in (None, ""):
                 turn.added, turn.prompt = [{"role": "user", "content": sample.prompt}], None
         if name in (None, ""):
+            self._check_order(turn)
             self.conversations.append(Conversation(f"#{len(self.conversations)}", [turn], tools=turn.tools))
             return
         name = unicode_of(str(name), "session_id")
@@ -281,6 +284,17 @@ class _Reader:
         else:
             _check_continues(conversation, turn)
         append(conversation, turn)
+
+    def _check_order(self, turn: Turn) -> None:
+        """Raise ValueError for a time stamp before that of an earlier row without a session."""
+        if turn.at_s is None:
+            return
+        if turn.at_s < self._last_at_s:
+            raise ValueError(
+                f"timestamp {turn.at_s * 1e3:.12g} is before an earlier row's,"
+                f" {self._last_at_s * 1e3:.12g}; sort the rows by time"
+            )
+        self._last_at_s = turn.at_s
 
 
 def _check_continues(conversation: Conversation, turn: Turn) -> None:

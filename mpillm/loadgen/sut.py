@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpillm.comms.loop import EventLoop
+from mpillm.comms.messages import Refusal
 from mpillm.loadgen.settings import log_settings
 
 # LoadGen's callback waits for the GIL while the event loop runs: Python's default of 5 ms would dominate a
@@ -83,6 +84,9 @@ class LoadGenTest:
 
     def message(self, id_: int, text: bytes) -> None:
         """Do nothing: LoadGen receives tokens."""
+
+    def refused(self, id_: int, refusal: Refusal) -> None:
+        """Do nothing: LoadGen does not distinguish errors."""
 
     def _issue(self, ids: list[int], indices: list[int]) -> None:
         self.issued.append(Query(np.array(ids, np.uint64), np.array(indices, np.int64), time.perf_counter()))

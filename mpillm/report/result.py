@@ -215,7 +215,8 @@ def conversation_facts(of: Mapping[str, Any]) -> list[tuple[str, str]]:
     """
     rows = [("conversations", f"{of['ended']:,} of {of['started']:,} ended, {of['failed']:,} by an error")]
     if of["outgrown"]:
-        rows.append(("  outgrown", f"{of['outgrown']:,}: the next prompt did not fit the model"))
+        first = f"; the first: {', '.join(places)}" if (places := of.get("outgrown_at")) else ""
+        rows.append(("  outgrown", f"{of['outgrown']:,}: the next prompt did not fit the model{first}"))
     if of.get("requests_cancelled"):
         rows.append(("  cancelled", f"{of['requests_cancelled']:,} requests, which are in no other figure"))
     window = of.get("window_s") or (0.0, None)

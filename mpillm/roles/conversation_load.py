@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disagg.errors import ConfigError
-from mpillm.comms.messages import RequestFlag
+from mpillm.comms.messages import Refusal, RequestFlag
 from mpillm.data.conversations import Branch, Message
 from mpillm.data.dataset import PromptTooLong, Turns
 from mpillm.data.generated_history import History
@@ -31,6 +31,7 @@ from mpillm.loadgen.sut import Query
 from mpillm.phases import Phase
 from mpillm.roles.role import Role
 
+_MAX_NAMED = 3  # places of prompts that are too long, for messages
 _CANCELLATION = 4  # random stream of a seed; `synthetic_conversations` has others
 
 
@@ -132,11 +133,15 @@ class ConversationLoad(Role):
         if history is not None:
             self.request_flags |= RequestFlag.MESSAGE
         self.n_outgrown = 0  # root conversations with a prompt that exceeded a limit
+        self.outgrown_at: list[str] = []  # places of the first such prompts
+        self.n_too_long = 0  # such prompts that a server refused; these are failed requests
+        self.first_failed = ""  # place of the first other failed request, and the server's reason
         self.n_unmade, self.problem = (
             0,
             "",
         )  # other prompts that could not be made, and the first one's problem
         self._messages: dict[int, Message] = {}  # by id, of outstanding requests
+        self._refusals: dict[int, Refusal] = {}  # likewise
         # One thread makes prompts, so that the rank can do other work at that time.
         self._maker = ThreadPoolExecutor(1, "mpillm-history") if history is not None else None
         # With the times of their requests.
@@ -284,16 +289,37 @@ class ConversationLoad(Role):
         """End a conversation whose next prompt cannot be made."""
         tree = conversation.tree
         if isinstance(error, PromptTooLong):
-            self.n_outgrown += not tree.has_outgrown
-            tree.has_outgrown = True
+            self._note_outgrown(tree, self._place(conversation, conversation.turn))
         else:
-            self.n_failed += not tree.has_failed
-            tree.has_failed = True
+            self._note_failed(tree)
             self.n_unmade += 1
             self.problem = self.problem or str(error)
         self.cut_sessions.add(tree.session)
         self._skip(conversation, conversation.turn)
         self._end(conversation, self._now())
+
+    def _note_error(self, conversation: _Open, refusal: Refusal | None) -> None:
+        """Note that the last request of a conversation has failed."""
+        place = self._place(conversation, conversation.turn - 1)
+        if refusal is not None and refusal.is_too_long:
+            self.n_too_long += 1
+            self._note_outgrown(conversation.tree, place)
+            return
+        self._note_failed(conversation.tree)
+        self.first_failed = self.first_failed or (f"{place}: {refusal.message}" if refusal else place)
+
+    def _note_outgrown(self, tree: _Tree, place: str) -> None:
+        self.n_outgrown += not tree.has_outgrown
+        tree.has_outgrown = True
+        if place not in self.outgrown_at and len(self.outgrown_at) < _MAX_NAMED:
+            self.outgrown_at.append(place)
+
+    def _note_failed(self, tree: _Tree) -> None:
+        self.n_failed += not tree.has_failed
+        tree.has_failed = True
+
+    def _place(self, conversation: _Open, turn: int) -> str:
+        return self._turns.conversations[conversation.number].turns[turn].where
 
     def quiet_s(self) -> float:
         if not self._due:
@@ -322,8 +348,7 @@ class ConversationLoad(Role):
             message = self._messages.pop(id_, None)
             is_last = conversation.turn == conversation.n_turns
             if is_error:
-                self.n_failed += not conversation.tree.has_failed
-                conversation.tree.has_failed = True
+                self._note_error(conversation, self._refusals.pop(id_, None))
                 self._skip(conversation, conversation.turn - 1)
                 self._end(conversation, now)
                 continue
@@ -363,6 +388,10 @@ class ConversationLoad(Role):
     def message(self, id_: int, text: bytes) -> None:
         """Take the response's message, before `complete`."""
         self._messages[id_] = json.loads(text)
+
+    def refused(self, id_: int, refusal: Refusal) -> None:
+        """Take a server's reason for an error, before `complete`."""
+        self._refusals[id_] = refusal
 
     def _make_prompt(self, conversation: _Open, at: float) -> None:
         assert self._maker is not None and self._history is not None

@@ -21,6 +21,7 @@ from mpillm.comms.messages import (
     REQUEST,
     WINDOW,
     Batch,
+    Refusal,
     RequestFlag,
     ResponseFlag,
     index_of,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:  # at run time, this import would start MPI
 _IGNORE_STOP, _MESSAGE = int(RequestFlag.IGNORE_STOP), int(ResponseFlag.MESSAGE)
 _FIRST, _FINAL, _ERROR = int(ResponseFlag.FIRST), int(ResponseFlag.FINAL), int(ResponseFlag.ERROR)
 _CONTEXT_DONE, _LOST = int(ResponseFlag.CONTEXT_DONE), int(ResponseFlag.LOST)
-_PROMPT_COUNTS = int(ResponseFlag.PROMPT_COUNTS)
+_PROMPT_COUNTS, _REFUSED = int(ResponseFlag.PROMPT_COUNTS), int(ResponseFlag.REFUSED)
 _CANCELLED, _CANCEL_DONE = int(ResponseFlag.CANCELLED), int(ResponseFlag.CANCEL_DONE)
 _MAX_BATCH = 1024  # requests per message
 _NO_COUNTS = -1, -1
@@ -120,6 +121,9 @@ class RequestSource(Protocol):
 
     def message(self, id_: int, text: bytes) -> None:
         """Take a response's JSON as a message of a chat, before `complete`."""
+
+    def refused(self, id_: int, refusal: Refusal) -> None:
+        """Take a server's reason for an error, before `complete`."""
 
 
 class OnAnswer(Protocol):
@@ -394,9 +398,9 @@ class Harness(Role):
                 self._on_one(slot, kind, batch.tokens[start : start + n], now)
             return
         # Usually all rows have the same flags. Otherwise, grouping by flags changes the order of the rows.
-        # This is harmless: FIRST, FINAL and CONTEXT_DONE of a request may come in any order. MESSAGE and
-        # PROMPT_COUNTS, the largest flags, come before FINAL. The first call of `np.unique` would import
-        # `numpy.ma`, which takes 50 ms in the test.
+        # This is harmless: FIRST, FINAL and CONTEXT_DONE of a request may come in any order. MESSAGE,
+        # PROMPT_COUNTS and REFUSED, the largest flags, come before FINAL. The first call of `np.unique` would
+        # import `numpy.ma`, which takes 50 ms in the test.
         kinds = sorted({*flags.tolist()}, reverse=True)
         for kind in kinds:
             part = slice(None) if len(kinds) == 1 else flags == kind
@@ -453,6 +457,8 @@ class Harness(Role):
             test.message(id_, tokens.astype(np.uint8).tobytes())
         elif kind & _PROMPT_COUNTS:
             self._prompt_counts[slot] = tuple(tokens.tolist())
+        elif kind & _REFUSED:
+            test.refused(id_, Refusal.of(tokens.tolist()))
         self._free_one(slot, kind)
 
     def _on_kind(
@@ -481,6 +487,10 @@ class Harness(Role):
         if kind & _PROMPT_COUNTS:
             for name, values in (("prompt", tokens[starts]), ("cached", tokens[starts + 1])):
                 self._prompt_counts[name][slots] = values
+        if kind & _REFUSED:
+            for slot, start, length in zip(slots.tolist(), starts.tolist(), lengths.tolist(), strict=True):
+                refusal = Refusal.of(tokens[start : start + length].tolist())
+                self._test.refused(self._sample_ids[slot].item(), refusal)
         if kind & _FINAL:
             self._on_final(slots, tokens, starts, lengths, bool(kind & _ERROR), now)
         if kind & (_FINAL | _CONTEXT_DONE):

@@ -118,6 +118,7 @@ class ConversationSession(LoadSession):
             "ended": load.n_ended,
             "failed": load.n_failed,
             "outgrown": load.n_outgrown,
+            "outgrown_at": load.outgrown_at,
             "requests_skipped": load.n_skipped,
             "requests_cancelled": self._totals.cancelled,
             "history": "generated" if self._turns.are_generated else "recorded",
@@ -150,8 +151,8 @@ class ConversationSession(LoadSession):
 def _doubts(result: Mapping[str, Any], load: ConversationLoad) -> list[str]:
     """Return the doubts about the load. `result`: contents of result.json."""
     doubts = []
-    if n := result["errors"]:
-        doubts.append(f"{n:,} of {result['samples']:,} requests failed")
+    if n := result["errors"] - load.n_too_long:
+        doubts.append(f"{n:,} of {result['samples']:,} requests failed; the first: {load.first_failed}")
     if load.n_unmade:
         doubts.append(f"{load.n_unmade:,} prompts could not be made; the first: {load.problem}")
     if result["conversations"].get("requests") == 0:

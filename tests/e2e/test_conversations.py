@@ -126,7 +126,19 @@ def test_a_conversation_that_outgrows_the_model_ends(one: Starter, talks: Path) 
     figures = ended.result["conversations"]
     assert (figures["ended"], figures["failed"]) == (3, 0) and figures["outgrown"] >= 1
     assert figures["requests_skipped"] >= figures["outgrown"]
-    assert "the next prompt did not fit the model" in ended.flowing
+    (place, *_) = figures["outgrown_at"]
+    assert f"the next prompt did not fit the model; the first: {place}" in ended.flowing
+    assert talks.name in place
+
+
+def test_a_conversation_that_outgrows_a_chat_servers_model_ends(one: Starter, talks: Path) -> None:
+    """Only the server counts the tokens."""
+    options = ("--server=mpillm", "--model_path=tiny-llama", "--endpoint_type=chat", "--history=generated")
+    words = [*CONVERSATIONS[:-1], "--dataset_path", talks, *options, "--max_seq_len", 30]
+    ended = one.run(2, *words, core="trtllm_endpoint", timeout=120).must(DONE)
+    figures = ended.result["conversations"]
+    assert figures["failed"] == 0 and figures["outgrown"] >= 1 and ended.result["doubts"] == []
+    assert f"{talks.name}:" in figures["outgrown_at"][0]
 
 
 def test_messages_for_a_chat_server(one: Starter, talks: Path) -> None:
@@ -141,11 +153,14 @@ def test_messages_for_a_chat_server(one: Starter, talks: Path) -> None:
     assert result["prompt_tokens"]["max"] > 0  # as the server counts
 
 
-def test_failed_requests_are_in_no_latency_and_make_the_test_doubtful(one: Starter) -> None:
+@pytest.mark.parametrize(("message", "code"), [("no", 400), ("too long", "context_length_exceeded")])
+def test_refused_requests_are_in_no_latency(one: Starter, message: str, code: object) -> None:
+    """They make the test doubtful, unless the conversations have outgrown the server's model."""
+
     def refuse_long(request: Request) -> Reply:
         if len(request.json["prompt"]) < 30:
             return good(request)
-        return plain({"error": {"message": "too long"}}, "400 Bad Request")
+        return plain({"error": {"message": message, "code": code}}, "400 Bad Request")
 
     models = {"/v1/models": lambda _: plain({"data": [{"id": MODEL}]})}
     words = (*CONVERSATIONS[:-1], "--synthetic_conversations", "turns=3,input=20,output=6", "--seed", 1)
@@ -153,7 +168,11 @@ def test_failed_requests_are_in_no_latency_and_make_the_test_doubtful(one: Start
         options = ("--url", f"127.0.0.1:{server.port}", "--num_conversations", 4, "--history", "recorded")
         result = one.run(2, *words, *options, core="trtllm_endpoint").must(DONE).result
     assert (result["samples"], result["errors"]) == (8, 4)
-    assert "4 of 8 requests failed" in result["doubts"]
+    figures, place = result["conversations"], "synthetic conversation 1, turn 1"
+    has_failed = f"4 of 8 requests failed; the first: {place}: no" in result["doubts"]
+    assert has_failed == (code == 400)
+    assert (figures["failed"], figures["outgrown"]) == ((4, 0) if code == 400 else (0, 4))
+    assert len(figures["outgrown_at"]) == (0 if code == 400 else 3)
     assert result["samples_per_second"] == pytest.approx(4 / result["test_s"], rel=0.01)
 
 

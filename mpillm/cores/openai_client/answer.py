@@ -74,6 +74,9 @@ class EventStream:
 
 _DONE = b"[DONE]"
 _PROMPT = re.compile(rb'"prompt_token_ids": ?\[')  # vLLM sends them with `return_token_ids`
+_TOO_LONG_CODE = re.compile(rb'"code":\s*"context_length_exceeded"')  # of OpenAI's API
+# The messages of vLLM and SGLang, whose code is the status.
+_TOO_LONG = re.compile("model's (?:maximum )?context length|maximum model length")
 _LONG_BYTES = 4096  # of JSON
 _REASONING = ("reasoning_content", "reasoning")  # vLLM sends both names
 _MAX_PIECES = 64  # pieces of text, for each requested token
@@ -346,7 +349,8 @@ def refusal_of(status: int, reply: bytes, retry_after_s: float | None) -> Refusa
     text = _reply_text(reply)
     if status in REQUEST_STATUSES or 500 <= status < 600:
         seconds = math.ceil(min(retry_after_s or 0.0, _MAX_WAIT_S))
-        return Refusal(status, text or http.client.responses.get(status, str(status)), seconds)
+        is_too_long = bool(_TOO_LONG_CODE.search(reply) or _TOO_LONG.search(text))
+        return Refusal(status, text or http.client.responses.get(status, str(status)), seconds, is_too_long)
     return Refusal(502, f"the server behind this one answered HTTP {status}" + (f": {text}" if text else ""))
 
 

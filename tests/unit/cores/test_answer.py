@@ -14,8 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpillm.comms.messages import Refusal
 from mpillm.cores.openai_client import answer as answer_module
-from mpillm.cores.openai_client.answer import AnswerError, CompletionResponse, EventStream, failure_text
+from mpillm.cores.openai_client.answer import (
+    AnswerError,
+    CompletionResponse,
+    EventStream,
+    failure_text,
+    refusal_of,
+)
 from mpillm.cores.openai_client.http_connection import HttpConnection, NothingSentBack
 from tests.helpers.scripted_server import choice, event
 
@@ -163,6 +170,22 @@ FOR_EVER = {
 def test_bytes_for_ever_without_an_event(piece: bytes) -> None:
     error = read(itertools.chain([EVENTS[0]], itertools.repeat(piece, 400)))
     assert isinstance(error, str) and "without an event's end" in error
+
+
+@pytest.mark.parametrize(
+    ("error", "is_too_long"),
+    [
+        ({"message": "no", "code": "context_length_exceeded"}, True),
+        ({"message": "This model's maximum context length is 64 tokens. However, …", "code": 400}, True),
+        ({"message": "The decoder prompt is longer than the maximum model length of 64.", "code": 400}, True),
+        ({"message": "Requested token count exceeds the model's maximum context length of 64"}, True),
+        ({"message": "the temperature is too high", "code": 400}, False),
+        ({"message": 'input: {"code": "context_length_exceeded"}', "code": 400}, False),
+    ],
+)
+def test_a_refusal_of_a_prompt_that_exceeds_the_models_context(error: Any, is_too_long: bool) -> None:
+    refusal = refusal_of(400, json.dumps({"error": error}).encode(), None)
+    assert refusal.is_too_long == Refusal.of(refusal.numbers()).is_too_long == is_too_long
 
 
 @pytest.mark.parametrize("stream", [True, False])

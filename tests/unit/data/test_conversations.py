@@ -262,6 +262,10 @@ def test_delta_messages_continue_a_session() -> None:
             "f.jsonl:3: timestamp 8 is before the previous turn's, 9",
         ),
         (
+            [{"input_length": 1, "timestamp": t} for t in (100, None, 100, 50)],
+            "f.jsonl:4: timestamp 50 is before an earlier row's, 100; sort the rows by time",
+        ),
+        (
             [*AGENT[:2], flat(3, "tool", tool_results=[{"tool_call_id": "b", "content": "x"}])],
             'f.jsonl:3: tool_call_id is "b"; the calls before it are ["a"]',
         ),

@@ -604,11 +604,16 @@ def test_a_refusal_of_another_server_is_passed_on(path: str, streams: bool) -> N
             for core in a.world.cores:
                 core.enqueue = lambda requests: None  # type: ignore[method-assign]
             body = asked(path) | {"stream": streams}
-            for status, seconds in ((400, 0), (429, 70), (503, 0)):
+            for status, seconds, is_too_long in (
+                (400, 0, False),
+                (400, 0, True),
+                (429, 70, False),
+                (503, 0, False),
+            ):
                 asking = asyncio.ensure_future(a.post(path, body))
                 await a.until(lambda: a.world.open.waiting == 1)
                 (id_,) = a.world.open._answers
-                numbers = Refusal(status, "no \N{SNOWMAN}", seconds).numbers()
+                numbers = Refusal(status, "no \N{SNOWMAN}", seconds, is_too_long).numbers()
                 flags = ResponseFlag.FIRST | ResponseFlag.FINAL | ResponseFlag.ERROR
                 rows = [(id_, len(numbers), ResponseFlag.REFUSED), (id_, 0, flags)]
                 a.world.open.take(Batch(np.array(rows, RESPONSE), np.array(numbers, np.int32)))
@@ -617,7 +622,8 @@ def test_a_refusal_of_another_server_is_passed_on(path: str, streams: bool) -> N
                     expected = {400: None, 429: "70", 503: "1"}
                     assert response.headers.get("Retry-After") == expected[status]
                     error = (await response.json())["error"]
-                    assert (error["message"], error["code"]) == ("no \N{SNOWMAN}", "server_refused")
+                    code = "context_length_exceeded" if is_too_long else "server_refused"
+                    assert (error["message"], error["code"]) == ("no \N{SNOWMAN}", code)
 
     run(test)
 

@@ -75,6 +75,9 @@ def test_a_test_of_conversations_reports_interactivity_and_good_conversations() 
     assert conversation_facts(of)[1:] == [("tokens/s per user", "187.6 over all requests (MLPerf Endpoints)")]
     both = conversation_facts(of | {"e2e_normalized_interactivity_p90": 50.0})
     assert both[1][1].endswith(", 50 at p90 (InferenceX)")
+    outgrown = of | {"outgrown": 2, "outgrown_at": ["f.jsonl:3", "f.jsonl:9"]}
+    fits = "2: the next prompt did not fit the model; the first: f.jsonl:3, f.jsonl:9"
+    assert ("  outgrown", fits) in conversation_facts(outgrown)
     goodput = {"limits_ms": {"ttft": 500.0}, "good_requests_per_second": 2.0}
     assert goodput_rows({}) == []
     assert goodput_rows({"goodput": goodput}) == [("good requests", "2 per second, within TTFT 500 ms")]

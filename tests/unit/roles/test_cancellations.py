@@ -61,6 +61,8 @@ class Source:
 
     def message(self, id_: int, text: bytes) -> None: ...
 
+    def refused(self, id_: int, refusal: Any) -> None: ...
+
     def complete(self, ids: list[int], tokens: Any, starts: Any, lengths: list[int], is_error: bool) -> None:
         assert not is_error
         self.completed += zip(ids, lengths, strict=True)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.errors import ConfigError
+from mpillm.comms.messages import Refusal
 from mpillm.data.conversations import Branch, Conversation, Turn
 from mpillm.data.dataset import PromptTooLong, Turns
 from mpillm.roles import conversation_load
@@ -42,9 +43,8 @@ def turns(counts: list[int], delays: dict[int, float] | None = None, at: Any = N
     for sample, delay in (delays or {}).items():
         delay_s[sample] = delay
     stamps = np.full(n, np.nan) if at is None else np.array(at, np.float64)
-    return Turns(
-        [Conversation(f"c{i}") for i in range(len(counts))], np.cumsum([0, *counts]), delay_s, stamps
-    )
+    conversations = [conversation(f"c{i}:", n_turns) for i, n_turns in enumerate(counts)]
+    return Turns(conversations, np.cumsum([0, *counts]), delay_s, stamps)
 
 
 class Driven:
@@ -254,6 +254,23 @@ def test_prompts_of_generated_responses(clock: Clock) -> None:
     load.complete([4], NONE, [0], [0], False)
     assert load.finished and (load.n_ended, load.n_failed, load.n_outgrown, load.n_skipped) == (2, 0, 1, 1)
     assert load.problem == "" and len(load.cut_sessions) == 1
+    assert load.outgrown_at == ["c1:2"], "the turn whose prompt is too long"
+
+
+def test_a_prompt_that_a_server_refuses_as_too_long_has_outgrown_the_model(clock: Clock) -> None:
+    load = ConversationLoad(turns([2] * 8), LoadShape(8, concurrency=1))
+    load.start()
+    for id_ in range(1, 15):
+        load.poll()
+        is_second = id_ % 2 == 0 and id_ < 14
+        if is_second:
+            load.refused(id_, Refusal(400, "too long", is_too_long=True))
+        elif id_ == 13:
+            load.refused(id_, Refusal(422, "no such tool"))
+        load.complete([id_], NONE, [0], [0], is_second or id_ == 13)
+    assert (load.n_ended, load.n_failed, load.n_outgrown, load.n_too_long) == (7, 1, 6, 6)
+    assert load.outgrown_at == ["c0:1", "c1:1", "c2:1"], "the first ones"
+    assert load.first_failed == "c6:0: no such tool"
 
 
 def test_a_prompt_that_the_template_refuses_is_not_too_long(clock: Clock) -> None:

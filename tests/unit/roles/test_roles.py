@@ -24,6 +24,7 @@ from mpillm.comms.messages import (
     WINDOW,
     WORK,
     Batch,
+    Refusal,
     ResponseFlag,
 )
 from mpillm.comms.tags import Tag
@@ -352,6 +353,33 @@ def test_loadgen_gets_a_first_token_once(messages: list[list[tuple[int, int]]]) 
         route.handlers[Tag.ANSWER](Envelope(1, Tag.ANSWER, ANSWER.write(Batch(rows, tokens))))
     assert reported["first"] == reported["complete"] == [77]
     assert (totals.samples, totals.issued) == (1, 1)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_servers_reason_comes_before_the_error(n: int) -> None:
+    told: list[Any] = []
+    test: Any = SimpleNamespace(
+        issued=deque([Query(np.arange(n, dtype=np.uint64), np.zeros(n, np.int64), 0.0)]),
+        use_token_latencies=False,
+        request_flags=0,
+        refused=lambda *row: told.append(row),
+        complete=lambda ids, *_: told.extend(ids),
+        start=lambda: None,
+    )
+    sent: list[Batch] = []
+    route: Any = SimpleNamespace(handlers={}, send=lambda dest, tag, buffer: sent.append(QUERY.read(buffer)))
+    dataset = Dataset.packed("a token", np.array([5], np.int32), np.array([1]))
+    harness = Harness(route, 1, dataset, SamplingOptions(8), test, None, False, Totals())
+    route.handlers[Tag.WINDOW](Envelope(1, Tag.WINDOW, WINDOW.write(10)))
+    harness.poll()
+    refusal = Refusal(400, "too long", is_too_long=True)
+    numbers, is_error = refusal.numbers(), ResponseFlag.FINAL | ResponseFlag.ERROR
+    rows: list[tuple[int, int, int]] = []
+    for id_ in sent[0].rows["id"].tolist():
+        rows += [(id_, len(numbers), ResponseFlag.REFUSED), (id_, 0, is_error)]
+    answers = Batch(np.array(rows, RESPONSE), np.array(numbers * n, np.int32))
+    route.handlers[Tag.ANSWER](Envelope(1, Tag.ANSWER, ANSWER.write(answers)))
+    assert told == [*((id_, refusal) for id_ in range(n)), *range(n)]
 
 
 def test_answers_import_nothing() -> None:
