@@ -14,7 +14,7 @@ from mpillm.cores.base import CoreConfig
 from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import Gpu, assign
 from mpillm.options.run_config import RunConfig
-from mpillm.runtime.core_configs import core_configs
+from mpillm.runtime.core_configs import check_handoff, core_configs
 
 if TYPE_CHECKING:
     from mpillm.engine.shape.engine_config import EngineConfig
@@ -66,15 +66,22 @@ def memory_lines(config: RunConfig, plan: WorldPlan) -> list[str]:
     except ConfigError as error:
         gpus = {}
         refused = str(error)
-    for instance, core in zip(plan.instances, core_configs(config, plan, root_ranks, gpus), strict=True):
+    cores = core_configs(config, plan, root_ranks, gpus)
+    models: list[object] = []
+    for instance, core in zip(plan.instances, cores, strict=True):
         try:
             with config.explained():
                 info = model_info(core.engine)
                 by_need.setdefault(_needs(info, core.engine), []).append(instance.index)
                 if here and not refused:
-                    core_class.check(core)
+                    models.append(core_class.check(core))
         except ConfigError as error:
             refused = refused or str(error)
+    if here and not refused:
+        try:
+            check_handoff(cores, models)
+        except ConfigError as error:
+            refused = str(error)
     lines = [f"memory: {_instances(some)} {need}" for need, some in by_need.items()]
     return [*lines, *idle, *([_REFUSED.format(refused)] if refused else [])]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,6 +76,20 @@ def test_a_refusal_is_said_once(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert said(capsys, *options, "--ctx_tp_size", 2).count("would be refused: llama3.1-8b does not fit") == 1
     shown = said(capsys, *options, "--device", "cuda")
     assert shown.count("refused") == 1 and "needs one GPU per worker rank" in shown
+
+
+def test_caches_of_two_types_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """As the handoff of a run does."""
+    file = tmp_path / "d.yaml"
+    fp8 = {"kv_cache_config": {"dtype": "fp8"}}
+    for context, is_refused in ({}, True), (fp8, False):
+        content = {"model": "tiny-llama", "context_servers": context, "generation_servers": fp8}
+        file.write_text(json.dumps(content))
+        refusal = (
+            "here a run would be refused: context instances have a KV cache in float32 and generation"
+            " instances have a KV cache in fp8"
+        )
+        assert (refusal in said(capsys, "--disagg_config", file, "--device", "cpu")) == is_refused
 
 
 def test_gpus_here_are_looked_at(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
