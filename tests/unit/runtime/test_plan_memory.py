@@ -14,8 +14,11 @@ from mpillm.cli import main
 from mpillm.cores.torch_core import TorchCore
 from mpillm.devices import Gpu
 from mpillm.engine.shape import model_info
+from mpillm.engine.shape.find_model import PRESETS
 from mpillm.runtime.plan_memory import idle_gpus
+from tests.helpers.make_checkpoint import make_tokenizer
 
+TORCH = ("--core_type", "torch", "--load_format", "dummy", "--device", "cpu")
 GPUS = tuple(Gpu(f"uuid-{i}", "H100", 80 << 30, 79 << 30) for i in range(4))
 
 
@@ -63,8 +66,39 @@ def test_a_missing_folder_of_a_client_is_named(
     shown = said(capsys, "--world_size", 2, *core, "--model_path", "Org/Model")
     assert "here a run would be refused: --model_path Org/Model: no such folder; " in shown
     assert "hf download Org/Model" in shown
+    make_tokenizer(tmp_path)
     for other in (("--model_path", tmp_path), ("--benchmarks", "llama2-70b", "--tensor_parallelism", 1)):
         assert "refused" not in said(capsys, "--world_size", 2, *core, *other)
+
+
+def test_a_missing_folder_in_the_yaml_is_refused_where_prompts_are_texts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "d.yaml"
+    file.write_text(json.dumps({"model": "Org/Model", "context_servers": {}, "generation_servers": {}}))
+    shown = said(capsys, "--disagg_config", file, "--core_type", "dummy")
+    assert "here a run would be refused: --model_path Org/Model: no such folder; " in shown
+    assert "a text has no tokens without it: copy it from the model, or give token ids" in shown
+    assert "model_path is set by " in shown
+
+
+@pytest.mark.parametrize(
+    "core", [TORCH, ("--core_type", "dummy"), ("--url", "a:1")], ids=lambda core: core[1]
+)
+@pytest.mark.parametrize("name", ["tekken.json", "tokenizer.model"])
+def test_a_tokenizer_in_another_form_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, core: tuple[str, ...], name: str
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text((PRESETS / "tiny-llama.json").read_text())
+    (tmp_path / name).touch()
+    words = ("--world_size", 2, "--model_path", tmp_path, *core)
+    shown = said(capsys, *words)
+    assert f"here a run would be refused: {tmp_path} has {name} but no tokenizer.json; write one" in shown
+    (tmp_path / name).unlink()
+    is_needed = "--url" not in core  # a server gets texts
+    refusal = "no tokenizer.json in it; a text has no tokens without it: copy it from the model, or"
+    assert (refusal in said(capsys, *words)) == is_needed
 
 
 def test_a_refusal_is_said_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
