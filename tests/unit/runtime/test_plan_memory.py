@@ -15,6 +15,7 @@ from mpillm.cores.torch_core import TorchCore
 from mpillm.devices import Gpu
 from mpillm.engine.shape import model_info
 from mpillm.engine.shape.find_model import PRESETS
+from mpillm.errors import ExitCode
 from mpillm.runtime.plan_memory import idle_gpus
 from tests.helpers.make_checkpoint import make_tokenizer
 
@@ -124,6 +125,12 @@ def test_caches_of_two_types_are_refused(capsys: pytest.CaptureFixture[str], tmp
             " instances have a KV cache in fp8"
         )
         assert (refusal in said(capsys, "--disagg_config", file, "--device", "cpu")) == is_refused
+
+
+def test_flags_beyond_the_engines_limits_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--trtllm_build_flags", "max_batch_size:4", "--trtllm_runtime_flags", "max_batch_size:8")
+    assert main(["plan", "--world_size", "3", "--model_path", "tiny-llama", *flags]) == ExitCode.USAGE
+    assert "max_batch_size is 8, more than the 4 of trtllm_build_flags" in capsys.readouterr().err
 
 
 def test_gpus_here_are_looked_at(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
