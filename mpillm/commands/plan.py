@@ -21,7 +21,7 @@ from mpillm.options.option_conflicts import check_options
 from mpillm.options.option_trace import explain_option, format_explanation
 from mpillm.options.options import parse
 from mpillm.options.unused_options import check_unused
-from mpillm.runtime.core_configs import core_configs
+from mpillm.runtime.core_configs import check_flags, core_configs
 from mpillm.runtime.plan_memory import memory_lines, share_lines
 from mpillm.runtime.yaml_effects import check_yaml
 
@@ -74,6 +74,7 @@ def main(argv: Sequence[str]) -> int:
     core = BackendRegistry.declared(config.core_type)
     yaml = disagg_config(config, world_size, core.is_client)
     plan = world_plan(config, yaml, world_size, nodes)
+    check_flags(config, plan)
     if not core.uses_gpus or config.device == "cpu":
         plan = plan.on_devices({}, {})
     if config.server:

@@ -55,8 +55,6 @@ def load(path: str) -> tuple[DisaggConfig, str, tuple[str, ...]]:
         raise ConfigError(f"{path} is {form.name}\n{error}") from None
     unread = f"; not used here: {node.unread}" if node.unread else ""
     lines = [f"{path} is {form.name}{unread}", *node.lines, *node.unused()]
-    if config.model is None:
-        lines.append("no model in it: a run needs --model_path")
     return config, form.name, tuple(map(_wrapped, lines))
 
 

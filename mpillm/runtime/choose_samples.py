@@ -242,6 +242,19 @@ def tokenizer_of(config: RunConfig) -> Tokenizer:
     return load_tokenizer(folder, config.apply_chat_template)
 
 
+def check_tokenizer(config: RunConfig) -> None:
+    """Raise ConfigError if a run would refuse the tokenizer: see `tokenizer_of`.
+
+    Only the prompts that come with mpillm are known to be texts.
+    """
+    tokenizer = tokenizer_of(config)
+    chosen = config.workload, config.dataset_path, config.synthetic_conversations, config.has_conversations
+    are_texts = config.dataset == "prompts" and not any(chosen)
+    need_tokens = not BackendRegistry.get(config.core_type).takes_text
+    if are_texts and need_tokens and isinstance(tokenizer, NoTokenizer):
+        tokenizer.refuse()
+
+
 def limits_of(config: RunConfig, known: Sequence[ModelLimits]) -> PromptLimits:
     """Return the prompt limits that the options and the models of all instances set."""
     lengths = [section.max_seq_len for section in config.sections.values() or [config] if section.max_seq_len]

@@ -14,7 +14,7 @@ from mpillm.cores.base import CoreConfig
 from mpillm.cores.registry import BackendRegistry
 from mpillm.devices import Gpu, assign
 from mpillm.options.run_config import RunConfig
-from mpillm.runtime.core_configs import core_configs
+from mpillm.runtime.core_configs import check_handoff, core_configs
 
 if TYPE_CHECKING:
     from mpillm.engine.shape.engine_config import EngineConfig
@@ -45,12 +45,13 @@ def memory_lines(config: RunConfig, plan: WorldPlan) -> list[str]:
     """Return lines on the memory of each instance's ranks, and whether it fits this machine.
 
     The fit is checked only if all ranks would run on this host. Only the embedded engine's memory is known.
-    For other cores, a line names a missing model folder.
+    For every core, a line states why a run would refuse the model's tokenizer or its folder.
     """
     if not config.model_path:
         return []
     if config.core_type != DEFAULT:
-        return _missing_folder(config, config.model_path)
+        refused = _tokenizer_refusal(config)
+        return [_REFUSED.format(refused)] if refused else []
     from mpillm.engine.shape.model_info import model_info  # slow to import, and few plans name a model
 
     core_class = BackendRegistry.get(DEFAULT)
@@ -66,15 +67,23 @@ def memory_lines(config: RunConfig, plan: WorldPlan) -> list[str]:
     except ConfigError as error:
         gpus = {}
         refused = str(error)
-    for instance, core in zip(plan.instances, core_configs(config, plan, root_ranks, gpus), strict=True):
+    cores = core_configs(config, plan, root_ranks, gpus)
+    models: list[object] = []
+    for instance, core in zip(plan.instances, cores, strict=True):
         try:
             with config.explained():
                 info = model_info(core.engine)
                 by_need.setdefault(_needs(info, core.engine), []).append(instance.index)
                 if here and not refused:
-                    core_class.check(core)
+                    models.append(core_class.check(core))
         except ConfigError as error:
             refused = refused or str(error)
+    if here and not refused:
+        try:
+            check_handoff(cores, models)
+        except ConfigError as error:
+            refused = str(error)
+    refused = refused or _tokenizer_refusal(config)
     lines = [f"memory: {_instances(some)} {need}" for need, some in by_need.items()]
     return [*lines, *idle, *([_REFUSED.format(refused)] if refused else [])]
 
@@ -82,15 +91,16 @@ def memory_lines(config: RunConfig, plan: WorldPlan) -> list[str]:
 _REFUSED = "here a run would be refused: {}"
 
 
-def _missing_folder(config: RunConfig, model_path: str) -> list[str]:
-    """Return a line if `choose_samples.tokenizer_of` would refuse the user's --model_path in a run."""
-    from mpillm.engine.shape.find_model import model_folder  # few plans name a model
+def _tokenizer_refusal(config: RunConfig) -> str:
+    """Return why a run would refuse the tokenizer or its folder; "" if it would not."""
+    from mpillm.runtime.choose_samples import check_tokenizer  # few plans name a model
 
     try:
-        model_folder(model_path)
+        with config.explained():
+            check_tokenizer(config)
     except ConfigError as error:
-        return [_REFUSED.format(error)] if config.is_user_set("model_path") else []
-    return []
+        return str(error)
+    return ""
 
 
 def share_lines(cores: Sequence[CoreConfig]) -> list[str]:

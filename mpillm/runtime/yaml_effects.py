@@ -11,6 +11,7 @@ from collections.abc import Collection
 from disagg import ServerConfig
 from disagg.errors import ConfigError
 from disagg.schema import DISCOVERY, section_kind
+from mpillm.cores.base import LLMCore
 from mpillm.cores.registry import BackendRegistry
 from mpillm.options.disagg_values import (
     LEADER_READS,
@@ -36,6 +37,8 @@ def check_yaml(config: RunConfig) -> list[str]:
     lines = [*config.yaml_lines]
     if config.yaml:
         _check_lists(config, core.is_client)
+        if _needs_model(config, core) and not config.model_path:
+            lines.append(f"{config.disagg_config}: no model in it: a run needs --model_path")
     if core.is_client:  # the YAML is for its servers
         if config.yaml:
             _check_speculation(config)
@@ -65,6 +68,10 @@ def check_yaml(config: RunConfig) -> list[str]:
             " kv_cache_config.enable_block_reuse); it only looks at open requests"
         )
     return lines
+
+
+def _needs_model(config: RunConfig, core: type[LLMCore]) -> bool:
+    return core.needs_model or (config.server is not None and kind_of(config.server).names_model)
 
 
 def check_leaders_yaml(config: RunConfig) -> list[str]:

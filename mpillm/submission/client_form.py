@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from disagg.text_file import read_text
 from disagg.yaml_text import value_of
 from mpillm.files import as_written, read_json
-from mpillm.programs.load_clients.inference_endpoint import CONFIG_LEFT, SUMMARY_LEFT
+from mpillm.programs.load_clients.inference_endpoint import CONFIG_LEFT, SUMMARY_LEFT, named_percentiles
 from mpillm.report.run_directory import HARNESS
 from mpillm.submission.compliance_tests import TEST09_BOUNDS
 from mpillm.submission.rules import MIN_DURATION_MS, Problem
@@ -77,8 +77,7 @@ class ClientReport(NamedTuple):
 
     def p99_ms(self, name: str) -> float | None:
         """Return early stopping's p99 of a latency, in milliseconds; None: too few requests."""
-        values = self.summary[name].get("early_stopping_percentiles") or {}
-        value = values.get("99.0", values.get("99"))  # by version of the client
+        value = named_percentiles(self.summary[name].get("early_stopping_percentiles") or {}).get("99.0")
         return None if value is None else float(value) * _MS
 
 

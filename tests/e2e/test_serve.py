@@ -190,7 +190,9 @@ def test_tokens_of_another_server_come_as_it_sends_them(both: Starter, n: int) -
 
     usage = {"prompt_tokens": 2, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 1}}
     reply = {**choice([13], "t", "length"), "usage": usage}
-    counted = chunk(event(choice([13], "t", "length"))) + chunk(event({"choices": [], "usage": usage})) + DONE_
+    counted = (
+        chunk(event(choice([13], "t", "length"))) + chunk(event({"choices": [], "usage": usage})) + DONE_
+    )
 
     def pieces() -> Iterator[bytes]:
         yield STREAM

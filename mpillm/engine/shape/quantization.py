@@ -116,7 +116,8 @@ def parse_quantization(raw: Raw, source: Path, more: Sequence[str]) -> Quantizat
     def refuse(name: str, value: Any, supported: str) -> ConfigError:
         return ConfigError(
             f"{source}: quantization_config: {name} {excerpt(value)} is not supported by the torch core;"
-            f" supported: {supported}"
+            f" supported: {supported}; fetch the model in a supported form, or unquantized weights, which"
+            " --quantization rounds"
         )
 
     method = config.get("quant_method") if isinstance(config, dict) else config

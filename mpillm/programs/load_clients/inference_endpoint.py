@@ -139,11 +139,15 @@ def _read(load: LoadSpec) -> LoadReport:
     )
 
 
+def named_percentiles(percentiles: Mapping[str, Any]) -> dict[str, Any]:
+    """Return percentiles with names such as "99.0", which some versions of the client write as "99"."""
+    return {f"{name}.0": value for name, value in percentiles.items()} | {**percentiles}
+
+
 def _statistics(statistics: Mapping[str, Any]) -> dict[str, float]:
     """Return statistics in milliseconds. Without streaming, it may record the end before the first token."""
-    percentiles = statistics["percentiles"]  # "99" or "99.0", by version of the client
-    both = {f"{name}.0": value for name, value in percentiles.items()} | percentiles
-    figures = milliseconds({**statistics, **both}, 1e-6, **_PERCENTILES)
+    named = {**statistics, **named_percentiles(statistics["percentiles"])}
+    figures = milliseconds(named, 1e-6, **_PERCENTILES)
     return {name: max(figure, 0.0) for name, figure in figures.items()}
 
 

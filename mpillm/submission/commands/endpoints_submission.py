@@ -30,6 +30,7 @@ from mpillm.options.fields.deadlines import DeadlineFields
 from mpillm.options.fields.model import ModelFields
 from mpillm.options.parsers import one_of, seconds
 from mpillm.options.values import collect
+from mpillm.programs.load_clients.inference_endpoint import named_percentiles
 from mpillm.programs.load_clients.kind import LoadSpec, PromptSample, Seeds
 from mpillm.programs.load_clients.kinds import kind_of
 from mpillm.report.numbers import rate_text
@@ -297,7 +298,7 @@ def _sampling(curve: Curve, workload: Workload) -> Sampling:
 
 def per_user(summary: Mapping[str, Any]) -> str:
     """Return the tokens/s of a user as the end of a line, or the reason for its absence."""
-    p90 = summary["tpot"].get("percentiles", {}).get("90.0")  # the key in MLCommons' client
+    p90 = named_percentiles(summary["tpot"].get("percentiles", {})).get("90.0")
     if rate := summary.get("tps_per_user") or (1e9 / p90 if p90 else None):
         return f"  {rate_text(rate)} per user"
     if not summary["n_samples_completed"]:

@@ -123,6 +123,21 @@ def test_flags_that_our_cores_ignore_are_reported(file: Path) -> None:
     assert check_yaml(parse_run(DUMMY)) == []
 
 
+@pytest.mark.parametrize(
+    ("core", "is_needed"),
+    [(TORCH, True), (DUMMY, False), (["--server", "vllm"], True), (["--server", "tritonserver"], False)],
+)
+def test_a_model_that_the_run_lacks_is_named(file: Path, core: list[str], is_needed: bool) -> None:
+    """In any form of the YAML, and only if --model_path is missing also."""
+    recipe = {"resources": {"prefill_workers": 1, "decode_workers": 1}, "backend": {"type": "vllm"}}
+    sections: dict[str, Any] = {"context_servers": {}, "generation_servers": {}}
+    for content in recipe, sections:
+        lines = check_yaml(given(file, core=core, **content))
+        assert (f"{file}: no model in it: a run needs --model_path" in lines) == is_needed
+        assert not any("no model" in line for line in check_yaml(given(file, *MODEL, core=core, **content)))
+
+
+MODEL = ("--model_path", "tiny-llama")
 ALL_KINDS: dict[str, Any] = {
     "hostname": "a",
     "port": 9000,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,12 @@ from mpillm.cli import main
 from mpillm.cores.torch_core import TorchCore
 from mpillm.devices import Gpu
 from mpillm.engine.shape import model_info
+from mpillm.engine.shape.find_model import PRESETS
+from mpillm.errors import ExitCode
 from mpillm.runtime.plan_memory import idle_gpus
+from tests.helpers.make_checkpoint import make_tokenizer
 
+TORCH = ("--core_type", "torch", "--load_format", "dummy", "--device", "cpu")
 GPUS = tuple(Gpu(f"uuid-{i}", "H100", 80 << 30, 79 << 30) for i in range(4))
 
 
@@ -62,8 +67,39 @@ def test_a_missing_folder_of_a_client_is_named(
     output = plan_output(capsys, "--world_size", 2, *core, "--model_path", "Org/Model")
     assert "here a run would be refused: --model_path Org/Model: no such folder; " in output
     assert "hf download Org/Model" in output
+    make_tokenizer(tmp_path)
     for other in (("--model_path", tmp_path), ("--benchmarks", "llama2-70b", "--tensor_parallelism", 1)):
         assert "refused" not in plan_output(capsys, "--world_size", 2, *core, *other)
+
+
+def test_a_missing_folder_in_the_yaml_is_refused_where_prompts_are_texts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "d.yaml"
+    file.write_text(json.dumps({"model": "Org/Model", "context_servers": {}, "generation_servers": {}}))
+    output = plan_output(capsys, "--disagg_config", file, "--core_type", "dummy")
+    assert "here a run would be refused: --model_path Org/Model: no such folder; " in output
+    assert "a text has no tokens without it: copy it from the model, or give token ids" in output
+    assert "model_path is set by " in output
+
+
+@pytest.mark.parametrize(
+    "core", [TORCH, ("--core_type", "dummy"), ("--url", "a:1")], ids=lambda core: core[1]
+)
+@pytest.mark.parametrize("name", ["tekken.json", "tokenizer.model"])
+def test_a_tokenizer_in_another_form_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, core: tuple[str, ...], name: str
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text((PRESETS / "tiny-llama.json").read_text())
+    (tmp_path / name).touch()
+    words = ("--world_size", 2, "--model_path", tmp_path, *core)
+    output = plan_output(capsys, *words)
+    assert f"here a run would be refused: {tmp_path} has {name} but no tokenizer.json; write one" in output
+    (tmp_path / name).unlink()
+    is_needed = "--url" not in core  # a server gets texts
+    refusal = "no tokenizer.json in it; a text has no tokens without it: copy it from the model, or"
+    assert (refusal in plan_output(capsys, *words)) == is_needed
 
 
 def test_a_refusal_is_printed_once(
@@ -80,6 +116,26 @@ def test_a_refusal_is_printed_once(
     )
     output = plan_output(capsys, *options, "--device", "cuda")
     assert output.count("refused") == 1 and "needs one GPU per worker rank" in output
+
+
+def test_caches_of_two_types_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """As the handoff of a run does."""
+    file = tmp_path / "d.yaml"
+    fp8 = {"kv_cache_config": {"dtype": "fp8"}}
+    for context, is_refused in ({}, True), (fp8, False):
+        content = {"model": "tiny-llama", "context_servers": context, "generation_servers": fp8}
+        file.write_text(json.dumps(content))
+        refusal = (
+            "here a run would be refused: context instances have a KV cache in float32 and generation"
+            " instances have a KV cache in fp8"
+        )
+        assert (refusal in plan_output(capsys, "--disagg_config", file, "--device", "cpu")) == is_refused
+
+
+def test_flags_beyond_the_engines_limits_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--trtllm_build_flags", "max_batch_size:4", "--trtllm_runtime_flags", "max_batch_size:8")
+    assert main(["plan", "--world_size", "3", "--model_path", "tiny-llama", *flags]) == ExitCode.USAGE
+    assert "max_batch_size is 8, more than the 4 of trtllm_build_flags" in capsys.readouterr().err
 
 
 def test_gpus_here_are_looked_at(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

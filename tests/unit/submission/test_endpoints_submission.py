@@ -320,6 +320,12 @@ def test_answers_that_come_in_one_piece_are_reported(latency: float | None, expe
     assert line.startswith(expected) and bool(line) == bool(expected)
 
 
+@pytest.mark.parametrize("key", ["90", "90.0"])
+def test_percentiles_of_every_version_of_the_client_are_read(key: str) -> None:
+    summary = {"n_samples_completed": 10, "tpot": {"percentiles": {key: 2e8}}}
+    assert endpoints_submission.per_user(summary) == "  5 per user"
+
+
 @pytest.mark.parametrize(("name", "temperature"), [("llama3.1-8b", 0.0), ("gpt-oss-120b", 1.0)])
 def test_answers_are_sampled_as_the_workload_requires(name: str, temperature: float) -> None:
     words = [*WORDS, "--benchmarks", name, "--max_supported_concurrency", "48"]
