@@ -115,7 +115,7 @@ def test_an_honest_client_under_all_attacks_at_once(one: Starter) -> None:
     leader = few.command(
         [few.python, "-m", "mpillm", "serve", "--server_role", "leader", "--disagg_config", "d.yaml"]
     )
-    disaggregated.shown(leader, r"leading 2 servers at http")
+    disaggregated.line_of(leader, r"leading 2 servers at http")
     params = disaggregated.handed(
         disaggregated.ask(context_port, **disaggregated.BODY, **disaggregated.CONTEXT)
     )

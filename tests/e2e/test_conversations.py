@@ -430,7 +430,7 @@ def test_a_conversation_with_tools_at_a_responses_endpoint(one: Starter, tmp_pat
         ended = one.run(
             2, *words, *options, "--server_target_qps=9", core="trtllm_endpoint", timeout=120
         ).must(DONE)
-        bodies = [body for body in server.asked() if body.get("tools")]
+        bodies = [body for body in server.bodies() if body.get("tools")]
     assert [ended.result["conversations"][name] for name in ("ended", "failed")] == [1, 0]
     question = {"type": "message", "role": "user", "content": "A"}
     later = [

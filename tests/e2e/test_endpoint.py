@@ -82,7 +82,7 @@ def test_two_servers(one: Starter, tmp_path: Path) -> None:
         ]
         ended = one.run(3, *options, *test, core="trtllm_endpoint")
         for server in (first, second):
-            assert sum(body.get("stream", False) for body in server.asked()) > 1
+            assert sum(body.get("stream", False) for body in server.bodies()) > 1
     check_answers(ended, samples.prompts)
     assert all(instance["socket_ttft_p50_ms"] > 0 for instance in ended.result["per_instance"])
 

@@ -37,7 +37,7 @@ def ask(port: int, path: str = "/v1/completions", **body: Any) -> tuple[int, Any
     return response.status, json.loads(text) if text.startswith(b"{") else text.decode()
 
 
-def shown(command: Command, pattern: str) -> re.Match[str]:
+def line_of(command: Command, pattern: str) -> re.Match[str]:
     """Wait until a command prints `pattern`; return the match."""
     wait_until(
         lambda: re.search(pattern, command.out) or command.process.poll() is not None, pattern, TIMEOUT_S
@@ -63,7 +63,7 @@ def serve(starter: Starter, role: str, *options: object) -> Command:
 
 def port_of(command: Command) -> int:
     """Return the port of a server as soon as it is ready."""
-    return int(shown(command, r"serving .* at http://127.0.0.1:(\d+)/v1")[1])
+    return int(line_of(command, r"serving .* at http://127.0.0.1:(\d+)/v1")[1])
 
 
 def handed(answered: tuple[int, Any]) -> dict[str, Any]:

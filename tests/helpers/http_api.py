@@ -118,5 +118,5 @@ BOTH = pytest.mark.parametrize("disaggregated", [False, True])
 ROUTES = pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 
 
-def asked(path: str, text: str = "hello") -> dict[str, Any]:
+def body_for(path: str, text: str = "hello") -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}

@@ -50,7 +50,7 @@ def generation(request: Request) -> Reply:
     return Reply([STREAM, chunk(event(choice([7], "t"))), chunk(event(choice([8, 9], "tt", "length"))), DONE])
 
 
-def says(reply: Reply) -> Completions:
+def answering(reply: Reply) -> Completions:
     return lambda request: reply
 
 
@@ -70,8 +70,8 @@ class Led:
         message: str = json.loads(text)["error"]["message"]
         return message
 
-    def asked(self, i: int) -> list[dict[str, Any]]:
-        return self.servers[i].asked()
+    def bodies(self, i: int) -> list[dict[str, Any]]:
+        return self.servers[i].bodies()
 
 
 @asynccontextmanager

@@ -88,7 +88,7 @@ def tiny_llama(folder: Path) -> Path:
 MODEL = "smollm2-135m"
 TIMEOUT_S = 1200.0
 Program = Callable[[str], Path]
-Says = Callable[[str], None]
+Show = Callable[[str], None]
 
 
 def peer_environment() -> dict[str, str]:

@@ -60,7 +60,7 @@ class RawServer:
     """Gives each connection the same bytes, once it has asked for something, and closes it."""
 
     def __init__(self) -> None:
-        self.says = b""
+        self.reply = b""
         self._listener = socket.create_server(("127.0.0.1", free_port()))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._serve, daemon=True).start()
@@ -74,7 +74,7 @@ class RawServer:
                 length = int(request.lower().partition(b"content-length:")[2].split()[0])
                 while len(request.partition(b"\r\n\r\n")[2]) < length and (more := connection.recv(1 << 16)):
                     request += more
-                connection.sendall(self.says)
+                connection.sendall(self.reply)
 
 
 @cache

@@ -145,7 +145,7 @@ class ScriptedServer:
         """Return whether a connection is open."""
         return any(thread.is_alive() for thread in self._threads)
 
-    def asked(self) -> list[dict[str, Any]]:
+    def bodies(self) -> list[dict[str, Any]]:
         """Return the bodies of the requests for completions."""
         with self._lock:
             return [

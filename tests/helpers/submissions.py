@@ -78,7 +78,7 @@ def measured(maker: Maker) -> list[object]:
 STOPPED = "Run unsuccessful. Processed 100 queries."
 
 
-def said(out: str) -> list[str]:
+def problems_of(out: str) -> list[str]:
     """Return the list of what is wrong."""
     return [
         line.strip()

@@ -20,7 +20,7 @@ from tests.helpers.peer_programs import FOLDER as FOLDER
 from tests.helpers.peer_programs import (
     MODEL,
     Program,
-    Says,
+    Show,
     forking_vllm,
 )
 from tests.helpers.starters import one as one
@@ -77,7 +77,7 @@ def model() -> Path:
 
 
 @pytest.fixture(scope="session")
-def say(request: pytest.FixtureRequest) -> Says:
+def show(request: pytest.FixtureRequest) -> Show:
     """Print a line of the report, whatever pytest does with output."""
     capture: Any = request.config.pluginmanager.getplugin("capturemanager")
 

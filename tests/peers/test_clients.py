@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.peer_programs import FOLDER, MODEL, Program, Says, typed
+from tests.helpers.peer_programs import FOLDER, MODEL, Program, Show, typed
 from tests.helpers.serve_command import serve
 from tests.helpers.support import DONE, Starter
 
@@ -71,11 +71,11 @@ def numbers(value: Any) -> list[float]:
     return [value] if isinstance(value, (int, float)) else []
 
 
-def test_openai(url: str, program: Program, one: Starter, say: Says) -> None:
+def test_openai(url: str, program: Program, one: Starter, show: Show) -> None:
     if not [*FOLDER.glob("lib/python*/site-packages/openai")]:
         pytest.skip(f"{FOLDER} has no openai")
     made = json.loads(typed(one, program("python"), "-c", OPENAI, f"{url}/v1", MODEL).out)
-    say(f"openai {made.pop('version')}: {made['chat'][0]!r}")
+    show(f"openai {made.pop('version')}: {made['chat'][0]!r}")
     assert made["models"] == [MODEL]
     assert made["chat stream"] == made["chat"] and made["completion stream"] == made["completion"]
     assert made["completion"][0].startswith(" Paris") and 0 < made["completion"][1] <= 16
@@ -102,7 +102,7 @@ def test_curl(url: str, one: Starter, stream: bool) -> None:
 @CHAT
 @STREAM
 def test_aiperf(
-    url: str, model: Path, program: Program, one: Starter, say: Says, chat: bool, stream: bool
+    url: str, model: Path, program: Program, one: Starter, show: Show, chat: bool, stream: bool
 ) -> None:
     words: list[object] = [program("aiperf"), "profile", "--model", MODEL, "--url", url, "--tokenizer", model]
     words += ["--endpoint-type", "chat" if chat else "completions", *(["--streaming"] if stream else [])]
@@ -121,13 +121,13 @@ def test_aiperf(
     for name in ("usage_completion_tokens", "usage_prompt_tokens"):
         assert report[name]["count"] == N
     assert report["total_usage_completion_tokens"]["avg"] == N * N_OUTPUT
-    say(f"aiperf {report['aiperf_version']}: {N} requests, {len(timed)} latencies and rates")
+    show(f"aiperf {report['aiperf_version']}: {N} requests, {len(timed)} latencies and rates")
 
 
 @CHAT
 @STREAM
 def test_guidellm(
-    url: str, model: Path, program: Program, one: Starter, say: Says, chat: bool, stream: bool
+    url: str, model: Path, program: Program, one: Starter, show: Show, chat: bool, stream: bool
 ) -> None:
     route = "/v1/chat/completions" if chat else "/v1/completions"
     backend = (
@@ -154,12 +154,12 @@ def test_guidellm(
     timed = ["request_latency", "requests_per_second", "output_tokens_per_second", "time_per_output_token_ms"]
     timed += ["time_to_first_token_ms", "inter_token_latency_ms"] if stream else []
     assert all(mean(name) > 0 for name in timed)
-    say(f"guidellm: {N} requests, {len(timed)} latencies and rates")
+    show(f"guidellm: {N} requests, {len(timed)} latencies and rates")
 
 
 @CHAT
 def test_vllm_bench_serve(
-    url: str, model: Path, program: Program, one: Starter, say: Says, chat: bool
+    url: str, model: Path, program: Program, one: Starter, show: Show, chat: bool
 ) -> None:
     """vLLM's benchmark always streams."""
     kind = ("openai-chat", "/v1/chat/completions") if chat else ("openai", "/v1/completions")
@@ -174,4 +174,4 @@ def test_vllm_bench_serve(
     assert all(math.isfinite(number) for number in numbers(report))
     timed = [name for name in report if name.endswith("_ms") and not name.startswith("std")]
     assert len(timed) >= 9 and all(report[name] > 0 for name in timed), report
-    say(f"vllm bench serve: {N} requests, {len(timed)} latencies")
+    show(f"vllm bench serve: {N} requests, {len(timed)} latencies")

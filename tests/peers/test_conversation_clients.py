@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mpillm.report.request_log import read_requests
-from tests.helpers.peer_programs import TIMEOUT_S, Program, Says, peer_environment
+from tests.helpers.peer_programs import TIMEOUT_S, Program, Show, peer_environment
 from tests.helpers.serve_command import serve
 from tests.helpers.support import DONE, Starter
 
@@ -50,7 +50,7 @@ def url(start: Starter, model: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("kind", FILES)
 def test_the_same_prompts(
-    kind: str, url: str, program: Program, model: Path, one: Starter, say: Says
+    kind: str, url: str, program: Program, model: Path, one: Starter, show: Show
 ) -> None:
     """A server counts the same tokens for each turn: the same history, texts of the same lengths."""
     lines, theirs, ours = FILES[kind]
@@ -79,7 +79,7 @@ def test_the_same_prompts(
         for number, name in enumerate("ab")
         for turn in (0, 1)
     }
-    say(f"{kind}: prompt and response tokens {sorted(counts.items())}, ours {sorted(made.items())}")
+    show(f"{kind}: prompt and response tokens {sorted(counts.items())}, ours {sorted(made.items())}")
     if kind == "multi_turn":  # the same texts
         assert made == counts
     else:  # random texts with the same lengths; responses may differ

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.peer_programs import DISAGG, TIMEOUT_S, Says, offline
+from tests.helpers.peer_programs import DISAGG, TIMEOUT_S, Show, offline
 from tests.helpers.support import DONE, NOT_READY, Ended, Starter
 
 pytestmark = [pytest.mark.peers, pytest.mark.usefixtures("nixl")]
@@ -36,7 +36,7 @@ def run(one: Starter, model: Path, data: Path, server_args: str, code: int = DON
 
 
 def test_leases_that_expire(
-    model: Path, prompts: Callable[[int], Path], one: Starter, tmp_path: Path, say: Says
+    model: Path, prompts: Callable[[int], Path], one: Starter, tmp_path: Path, show: Show
 ) -> None:
     """Requests reach the generation server after their KV caches are gone, and other prompts are there."""
     (tmp_path / "program" / "site" / "late.py").write_text(LATE)
@@ -49,7 +49,7 @@ def test_leases_that_expire(
     ended = run(one, model, data, f"{few} --kv-transfer-config {shlex.quote(json.dumps(kv))}")
     equal = sum(line["output_tokens"] == ours[line["index"]][0] for line in ended.outputs())
     checks = ended.result["server_checks"]
-    say(f"leases of 2 s, requests {LATE_S} s late: {equal} of {n} answers right; {checks}")
+    show(f"leases of 2 s, requests {LATE_S} s late: {equal} of {n} answers right; {checks}")
     assert (ended.result["status"], ended.result["loadgen_result"]) == ("INVALID", "VALID")
     (context,) = [one_ for one_ in ended.result["per_instance"][0]["servers"] if one_["role"] == "context"]
     assert f"context server {context['url']}: " in checks["no_expired_leases"]
@@ -57,7 +57,7 @@ def test_leases_that_expire(
 
 
 def test_a_generation_server_without_a_connector(
-    model: Path, prompts: Callable[[int], Path], one: Starter, tmp_path: Path, say: Says
+    model: Path, prompts: Callable[[int], Path], one: Starter, tmp_path: Path, show: Show
 ) -> None:
     """It computes every prompt again, and its answers are right."""
     program = tmp_path / "program" / "vllm"
@@ -74,7 +74,7 @@ def test_a_generation_server_without_a_connector(
     program.chmod(0o755)
     ended = run(one, model, prompts(8), "--enforce-eager --max-model-len 512")
     arrived = ended.result["server_checks"]["contexts_arrived"]
-    say(f"a generation server without --kv-transfer-config: {ended.result['status']}, {arrived}")
+    show(f"a generation server without --kv-transfer-config: {ended.result['status']}, {arrived}")
     assert (ended.result["status"], ended.result["loadgen_result"]) == ("INVALID", "VALID")
     assert arrived.startswith("generation server http://127.0.0.1:") and "--kv-transfer-config" in arrived
 
@@ -108,7 +108,7 @@ class Elsewhere:
 
 
 def test_a_handshake_that_times_out(
-    model: Path, prompts: Callable[[int], Path], one: Starter, tmp_path: Path, say: Says
+    model: Path, prompts: Callable[[int], Path], one: Starter, tmp_path: Path, show: Show
 ) -> None:
     """vLLM answers "Internal server error": the cause is in the generation server's log, and is quoted."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -121,13 +121,13 @@ def test_a_handshake_that_times_out(
             "--enforce-eager --max-model-len 512 --middleware elsewhere.Elsewhere",
             code=NOT_READY,
         )
-    say(f"a handshake that times out: {ended.message}")
+    show(f"a handshake that times out: {ended.message}")
     assert "HTTP 500" in ended.message and "failures in " in ended.message
     assert "handshake" in ended.message
 
 
 def test_clean_runs_are_not_doubted(
-    model: Path, prompts: Callable[[int], Path], one: Starter, say: Says
+    model: Path, prompts: Callable[[int], Path], one: Starter, show: Show
 ) -> None:
     """Disaggregated, with streamed and whole answers, long and short ones, one generation server and two."""
     n_clean = 20
@@ -148,4 +148,4 @@ def test_clean_runs_are_not_doubted(
         doubts = [doubt for doubt in result["doubts"] if not doubt.startswith("disturbed")]
         assert (result["status"], doubts) == ("VALID", []), result
         assert set(result["server_checks"].values()) == {""}, result["server_checks"]
-    say(f"{n_clean} clean disaggregated runs of vLLM: none is doubted")
+    show(f"{n_clean} clean disaggregated runs of vLLM: none is doubted")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.official_checker import INFERENCE, check_submission, listed
-from tests.helpers.peer_programs import TIMEOUT_S, VLLM, Program, Says, peer_environment
+from tests.helpers.peer_programs import TIMEOUT_S, VLLM, Program, Show, peer_environment
 from tests.helpers.support import DONE, TEST_FAILED, Starter
 
 pytestmark = pytest.mark.peers
@@ -52,7 +52,7 @@ def summary(result: dict[str, object]) -> str:
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_our_endpoint(harness: str, load: str, model: Path, one: Starter, say: Says) -> None:
+def test_our_endpoint(harness: str, load: str, model: Path, one: Starter, show: Show) -> None:
     """All requests are answered, and its figures are those that are made of its records."""
     options = ("--harness", harness, "--model_path", model, "--core_options", "ttft_ms:20,tpot_ms:5")
     ended = one.start(2, *DATA, *options, *LOADS[load], core="dummy").end(TIMEOUT_S).must(DONE)
@@ -66,11 +66,11 @@ def test_our_endpoint(harness: str, load: str, model: Path, one: Starter, say: S
         assert made[name]["mean"] == pytest.approx(reported[name]["mean"], rel=0.02)
         assert made[name]["mean"] >= result["endpoint"][name]["mean"]
     assert abs(result["tokens"] - n * OUTPUT) <= (0 if harness != "vllm-bench" else n)
-    say(f"{load}: {summary(result)}, at the endpoint {result['endpoint']['ttft_ms']['p50']:.1f} ms")
+    show(f"{load}: {summary(result)}, at the endpoint {result['endpoint']['ttft_ms']['p50']:.1f} ms")
 
 
 @pytest.mark.parametrize("division", ["closed", "open"])
-def test_a_result_of_its_runs(division: str, model: Path, one: Starter, say: Says) -> None:
+def test_a_result_of_its_runs(division: str, model: Path, one: Starter, show: Show) -> None:
     """The client's files of an accuracy and a performance run make a result that lacks only size."""
     if not shutil.which(CLIENT):
         pytest.skip("there is no inference-endpoint in PATH")
@@ -90,10 +90,10 @@ def test_a_result_of_its_runs(division: str, model: Path, one: Starter, say: Say
     if INFERENCE:
         verdict = check_submission(one.folder / "out")
         assert verdict.failed == listed(output), verdict.log
-    say(f"{division}: {', '.join(sorted(found))}")
+    show(f"{division}: {', '.join(sorted(found))}")
 
 
-def test_vllm(harness: str, model: Path, program: Program, one: Starter, say: Says) -> None:
+def test_vllm(harness: str, model: Path, program: Program, one: Starter, show: Show) -> None:
     """The ranks start vLLM, and the client sends its requests to it directly."""
     program("vllm")
     options = ("--harness", harness, "--model_path", model, "--dtype", "float32", "--concurrency", 4)
@@ -106,4 +106,4 @@ def test_vllm(harness: str, model: Path, program: Program, one: Starter, say: Sa
     (served,) = result["per_instance"]
     assert served["server_generated_tokens"] >= result["tokens"] > 0
     counted = f"{result['tokens']} tokens, by its own count {served['server_generated_tokens']}"
-    say(f"vLLM: {summary(result)}, {counted}")
+    show(f"vLLM: {summary(result)}, {counted}")

@@ -17,7 +17,7 @@ from tests.helpers.peer_programs import (
     LENGTH,
     TIMEOUT_S,
     VLLM,
-    Says,
+    Show,
     offline,
     options,
     processes,
@@ -32,7 +32,7 @@ N = 40
 
 
 def test_one_context_server_and_two_that_generate(
-    model: Path, prompts: Callable[[int], Path], one: Starter, say: Says
+    model: Path, prompts: Callable[[int], Path], one: Starter, show: Show
 ) -> None:
     data = options(model, prompts(N))
     ours = offline(one, "ours", "torch", *data)
@@ -45,7 +45,7 @@ def test_one_context_server_and_two_that_generate(
     handed = sum(client["handed_over"] for client in clients)
     transfers = sum(client["server_transfers"] for client in clients)
     failed = sum(client["server_failed_transfers"] for client in clients)
-    say(
+    show(
         f"1 + 2 x vLLM as ranks: Offline {ended.result['status']}; {equal} of {N} answers have our tokens;"
         f" {handed} contexts handed over, {transfers:.0f} transfers, {failed:.0f} failed"
     )
@@ -55,11 +55,11 @@ def test_one_context_server_and_two_that_generate(
     assert not any("transfer" in doubt or "prefix" in doubt for doubt in ended.result["doubts"])
 
 
-def test_server_scenario(model: Path, prompts: Callable[[int], Path], one: Starter, say: Says) -> None:
+def test_server_scenario(model: Path, prompts: Callable[[int], Path], one: Starter, show: Show) -> None:
     result = server(one, 64, *options(model, prompts(64)), *DISAGG, ranks=4)
     handed = sum(client["handed_over"] for client in result["per_instance"])
     transfers = sum(client["server_transfers"] for client in result["per_instance"])
-    say(
+    show(
         f"1 + 2 x vLLM as ranks: Server VALID, first token p50 {result['ttft_ms']['p50']:.0f} ms,"
         f" {handed} contexts handed over, {transfers:.0f} transfers"
     )
@@ -72,7 +72,7 @@ def test_under_slurm(
     prompts: Callable[[int], Path],
     one: Starter,
     in_path: dict[str, str],
-    say: Says,
+    show: Show,
 ) -> None:
     """The generation server takes KV caches from another node's context server."""
     n = 16
@@ -86,7 +86,7 @@ def test_under_slurm(
     nodes = [rank["node"] for rank in ended.json("plan.json")["ranks"] if "server" in rank["roles"]]
     equal = sum(line["output_tokens"] == ours[line["index"]][0] for line in ended.outputs())
     transfers = sum(client["server_transfers"] for client in ended.result["per_instance"])
-    say(
+    show(
         f"1 + 1 x vLLM on nodes {nodes} of a Slurm: Offline {ended.result['status']}; {equal} of {n}"
         f" answers have our tokens; {transfers:.0f} transfers"
     )
@@ -95,7 +95,7 @@ def test_under_slurm(
 
 
 def test_contexts_that_are_computed_again(
-    model: Path, prompts: Callable[[int], Path], one: Starter, say: Says
+    model: Path, prompts: Callable[[int], Path], one: Starter, show: Show
 ) -> None:
     """No KV cache can be taken, and vLLM makes the best of it: LoadGen says VALID, the run INVALID."""
     halves = "context_servers: {dtype: bfloat16}\ngeneration_servers: {dtype: float32}\n"
@@ -105,14 +105,14 @@ def test_contexts_that_are_computed_again(
     words = (*VLLM, "--min_duration", 0, f"--server_args=--enforce-eager --kv-transfer-config '{kv}'")
     command = one.start(3, *data, *words, "--disagg_config", "halves.yaml", core="trtllm_endpoint")
     ended = command.end(TIMEOUT_S).must(DONE)
-    say(f"no transfer succeeds: LoadGen {ended.result['loadgen_result']}; {ended.result['doubts']}")
+    show(f"no transfer succeeds: LoadGen {ended.result['loadgen_result']}; {ended.result['doubts']}")
     assert (ended.result["status"], ended.result["loadgen_result"]) == ("INVALID", "VALID")
     assert any("transfers of KV caches" in doubt for doubt in ended.result["doubts"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_context_server_that_is_killed_in_the_test(
-    number: int, model: Path, prompts: Callable[[int], Path], one: Starter, say: Says
+    number: int, model: Path, prompts: Callable[[int], Path], one: Starter, show: Show
 ) -> None:
     more = ("--min_duration", 120, "--num_gen_servers", 1)
     command = one.start(3, *options(model, prompts(N)), *DISAGG, *more, core="trtllm_endpoint")
@@ -123,7 +123,7 @@ def test_a_context_server_that_is_killed_in_the_test(
     os.kill(context, number)
     at = time.monotonic()
     ended = command.end(120, lingers=15).must(INSTANCE_LOST)
-    say(f"{signal.Signals(number).name}, ended {time.monotonic() - at:.1f} s later: {ended.message}")
+    show(f"{signal.Signals(number).name}, ended {time.monotonic() - at:.1f} s later: {ended.message}")
     how = f"is stopped: kill -CONT {context}" if number == signal.SIGSTOP else "(SIGKILL)"
     assert "(vllm, context): " in ended.message and how in ended.message, repr(ended)
     assert not [pid for pid, since in started.items() if since and started_at(pid) == since]

@@ -22,7 +22,7 @@ from tests.helpers.peer_programs import (
     TIMEOUT_S,
     VLLM,
     Program,
-    Says,
+    Show,
     offline,
     options,
     processes,
@@ -46,7 +46,7 @@ TRANSFORMERS: tuple[object, ...] = (
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_vllm(ranks: int, model: Path, prompts: Callable[[int], Path], one: Starter, say: Says) -> None:
+def test_vllm(ranks: int, model: Path, prompts: Callable[[int], Path], one: Starter, show: Show) -> None:
     """One and two instances: every answer has the tokens of ours."""
     n = 160 if ranks == 2 else 40
     data = options(model, prompts(n))
@@ -56,7 +56,7 @@ def test_vllm(ranks: int, model: Path, prompts: Callable[[int], Path], one: Star
     ended = command.end(TIMEOUT_S).must(DONE)
     theirs = {line["index"]: line["output_tokens"] for line in ended.outputs()}
     equal = sum(theirs[index] == tokens for index, (tokens, _) in ours.items())
-    say(f"{ranks - 1} x vLLM as ranks: Offline VALID; {equal} of {n} answers have our tokens")
+    show(f"{ranks - 1} x vLLM as ranks: Offline VALID; {equal} of {n} answers have our tokens")
     assert (ended.result["status"], ended.result["errors"]) == ("VALID", 0) and equal == n
     for instance in ended.result["per_instance"]:
         assert instance["frameworks"] == ["vLLM 0.32.0"] and instance["server_cached_tokens"] == 0
@@ -84,13 +84,13 @@ def test_its_parser_has_our_options(program: Program) -> None:
     assert len(made) > 20 and {re.sub("^--no-", "--", word) for word in made} <= known
 
 
-def test_server_scenario(model: Path, prompts: Callable[[int], Path], one: Starter, say: Says) -> None:
+def test_server_scenario(model: Path, prompts: Callable[[int], Path], one: Starter, show: Show) -> None:
     result = server(one, 64, *options(model, prompts(64)), *VLLM)
-    say(f"vLLM as a rank: Server VALID, first token p50 {result['ttft_ms']['p50']:.0f} ms")
+    show(f"vLLM as a rank: Server VALID, first token p50 {result['ttft_ms']['p50']:.0f} ms")
 
 
 def over_hosts(
-    one: Starter, n_hosts: int, n: int, data: Sequence[object], exports: dict[str, str], say: Says
+    one: Starter, n_hosts: int, n: int, data: Sequence[object], exports: dict[str, str], show: Show
 ) -> None:
     """Run a server with a part of every layer on each host; gloo carries their sums."""
     ours = offline(one, "ours", "torch", *data)
@@ -102,29 +102,29 @@ def over_hosts(
         ended = command.end(TIMEOUT_S).must(DONE)
     theirs = {line["index"]: line["output_tokens"] for line in ended.outputs()}
     equal = sum(theirs[index] == tokens for index, (tokens, _) in ours.items())
-    say(
+    show(
         f"vLLM, TP {n_hosts} over {n_hosts} hosts: Offline {ended.result['status']};"
         f" {equal} of {n} answers have our tokens"
     )
     assert (ended.result["status"], ended.result["errors"]) == ("VALID", 0) and equal == n
 
 
-def test_tensor_parallel_over_two_hosts(one: Starter, in_path: dict[str, str], say: Says) -> None:
+def test_tensor_parallel_over_two_hosts(one: Starter, in_path: dict[str, str], show: Show) -> None:
     """The real model has three heads of keys and values, which two can't share."""
     model = make_checkpoint(one.folder / "even", hidden_size=256, heads=4, kv_heads=2)
     (model / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     data = make_samples(one.folder / "samples.jsonl", range(9, 49))
-    over_hosts(one, 2, 40, options(model, data.path), in_path, say)
+    over_hosts(one, 2, 40, options(model, data.path), in_path, show)
 
 
 def test_tensor_parallel_over_three_hosts(
-    model: Path, prompts: Callable[[int], Path], one: Starter, in_path: dict[str, str], say: Says
+    model: Path, prompts: Callable[[int], Path], one: Starter, in_path: dict[str, str], show: Show
 ) -> None:
-    over_hosts(one, 3, 40, options(model, prompts(40)), in_path, say)
+    over_hosts(one, 3, 40, options(model, prompts(40)), in_path, show)
 
 
 def test_a_server_that_is_started_again(
-    model: Path, prompts: Callable[[int], Path], one: Starter, say: Says
+    model: Path, prompts: Callable[[int], Path], one: Starter, show: Show
 ) -> None:
     n = 160
     data = options(model, prompts(n))
@@ -139,14 +139,14 @@ def test_a_server_that_is_started_again(
     equal = sum(theirs[index] == tokens for index, (tokens, _) in ours.items())
     (client,) = ended.result["per_instance"]
     (again,) = client["server"]["restarts"]
-    say(
+    show(
         f"vLLM's engine core killed in the test: {again['why']}, back after {again['back_after_s']} s,"
         f" {client['retries']} requests asked again; {equal} of {n} answers have our tokens"
     )
     assert ended.result["errors"] == 0 and equal == n and "(SIGKILL)" in again["why"]
 
 
-def test_an_unwanted_prefix_cache_is_found(model: Path, one: Starter, tmp_path: Path, say: Says) -> None:
+def test_an_unwanted_prefix_cache_is_found(model: Path, one: Starter, tmp_path: Path, show: Show) -> None:
     """vLLM's default, which `--server=vllm` turns off, found by vLLM's own count."""
     ids = [100 + i % 50 for i in range(400)]  # its blocks on CPUs have 128 tokens
     (data := tmp_path / "same.jsonl").write_text(
@@ -157,13 +157,13 @@ def test_an_unwanted_prefix_cache_is_found(model: Path, one: Starter, tmp_path: 
     command = one.start(2, *words, *VLLM, cached, core="trtllm_endpoint")
     ended = command.end(TIMEOUT_S).must(DONE)
     (doubt,) = [doubt for doubt in ended.result["doubts"] if "prefix cache" in doubt]
-    say(f"with vLLM's prefix cache: LoadGen {ended.result['loadgen_result']}; {doubt}")
+    show(f"with vLLM's prefix cache: LoadGen {ended.result['loadgen_result']}; {doubt}")
     assert "prompt tokens came from a server's prefix cache, which MLPerf forbids" in doubt
     assert (ended.result["status"], ended.result["loadgen_result"]) == ("INVALID", "VALID")
 
 
 def test_a_server_that_none_of_us_wrote(
-    model: Path, prompts: Callable[[int], Path], one: Starter, program: Program, say: Says
+    model: Path, prompts: Callable[[int], Path], one: Starter, program: Program, show: Show
 ) -> None:
     """mpillm knows nothing of `transformers serve` but its command line."""
     program("transformers")
@@ -178,11 +178,11 @@ def test_a_server_that_none_of_us_wrote(
         return tokenizer.decode([token for token in tokens if token != END])
 
     texts = sum(text(tokens) == text(theirs[index][0]) for index, (tokens, _) in ours.items())
-    say(f"transformers serve as a rank: Offline VALID; {texts} of {n} answers have our text")
+    show(f"transformers serve as a rank: Offline VALID; {texts} of {n} answers have our text")
     assert len(theirs) == texts == n
 
 
-def test_two_runs_at_once(one: Starter, say: Says) -> None:
+def test_two_runs_at_once(one: Starter, show: Show) -> None:
     """vLLM takes ports of its own besides, for its processes."""
     data = make_samples(one.folder / "samples.jsonl", range(9, 41))
     model = tiny_llama(one.folder / "tiny")
@@ -191,7 +191,7 @@ def test_two_runs_at_once(one: Starter, say: Says) -> None:
     runs = [one.start(2, *words, *TINY, core="trtllm_endpoint", log_dir=folder) for folder in folders]
     results = [command.end(TIMEOUT_S).must(DONE).result for command in runs]
     ports = [re.findall(r"--port (\d+)", (folder / "server_0.log").read_text()) for folder in folders]
-    say(f"two runs of vLLM at once: ports {ports}")
+    show(f"two runs of vLLM at once: ports {ports}")
     assert all((result["status"], result["errors"]) == ("VALID", 0) for result in results)
     assert len({port for (port,) in ports}) == 2
 
@@ -199,7 +199,7 @@ def test_two_runs_at_once(one: Starter, say: Says) -> None:
 @pytest.mark.slurm
 @pytest.mark.parametrize("kind", ["vllm", "transformers"])
 def test_under_slurm(
-    kind: str, model: Path, program: Program, one: Starter, in_path: dict[str, str], say: Says
+    kind: str, model: Path, program: Program, one: Starter, in_path: dict[str, str], show: Show
 ) -> None:
     """srun on two nodes, each with a vLLM; or one with `transformers serve`, beside one with rank 0."""
     program(kind)
@@ -215,12 +215,12 @@ def test_under_slurm(
         ended = command.end(TIMEOUT_S).must(DONE)
     owners = [rank["node"] for rank in ended.json("plan.json")["ranks"] if "server" in rank["roles"]]
     samples = [client["samples"] for client in ended.result["per_instance"]]
-    say(f"{kind} on nodes {owners} of a Slurm: Offline {ended.result['status']}, {samples} samples")
+    show(f"{kind} on nodes {owners} of a Slurm: Offline {ended.result['status']}, {samples} samples")
     assert owners == ["h1", "h2"][2 - len(samples) :] and len(samples) == ranks - 1
     assert (ended.result["status"], ended.result["errors"]) == ("VALID", 0)
     assert sum(samples) == 32 and min(samples) > 0
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_faults(seed: int, tmp_path: Path, say: Says) -> None:
-    say(str(play(Round.of(seed, "vllm"), tmp_path)))
+def test_random_faults(seed: int, tmp_path: Path, show: Show) -> None:
+    show(str(play(Round.of(seed, "vllm"), tmp_path)))

@@ -17,7 +17,7 @@ from tests.helpers.peer_programs import (
     TRANSFERS,
     USER_CONF,
     Program,
-    Says,
+    Show,
     offline,
     peer_environment,
     server,
@@ -79,7 +79,7 @@ def transformers(start: Starter, model: Path, program: Program) -> str:
     return f"{host}:{port}"
 
 
-def test_vllm(vllm: str, model: Path, prompts: Callable[[int], Path], one: Starter, say: Says) -> None:
+def test_vllm(vllm: str, model: Path, prompts: Callable[[int], Path], one: Starter, show: Show) -> None:
     """Token ids go to and fro: every answer has the tokens of ours."""
     n, length = 160, 32
     data = ("--dataset_path", prompts(n), "--model_path", model, "--max_output_len", length)
@@ -87,17 +87,17 @@ def test_vllm(vllm: str, model: Path, prompts: Callable[[int], Path], one: Start
     ours = offline(one, "ours", "torch", *data, "--dtype", "float32")
     theirs = offline(one, "theirs", "trtllm_endpoint", *data, *endpoint)
     equal = sum(theirs[index][0] == tokens for index, (tokens, _) in ours.items())
-    say(f"vLLM: Offline VALID; {equal} of {n} answers have the tokens of the torch core")
+    show(f"vLLM: Offline VALID; {equal} of {n} answers have the tokens of the torch core")
     assert len(ours) == len(theirs) == equal == n
     result = server(one, 64, *data, *endpoint)
     (instance,) = result["per_instance"]
     assert instance["retokenized"] == instance["other_answer_length"] == 0
     assert instance["frameworks"] == ["vLLM 0.32.0"]
-    say(f"vLLM: Server VALID, first token p50 {result['ttft_ms']['p50']:.0f} ms")
+    show(f"vLLM: Server VALID, first token p50 {result['ttft_ms']['p50']:.0f} ms")
 
 
 def test_clean_runs_are_not_doubted(
-    vllm: str, model: Path, prompts: Callable[[int], Path], one: Starter, say: Says
+    vllm: str, model: Path, prompts: Callable[[int], Path], one: Starter, show: Show
 ) -> None:
     """Of whatever kind: streamed and whole answers, long and short ones, one client of the server and two."""
     n_clean = 20
@@ -122,11 +122,11 @@ def test_clean_runs_are_not_doubted(
         doubts = [doubt for doubt in result["doubts"] if not doubt.startswith("disturbed")]
         assert (result["status"], doubts, set(checks.values()) - {None}) == ("VALID", [], {""}), result
         assert [name for name, found in checks.items() if found is None] == TRANSFERS, checks
-    say(f"{n_clean} clean runs of vLLM: none is doubted")
+    show(f"{n_clean} clean runs of vLLM: none is doubted")
 
 
 def test_two_runs_at_one_server(
-    vllm: str, model: Path, prompts: Callable[[int], Path], one: Starter, say: Says
+    vllm: str, model: Path, prompts: Callable[[int], Path], one: Starter, show: Show
 ) -> None:
     """Each run sees by the server's totals that the other one used it."""
     data = ("--dataset_path", prompts(40), "--model_path", model, "--max_output_len", 32, "--min_duration", 0)
@@ -138,14 +138,14 @@ def test_two_runs_at_one_server(
     ]
     results = [command.end(TIMEOUT_S).must(DONE).result for command in runs]
     totals = [result["server_checks"]["server_totals"] for result in results]
-    say(f"two runs at one vLLM: {totals}")
+    show(f"two runs at one vLLM: {totals}")
     assert [result["status"] for result in results] == ["VALID", "VALID"]
     assert all(total.startswith(f"http://{vllm} counts ") for total in totals)
     assert all("tokens more than arrived here: others used it" in total for total in totals)
 
 
 def test_transformers(
-    transformers: str, model: Path, prompts: Callable[[int], Path], one: Starter, say: Says
+    transformers: str, model: Path, prompts: Callable[[int], Path], one: Starter, show: Show
 ) -> None:
     """Text goes to and fro: every answer has the text of ours; its tokens need not be those generated."""
     n, length = 40, 16
@@ -160,14 +160,14 @@ def test_transformers(
         == tokenizer.decode([token for token in theirs[index][0] if token != end])
         for index, (tokens, _) in ours.items()
     )
-    say(f"transformers serve: Offline VALID; {equal} of {n} answers have our tokens, {texts} our text")
+    show(f"transformers serve: Offline VALID; {equal} of {n} answers have our tokens, {texts} our text")
     assert len(ours) == len(theirs) == texts == n
     result = server(one, 64, *data[:-1], 8, *endpoint)
     assert result["per_instance"][0]["retokenized"] >= 64 and not result["per_instance"][0]["frameworks"]
-    say(f"transformers serve: Server VALID, first token p50 {result['ttft_ms']['p50']:.0f} ms")
+    show(f"transformers serve: Server VALID, first token p50 {result['ttft_ms']['p50']:.0f} ms")
 
 
-def test_bench_engine_against_vllm(model: Path, program: Program, one: Starter, say: Says) -> None:
+def test_bench_engine_against_vllm(model: Path, program: Program, one: Starter, show: Show) -> None:
     """The engine and vLLM answer the same prompts in turns, with the same tokens."""
     python = program("vllm").with_name("python")
     words = ("--num_prompts", 4, "--output_len", 4, "--repeats", 1, "--against", "vllm")
@@ -185,5 +185,5 @@ def test_bench_engine_against_vllm(model: Path, program: Program, one: Starter, 
         )
     )
     ended = command.end(TIMEOUT_S).must(DONE)
-    say(next(line for line in ended.out.splitlines() if line.startswith("  vLLM ")))
+    show(next(line for line in ended.out.splitlines() if line.startswith("  vLLM ")))
     assert re.search(r"answers equal to vLLM [\d.]+.*: 4 of 4", ended.out)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.peer_programs import TIMEOUT_S, Says, offline, processes
+from tests.helpers.peer_programs import TIMEOUT_S, Show, offline, processes
 from tests.helpers.support import DONE, INSTANCE_LOST, Starter
 
 pytestmark = [pytest.mark.peers, pytest.mark.usefixtures("sglang_in_path")]
@@ -47,7 +47,7 @@ def mooncake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the threads of two servers would wait for each other
 
 
-def test_sglang(model: Path, prompts: Callable[[int], Path], one: Starter, say: Says) -> None:
+def test_sglang(model: Path, prompts: Callable[[int], Path], one: Starter, show: Show) -> None:
     data = options(model, prompts(N))
     ours = offline(one, "ours", "torch", *data)
     words = ("--min_duration", 0, "--save_outputs", "--log_dir", one.folder / "theirs")
@@ -56,7 +56,7 @@ def test_sglang(model: Path, prompts: Callable[[int], Path], one: Starter, say: 
     theirs = {line["index"]: line["output_tokens"] for line in ended.outputs()}
     equal = sum(theirs[index] == tokens for index, (tokens, _) in ours.items())
     (client,) = ended.result["per_instance"]
-    say(f"{client['frameworks'][0]} as a rank: Offline VALID; {equal} of {N} answers have our tokens")
+    show(f"{client['frameworks'][0]} as a rank: Offline VALID; {equal} of {N} answers have our tokens")
     assert (ended.result["status"], ended.result["errors"]) == ("VALID", 0) and equal == N
     assert client["server_cached_tokens"] == 0 and "prefix cache" not in ended.out
     assert client["server_generated_tokens"] == client["tokens"]
@@ -64,7 +64,7 @@ def test_sglang(model: Path, prompts: Callable[[int], Path], one: Starter, say: 
 
 
 def test_its_scheduler_is_killed(
-    model: Path, prompts: Callable[[int], Path], one: Starter, say: Says
+    model: Path, prompts: Callable[[int], Path], one: Starter, show: Show
 ) -> None:
     data = options(model, prompts(N))
     command = one.start(2, *data, *SGLANG, "--min_duration", 0, "--max_batch_size", 2, core="trtllm_endpoint")
@@ -73,12 +73,12 @@ def test_its_scheduler_is_killed(
     os.kill(scheduler, signal.SIGKILL)
     ended = command.end(60).must(INSTANCE_LOST)
     (message,) = [line.strip() for line in ended.err.splitlines() if "server 0 (sglang): process" in line]
-    say(f"SGLang's scheduler killed in the test: {message}")
+    show(f"SGLang's scheduler killed in the test: {message}")
     assert "(sglang::scheduler) was ended by signal 9 (SIGKILL)" in message
 
 
 @pytest.mark.usefixtures("mooncake")
-def test_a_pair(model: Path, prompts: Callable[[int], Path], one: Starter, say: Says) -> None:
+def test_a_pair(model: Path, prompts: Callable[[int], Path], one: Starter, show: Show) -> None:
     data = options(model, prompts(N))
     ours = offline(one, "ours", "torch", *data)
     words = ("--min_duration", 0, "--save_outputs", "--log_dir", one.folder / "theirs")
@@ -88,7 +88,9 @@ def test_a_pair(model: Path, prompts: Callable[[int], Path], one: Starter, say: 
     equal = sum(theirs[index] == tokens for index, (tokens, _) in ours.items())
     (client,) = ended.result["per_instance"]
     transfers = client["server_context_transfers"]
-    say(f"a pair of SGLang: Offline VALID; {equal} of {N} answers have our tokens; {transfers:.0f} transfers")
+    show(
+        f"a pair of SGLang: Offline VALID; {equal} of {N} answers have our tokens; {transfers:.0f} transfers"
+    )
     assert (ended.result["status"], ended.result["errors"]) == ("VALID", 0) and equal == N
     assert client["handed_over"] == transfers == N and client["server_failed_transfers"] == 0
     checks = ended.result["server_checks"]
@@ -99,7 +101,7 @@ def test_a_pair(model: Path, prompts: Callable[[int], Path], one: Starter, say: 
 
 @pytest.mark.usefixtures("mooncake")
 def test_a_context_server_s_scheduler_is_killed(
-    model: Path, prompts: Callable[[int], Path], one: Starter, say: Says
+    model: Path, prompts: Callable[[int], Path], one: Starter, show: Show
 ) -> None:
     command = one.start(3, *options(model, prompts(N)), *PAIR, "--min_duration", 0, core="trtllm_endpoint")
     command.wait_phase("test", TIMEOUT_S)
@@ -108,5 +110,5 @@ def test_a_context_server_s_scheduler_is_killed(
     ended = command.end(60).must(INSTANCE_LOST)
     lines = [line.strip() for line in ended.err.splitlines()]
     (message,) = [line for line in lines if "server 0 (sglang, context): process" in line]
-    say(f"the scheduler of SGLang's context server killed in the test: {message}")
+    show(f"the scheduler of SGLang's context server killed in the test: {message}")
     assert "(sglang::scheduler) was ended by signal 9 (SIGKILL)" in message

@@ -88,7 +88,7 @@ def test_messages_go_to_the_chat_endpoint(options: tuple[str, ...], ids: bool) -
         rows = Rows(core).until(2)
         statistics: dict[str, Any] = core.statistics()
         metrics = core.metrics()
-    sent = {json.dumps([one["messages"], one.get("tools")]) for one in server.asked()}
+    sent = {json.dumps([one["messages"], one.get("tools")]) for one in server.bodies()}
     probe = json.dumps([[{"role": "user", "content": "Hello"}], None])
     assert sent == {probe, *(json.dumps([*chat]) for chat in CHATS)}
     assert [tokens for _, flags, tokens in rows if flags & FINAL] == [[*range(7, 16)] if ids else [0] * 9] * 2
@@ -207,7 +207,7 @@ def test_a_request_has_its_rows_fields(kind: str) -> None:
     ):
         core.enqueue(requests([one.tolist() for one in prompts], max_output=5))
         Rows(core).until(2)
-        bodies = sorted(server.asked()[-2:], key=len)
+        bodies = sorted(server.bodies()[-2:], key=len)
     fields = [[one.get(name) for name in ("stop", "a", "b", "response_format")] for one in bodies]
     assert fields == [[["y"], 1, 1, None], [["x"], 2, 1, {"type": "json_object"}]]
     assert all(one.get("messages", one.get("prompt")) in (CHATS[0][0], "Où") for one in bodies)

@@ -48,7 +48,7 @@ def test_answers_in_one_piece() -> None:
         assert sorted(Rows(core).until(4)) == [
             (10 + i, FIRST | FINAL, answer_of(prompt, 4)) for i, prompt in enumerate(PROMPTS)
         ]
-        assert "stream" not in server.asked()[-1]
+        assert "stream" not in server.bodies()[-1]
         assert core.metrics() == (sum(map(len, PROMPTS)), 16, 0, 0, None)
         statistics = core.statistics()
     assert statistics["retries"] == statistics["retokenized"] == statistics["other_answer_length"] == 0
@@ -65,7 +65,7 @@ def test_answers_token_by_token() -> None:
                 [(FIRST, answer[:1]), (FINAL, answer)],
                 [(FIRST | FINAL, answer)],
             )
-        assert server.asked()[-1]["stream_options"] == {"include_usage": True}
+        assert server.bodies()[-1]["stream_options"] == {"include_usage": True}
         assert core.metrics() == (sum(map(len, PROMPTS)), 16, 0, 0, None)
         statistics = core.statistics()
     assert statistics["socket_ttft_p50_ms"] > 0
@@ -114,7 +114,7 @@ def test_the_fields_of_a_request() -> None:
         core.enqueue(requests([[1, 2]], temperature=0.5, top_k=3, top_p=0.75, seed=7, min_output=2))
         core.enqueue(requests([[3]], id=20, flags=RequestFlag.IGNORE_STOP))
         Rows(core).until(2)
-        first, second = sorted(server.asked()[-2:], key=lambda one: -len(one["prompt"]))
+        first, second = sorted(server.bodies()[-2:], key=lambda one: -len(one["prompt"]))
     common = {
         "model": MODEL,
         "max_tokens": 4,
@@ -165,10 +165,10 @@ def test_several_servers() -> None:
     ):
         core.load()
         core.run_health_check()
-        probes = len(one.asked()), len(other.asked())
+        probes = len(one.bodies()), len(other.bodies())
         core.enqueue(requests([[i] for i in range(1, 21)]))
         Rows(core).until(20)
-        n_requests = len(one.asked()) - probes[0], len(other.asked()) - probes[1]
+        n_requests = len(one.bodies()) - probes[0], len(other.bodies()) - probes[1]
     assert sum(n_requests) == 20 and min(n_requests) > 0
 
 

@@ -32,7 +32,7 @@ def test_a_server_with_detokenize() -> None:
     with ScriptedServer(refuses("return_token_ids")) as server, started(server) as core:
         core.enqueue(requests([[4, 5]]))
         assert Rows(core).until(1) == [(10, FIRST | FINAL, answer_of([4, 5], 4))]
-        assert server.asked()[-1]["detokenize"] is False
+        assert server.bodies()[-1]["detokenize"] is False
 
 
 TEXT = "Hello, world"
@@ -160,7 +160,7 @@ def test_a_missing_model(names: list[str], wanted: str | None, words: str) -> No
 
 def test_the_model_of_several() -> None:
     with ScriptedServer(others=models("a", "b")) as server, started(server, core_options={"model": "b"}):
-        assert server.asked()[-1]["model"] == "b"
+        assert server.bodies()[-1]["model"] == "b"
 
 
 def routes_of(owner: str, version: object = None) -> dict[str, Callable[[Request], Reply]]:

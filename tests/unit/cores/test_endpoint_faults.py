@@ -171,10 +171,10 @@ def test_faults(name: str) -> None:
     """One message has the address and the cause; no request is sent twice and no answer comes twice."""
     reply, words = FAULTS[name]
     with ScriptedServer(once(lambda request: reply)) as server, started(server, SERVER) as core:
-        probes = len(server.asked())
+        probes = len(server.bodies())
         core.enqueue(requests())
         assert re.match(f"{server.url}/v1/completions: .*{words}", failure(core))
-        prompts = [tuple(body["prompt"]) for body in server.asked()[probes:]]
+        prompts = [tuple(body["prompt"]) for body in server.bodies()[probes:]]
         assert len(prompts) == len(set(prompts)), "what may have begun is not sent again"
 
 
@@ -312,14 +312,14 @@ def test_what_is_sent_again(reply: Reply) -> None:
     Each answer comes once, and every attempt is counted.
     """
     with ScriptedServer(once(lambda request: reply, 3)) as server, started(server, SERVER) as core:
-        probes = len(server.asked())
+        probes = len(server.bodies())
         core.enqueue(requests())
         ended = [row for row in Rows(core).until(4) if row[1] & FINAL]
         assert sorted((row[0], row[2]) for row in ended) == [
             (10 + i, answer_of(prompt, 4)) for i, prompt in enumerate(PROMPTS)
         ]
         assert core.statistics()["retries"] == 3
-        assert len(server.asked()) - probes == 7
+        assert len(server.bodies()) - probes == 7
 
 
 def test_a_retry_after_that_is_too_long() -> None:
@@ -337,12 +337,12 @@ def test_a_time_that_is_none_is_no_retry_after() -> None:
 def test_a_request_that_waits_is_cancelled() -> None:
     busy = plain({"error": "busy"}, "429 Too Many Requests", Retry_After=5)
     with ScriptedServer(once(lambda request: busy, 99)) as server, started(server) as core:
-        probes = len(server.asked())
+        probes = len(server.bodies())
         core.enqueue(requests([[1]]))
         wait_until(lambda: core.statistics()["retries"], "a retry")
         core.cancel([10])
         assert Rows(core).until(1) == [(10, FINAL | CANCELLED, [])]
-        assert len(server.asked()) == probes + 1
+        assert len(server.bodies()) == probes + 1
 
 
 def test_another_server_takes_over() -> None:

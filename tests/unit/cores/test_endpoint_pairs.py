@@ -83,7 +83,7 @@ def post(url: str, body: dict[str, Any]) -> tuple[int, str]:
 
 def in_test(server: Server) -> list[dict[str, Any]]:
     """Return the requests, without those before the test."""
-    return [body for body in server.http.asked() if body.get("bootstrap_host") != ALONE]
+    return [body for body in server.http.bodies() if body.get("bootstrap_host") != ALONE]
 
 
 def generated_tokens(core: LLMCore) -> int:
@@ -233,7 +233,7 @@ def test_a_request_that_is_sent_again_before_it_has_a_connection_is_sent_once() 
         contexts = [RemoteServer(context.url)]
         client = Client([endpoint], outcome, str, True, LONG_S, LONG_S, contexts, BootstrapProtocol())
         client.submit(1, [5, 6], Sampling(max_tokens=4))
-        while len(context.asked()) < 2:
+        while len(context.bodies()) < 2:
             await asyncio.sleep(0.01)
         endpoint.may_connect.set()
         call = await asyncio.wait_for(outcome.call, LONG_S)
@@ -243,7 +243,7 @@ def test_a_request_that_is_sent_again_before_it_has_a_connection_is_sent_once() 
 
     with ScriptedServer(lambda _: next(replies, empty)) as context, ScriptedServer() as generation:
         assert asyncio.run(answered(context, generation)) == answer_of([5, 6], 4)
-        assert len(generation.asked()) == 1
+        assert len(generation.bodies()) == 1
 
 
 def test_a_context_that_breaks_in_the_middle() -> None:

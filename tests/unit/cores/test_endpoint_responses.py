@@ -38,7 +38,7 @@ def test_items_go_to_the_responses_endpoint(options: tuple[str, ...]) -> None:
         core.enqueue(requests(PROMPTS, max_output=9, flags=int(wanted)))
         rows = Rows(core).until(2)
         statistics: dict[str, Any] = core.statistics()
-        bodies = server.asked()[-2:]
+        bodies = server.bodies()[-2:]
     flat = {"type": "function", "name": "ls", "parameters": {}}
     assert sorted((one.get("tools", []) for one in bodies), key=len) == [[], [flat]]
     for one in bodies:

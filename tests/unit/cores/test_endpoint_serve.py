@@ -80,7 +80,7 @@ def test_the_end_has_all_tokens() -> None:
         assert begun == [4, 5, 6, 7, 8, 9][: len(begun)]
         core.enqueue(requests([[4]], id=11))  # this one wants it whole
         assert Rows(core).until(1) == [(11, FIRST | FINAL, [4, 5, 6, 7])]
-        assert "stream" not in server.asked()[-1]
+        assert "stream" not in server.bodies()[-1]
 
 
 @pytest.fixture(params=[False, True], ids=["by pieces", "adds spaces"])

@@ -64,7 +64,7 @@ def _with_models(*names: str) -> ScriptedServer:
 
 
 def _models(server: ScriptedServer) -> list[str]:
-    return [body["model"] for body in server.asked()]
+    return [body["model"] for body in server.bodies()]
 
 
 def test_requests_take_turns_with_adapters() -> None:
@@ -117,7 +117,7 @@ def test_another_path_of_requests() -> None:
     ):
         core.enqueue(requests())
         Rows(core).until(4)
-    assert not server.asked() and [one.path for one in server.requests].count(path) == 5
+    assert not server.bodies() and [one.path for one in server.requests].count(path) == 5
 
 
 def test_a_path_that_the_server_lacks_is_in_the_message() -> None:

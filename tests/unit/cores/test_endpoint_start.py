@@ -73,7 +73,7 @@ def test_a_start_that_is_too_slow() -> None:
 def test_a_server_without_health() -> None:
     health = {"/health": lambda request: plain({}, "404 Not Found")}
     with ScriptedServer(others=health) as server, started(server):
-        assert server.asked()
+        assert server.bodies()
 
 
 NONE_SENT = "no key was sent: set the environment variable OPENAI_API_KEY for all ranks$"

@@ -61,7 +61,7 @@ def test_the_server_counts(options: tuple[str, ...], ids: bool) -> None:
         metrics = core.metrics()
     whole = [tokens for _, flags, tokens in rows if flags & FINAL]
     assert whole == [[*range(7, 16)] if ids else [0] * 9] * 2
-    assert {body["prompt"] for body in server.asked()} == {"Hello", *TEXTS}
+    assert {body["prompt"] for body in server.bodies()} == {"Hello", *TEXTS}
     assert statistics["other_prompt_length"] == statistics["retokenized"] == 0
     assert metrics is not None and metrics.prompt_tokens == 6  # as the server counts
 

@@ -12,7 +12,7 @@ from mpillm.data.dataset import PromptLimits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint.open_requests import PendingResponse
 from mpillm.endpoint.protocol import ServedModel
-from tests.helpers.http_api import BOTH, HOUR_MS, ROUTES, Letters, api, asked, run
+from tests.helpers.http_api import BOTH, HOUR_MS, ROUTES, Letters, api, body_for, run
 from tests.helpers.served import whole
 
 
@@ -204,7 +204,7 @@ def test_clients_that_disconnect_cancel_their_requests(disaggregated: bool, path
 
             async def ask(i: int) -> None:
                 async with await a.post(
-                    path, {**asked(path, str(i)), "max_tokens": 9, "stream": stream}
+                    path, {**body_for(path, str(i)), "max_tokens": 9, "stream": stream}
                 ) as response:
                     await response.read()
 

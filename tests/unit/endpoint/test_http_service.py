@@ -21,7 +21,7 @@ from mpillm.data.dataset import PromptLimits
 from mpillm.data.tokenizer import ByteTokenizer
 from mpillm.endpoint import admission, http_thread
 from mpillm.endpoint.protocol import ServedModel
-from tests.helpers.http_api import BOTH, HOUR_MS, ROUTES, Api, api, asked, run
+from tests.helpers.http_api import BOTH, HOUR_MS, ROUTES, Api, api, body_for, run
 
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("n", {"n": 0}),
@@ -91,7 +91,7 @@ def test_wrong_parameters_are_named(path: str) -> None:
     async def test() -> None:
         async with api() as a:
             for param, more in WRONG:
-                error = await a.error(400, path, asked(path) | more)
+                error = await a.error(400, path, body_for(path) | more)
                 assert (
                     error["param"] == param
                     and error["type"] == "invalid_request_error"
@@ -105,9 +105,9 @@ def test_wrong_parameters_are_named(path: str) -> None:
                 assert (await a.error(400, "/v1/chat/completions", {"messages": messages}))[
                     "param"
                 ] == "messages"
-            too_long = await a.error(400, path, asked(path, "x" * 150) | {"max_tokens": 51})
+            too_long = await a.error(400, path, body_for(path, "x" * 150) | {"max_tokens": 51})
             assert too_long["code"] == "context_length_exceeded" and "200 tokens" in too_long["message"]
-            assert (await a.error(404, path, asked(path) | {"model": "gpt"}))["code"] == "model_not_found"
+            assert (await a.error(404, path, body_for(path) | {"model": "gpt"}))["code"] == "model_not_found"
             harmless = {
                 "n": 1,
                 "best_of": 1,
@@ -120,7 +120,7 @@ def test_wrong_parameters_are_named(path: str) -> None:
             }
             await a.answer(
                 path,
-                **asked(path),
+                **body_for(path),
                 **harmless,
                 temperature=1e-30,
                 top_p=1e-30,
@@ -603,7 +603,7 @@ def test_a_refusal_of_another_server_is_passed_on(path: str, streams: bool) -> N
         async with api() as a:
             for core in a.world.cores:
                 core.enqueue = lambda requests: None  # type: ignore[method-assign]
-            body = asked(path) | {"stream": streams}
+            body = body_for(path) | {"stream": streams}
             for status, seconds, is_too_long in (
                 (400, 0, False),
                 (400, 0, True),

@@ -23,10 +23,10 @@ from tests.helpers.endless_server import ENDLESS
 from tests.helpers.led_servers import (
     BODY,
     Completions,
+    answering,
     context,
     generation,
     led,
-    says,
 )
 from tests.helpers.scripted_server import (
     STREAM,
@@ -48,7 +48,7 @@ def test_a_request_goes_to_both_kinds() -> None:
             assert (status, json.loads(text)) == (200, choice([7, 8, 9], "ttt", "length"))
             status, text = await it.ask({**BODY, "stream": True, "stream_options": {"include_usage": True}})
             assert status == 200 and text.endswith("data: [DONE]\n\n") and text.count("data: ") == 3
-            (first, second), (third, fourth) = it.asked(0), it.asked(1)
+            (first, second), (third, fourth) = it.bodies(0), it.bodies(1)
             assert first["disaggregated_params"]["request_type"] == "context_only"
             assert (second["stream"], "stream_options" in second) == (False, False)
             assert third["prompt"] == [1, 2] and third["disaggregated_params"] == {
@@ -69,7 +69,7 @@ def test_an_answer_that_ends_with_its_first_token() -> None:
             assert status == 200 and json.loads(text) == choice([7], "t", "stop")
             status, text = await it.ask({**BODY, "stream": True})
             assert text == f"data: {json.dumps(choice([7], 't', 'stop'))}\n\ndata: [DONE]\n\n"
-            assert it.asked(1) == []
+            assert it.bodies(1) == []
 
     asyncio.run(run())
 
@@ -123,7 +123,7 @@ def test_routers() -> None:
         async with led([context, context]) as it:
             for _ in range(4):
                 await it.ask(BODY)
-            assert [len(it.asked(i)) for i in (0, 1)] == [2, 2]
+            assert [len(it.bodies(i)) for i in (0, 1)] == [2, 2]
 
         def by_prefix(which: list[int]) -> InstancePool:
             return PrefixPool(which, PrefixRouting(4, 64))
@@ -131,7 +131,7 @@ def test_routers() -> None:
         async with led([context, context], router=by_prefix) as it:
             for prompt in ([*range(20)], [*range(50, 70)]) * 4:
                 await it.ask({"prompt": prompt})
-            assert [len({tuple(body["prompt"]) for body in it.asked(i)}) for i in (0, 1)] == [1, 1]
+            assert [len({tuple(body["prompt"]) for body in it.bodies(i)}) for i in (0, 1)] == [1, 1]
 
     asyncio.run(run())
 
@@ -227,9 +227,9 @@ def test_a_server_that_fails(kind: str, reply: Reply, status: int, message: str)
 
         services: list[LeaderService] = []
         if kind == "context":
-            scripts: tuple[list[Completions], list[Completions]] = [says(reply)], [generation]
+            scripts: tuple[list[Completions], list[Completions]] = [answering(reply)], [generation]
         else:
-            scripts = [last], [says(reply)]
+            scripts = [last], [answering(reply)]
         async with led(*scripts, silence_s=_silence_s(kind, reply), services=services) as it:
             found = await it.error(status, BODY)
             name = it.names[0 if kind == "context" else 1]
@@ -244,8 +244,8 @@ def test_a_server_that_names_another_address_sends_nothing_there(kind: str) -> N
     """A redirection would have the leader send prompts, and the key, to any address."""
 
     async def run() -> None:
-        with ScriptedServer(others={"/health": says(plain({}))}) as elsewhere:
-            there = says(plain({}, "307 Temporary Redirect", Location=f"{elsewhere.url}/v1/completions"))
+        with ScriptedServer(others={"/health": answering(plain({}))}) as elsewhere:
+            there = answering(plain({}, "307 Temporary Redirect", Location=f"{elsewhere.url}/v1/completions"))
             scripts = ([there], [generation]) if kind == "context" else ([context], [there])
             async with led(*scripts) as it:
                 named = it.names[kind == "generation"]
@@ -253,7 +253,7 @@ def test_a_server_that_names_another_address_sends_nothing_there(kind: str) -> N
                 status, _ = await it.ask({**BODY, "stream": True})
                 assert status == 502
             health = Worker(ServedInstance(0, "context", "context_servers", elsewhere.address, range(1)))
-            away = says(plain({}, "302 Found", Location=f"{elsewhere.url}/health"))
+            away = answering(plain({}, "302 Found", Location=f"{elsewhere.url}/health"))
             with ScriptedServer(others={"/health": away}) as server:
                 health.base = server.url
                 async with ClientSession() as session:
@@ -268,7 +268,7 @@ def test_a_servers_cookies_are_not_kept() -> None:
     """They would have filled the leader's memory, and each further request."""
 
     async def run() -> None:
-        with ScriptedServer(others={"/health": says(plain({}, Set_Cookie="a=b"))}) as server:
+        with ScriptedServer(others={"/health": answering(plain({}, Set_Cookie="a=b"))}) as server:
             at = f"http://localhost:{server.address.rpartition(':')[2]}/health"
             async with new_session() as session:
                 for _ in range(2):
@@ -291,7 +291,7 @@ def test_a_servers_cookies_are_not_kept() -> None:
 )
 def test_an_answer_of_a_context_server_that_makes_no_sense(reply: Reply, message: str) -> None:
     async def run() -> None:
-        async with led([says(reply)]) as it:
+        async with led([answering(reply)]) as it:
             assert await it.error(502, BODY) == f"{it.names[0]}: {message}"
 
     asyncio.run(run())
@@ -300,7 +300,7 @@ def test_an_answer_of_a_context_server_that_makes_no_sense(reply: Reply, message
 def test_a_generation_server_that_is_lost_in_a_stream() -> None:
     async def run() -> None:
         cut = Reply([STREAM, chunk(event(choice([7], "t")))], "close")
-        async with led(generations=[says(cut)]) as it:
+        async with led(generations=[answering(cut)]) as it:
             status, text = await it.ask({**BODY, "stream": True})
             *_, last, end = text.split("\n\n")
             error = json.loads(last.removeprefix("data: "))["error"]
@@ -330,8 +330,8 @@ def test_an_answer_without_end_is_given_up(kind: str, way: str, monkeypatch: pyt
     reply = without_end(slow[way], b"H", 0.1) if way in slow else without_end(*ENDLESS[way])
 
     async def run() -> None:
-        contexts = [says(reply)] if kind == "context" else [context]
-        generations = [says(reply)] if kind == "generation" else [generation]
+        contexts = [answering(reply)] if kind == "context" else [context]
+        generations = [answering(reply)] if kind == "generation" else [generation]
         async with led(contexts, generations, silence_s=3.0) as it:
             status, text = await it.ask(BODY)
             message = json.loads(text)["error"]["message"]
@@ -358,7 +358,7 @@ def test_a_stream_without_end_is_given_up(
 ) -> None:
     async def run() -> None:
         reply = without_end(STREAM, piece, pause_s)
-        async with led(generations=[says(reply)], silence_s=silence_s) as it:
+        async with led(generations=[answering(reply)], silence_s=silence_s) as it:
             _, text = await it.ask({**BODY, "stream": True})
             last = text.split("\n\n")[-2].removeprefix("data: ")
             assert re.search(message, json.loads(last)["error"]["message"])
@@ -382,14 +382,14 @@ def test_bodies_that_are_refused(body: Any, message: str) -> None:
     async def run() -> None:
         async with led() as it:
             assert message in await it.error(400, body)
-            assert it.asked(0) == []
+            assert it.bodies(0) == []
 
     asyncio.run(run())
 
 
 def test_servers_that_are_not_ready_in_time_are_known() -> None:
     async def run() -> None:
-        with ScriptedServer(others={"/health": says(plain({}, "503 Service Unavailable"))}) as server:
+        with ScriptedServer(others={"/health": answering(plain({}, "503 Service Unavailable"))}) as server:
             late = Worker(ServedInstance(3, "context", "context_servers", server.address, range(1)))
             async with new_session() as session:
                 assert await wait_ready(session, [late], 0.2, lambda text: None) == [late]

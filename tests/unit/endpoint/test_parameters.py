@@ -15,8 +15,7 @@ from mpillm.endpoint.choices import Choice
 from mpillm.endpoint.open_requests import PendingResponse
 from mpillm.endpoint.protocol import CompletionRequest, ServedModel, encode, read, render
 from mpillm.endpoint.shapes import usage
-from tests.helpers.http_api import ROUTES, api, run
-from tests.helpers.http_api import asked as body_for
+from tests.helpers.http_api import ROUTES, api, body_for, run
 from tests.helpers.vllm_parameters import CHAT, COMPLETION, MESSAGE, SAME, STREAM_OPTIONS
 
 SERVED = ServedModel(("m",), ByteTokenizer(), PromptLimits(256, 64), seed=0, gives_logprobs=True)

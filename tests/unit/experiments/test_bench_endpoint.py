@@ -141,7 +141,7 @@ def test_a_load_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ]
     with ScriptedServer() as server:
         code, out, err = bench(capsys, "--url", server.url, *options)
-        sent = [one for one in server.asked() if one.get("stream")]
+        sent = [one for one in server.bodies() if one.get("stream")]
     assert (code, err) == (0, "")
     assert len(sent) == 2 + 12 and all(one["ignore_eos"] for one in sent)
     for line in (
@@ -219,7 +219,7 @@ def test_prompts_that_the_server_had_cached(
 def test_a_salt_separates_tests(capsys: pytest.CaptureFixture[str]) -> None:
     with ScriptedServer() as server:
         outs = [bench(capsys, "--url", server.url, *SMALL, "--cache_salt", "test")[1] for _ in range(2)]
-        salts = [one.get("cache_salt") for one in server.asked() if one.get("stream")]
+        salts = [one.get("cache_salt") for one in server.bodies() if one.get("stream")]
     assert "warning" not in "".join(outs)
     assert len(salts) == 2 * 14 and len({*salts}) == 2 and None not in salts
 

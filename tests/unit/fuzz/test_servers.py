@@ -252,7 +252,7 @@ INDEX = [{"name": "m", "version": "1", "state": "READY"}, {"name": "n", "reason"
 def test_tables_of_models(_: Path, data: bytes) -> None:
     """There is always one, of one line each."""
     server = raw_server()
-    server.says = data
+    server.reply = data
     for line in model_table(f"http://{server.address}/v2/repository/index"):
         assert line == one_line(line, 1 << 20)
 

@@ -268,7 +268,7 @@ def _check_table(records: list[Any]) -> None:
 def test_answers_to_core_model_over_http(_: Path, data: bytes, streaming: bool) -> None:
     """Each request has its answer, or its error in a line."""
     server = raw_server()
-    server.says = data
+    server.reply = data
     n = threading.active_count()
     records = load.over_http(load.Target(server.address, "m", 20.0, streaming), REQUESTS[:2], np.zeros(2), 2)
     assert threading.active_count() <= n

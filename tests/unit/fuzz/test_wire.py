@@ -436,7 +436,7 @@ KSERVE = [
 )
 def test_answers_of_triton_over_http(_: Path, data: bytes, route: str) -> None:
     server = raw_server()
-    server.says = data
+    server.reply = data
     with KServeConnection(server.address, 20.0) as connection:
         if route == "infer":
             for response in connection.infer("m", {"input_ids": np.array([[5]], np.int32)}):
@@ -465,7 +465,7 @@ BODY = {
 )
 def test_what_a_leaders_servers_answer(_: Path, body: dict[str, Any], data: bytes) -> None:
     server = raw_server()
-    server.says = data
+    server.reply = data
     worker = Worker(ServedInstance(0, "context", "context_servers", server.address, range(1)))
     worker.failure = ""
     pool = Pool("context", [worker], InstancePool([0], "round_robin"))

@@ -17,7 +17,7 @@ from mpillm.submission.submitted_runs import SubmittedRun
 from mpillm.workloads import get
 from mpillm.workloads.rounds import ROUNDS
 from tests.helpers.run_directories import FULL_SIZE, make_run
-from tests.helpers.submissions import STOPPED, Maker, measured, said
+from tests.helpers.submissions import STOPPED, Maker, measured, problems_of
 
 AWAY = {"index": 1, "restarts": [{"at_s": 9.5, "back_after_s": 20.0, "why": "it ended"}]}
 
@@ -25,7 +25,7 @@ AWAY = {"index": 1, "restarts": [{"at_s": 9.5, "back_after_s": 20.0, "why": "it 
 def test_layout(maker: Maker) -> None:
     runs = maker.runs() + maker.runs("Server")
     out = maker.submit(*runs, *measured(maker))
-    assert said(out) == []
+    assert problems_of(out) == []
     assert "--version v6.1 --submitter Us" in out
     root = maker.tree / "results" / "8xH200" / "llama2-70b-99.9"
     found = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
@@ -71,7 +71,7 @@ def test_accuracy_log_is_cut_at_both_ends(maker: Maker) -> None:
 def test_missing_runs_and_files_are_listed(maker: Maker) -> None:
     runs = maker.runs()
     maker.scored(runs[1], {"rouge1": 44.1, "rougeL": 28.6, "tokens_per_sample": 600.5})
-    assert said(maker.submit(*runs, *measured(maker), code=4))[0] == (
+    assert problems_of(maker.submit(*runs, *measured(maker), code=4))[0] == (
         f"rejected by the checker (accuracy_result_check): llama2-70b-99.9 Offline: {runs[1]}: the accuracy"
         " target is not reached: rouge1 44.10 (at least 44.39), rouge2 missing (at least 22.01),"
         " tokens_per_sample 600.50 (at least 265.00, at most 323.90)"
@@ -99,7 +99,7 @@ def test_missing_runs_and_files_are_listed(maker: Maker) -> None:
         "llama2-70b-99.9 Offline",
         "llama2-70b-99.9 Server",
     )
-    assert said(out) == [
+    assert problems_of(out) == [
         f"{stops}: {offline}: no performance run: a run without --test_mode and --compliance_test",
         f"rejected by the checker (accuracy_result_check): {offline}: {runs[1]}: no accuracy.txt:"
         f" `python -m mpillm accuracy {runs[1]}` makes it",
@@ -134,7 +134,7 @@ def test_checks_that_servers_do_not_report_are_listed(maker: Maker) -> None:
     file = runs[0] / "result.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "server_checks": checks}))
     out = maker.submit(*runs, *maker.runs("Server"), *measured(maker))
-    assert said(out) == []
+    assert problems_of(out) == []
     lines = [line for line in out.splitlines() if "not checked" in line]
     assert [line.partition(" (/metrics)")[0] for line in lines] == [
         f"  not checked: llama2-70b-99.9 Offline: {runs[0]}: whether prompts came from a prefix cache, which"
@@ -160,7 +160,7 @@ def test_less_than_the_benchmark_requires(maker: Maker) -> None:
     rejected, forbidden = (
         [
             text.partition(f"Offline: {runs[0]}: ")[2]
-            for text in said(out)
+            for text in problems_of(out)
             if text.startswith(why) and f"{runs[0]}: " in text
         ]
         for why in ("rejected", "against")
@@ -195,7 +195,7 @@ def test_less_than_the_benchmark_requires(maker: Maker) -> None:
         "min_output_len": 1,
     }
     assert (
-        said(
+        problems_of(
             maker.submit(
                 *maker.runs(name="again-", **made), *maker.runs("Server"), *measured(maker), "--force"
             )
@@ -228,7 +228,7 @@ def test_runs_of_two_rounds(maker: Maker) -> None:
     out = maker.submit(*server[::-1], *offline, *measured(maker), code=4)
     assert "--version v6.1" in out
     why = "has the seeds of round v6.0, other runs have those of v6.1; a submission has one round"
-    assert said(out) == [
+    assert problems_of(out) == [
         *(f"against the rules: {run}: {why}" for run in server[:0:-1]),
         f"rejected by the checker (seeds_check): {server[0]}: {why}",
     ]
