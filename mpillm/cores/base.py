@@ -130,7 +130,7 @@ class LLMCore(ABC):
     lengths_each: ClassVar[bool] = True
     # Answers requests with `logprobs` with LOGPROBS rows.
     gives_logprobs: ClassVar[bool] = False
-    # Reports the number of reused KV cache blocks to requests with TIMES.
+    # Answers all requests with the flag PROMPT_COUNTS with their cached tokens.
     reports_reuse: ClassVar[bool] = False
     # Supports --speculative_config.
     speculates: ClassVar[bool] = False

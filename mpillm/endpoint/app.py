@@ -73,8 +73,8 @@ class Service:
         """`max_queue_size`: limit of requests without a first token; beyond it, clients get 429.
 
         `kv_cache_usage`: returns the usage of the fullest instance; None: unknown. `counts_cached`: the
-        instances report the prompt tokens that were in their KV caches. `tokens_per_block`: of the KV cache,
-        for `/perf_metrics`. `lost`: lost instances, as in `result.json`; it may grow.
+        instances report the cached tokens of all prompts, so `/metrics` has them. `tokens_per_block`: of the
+        KV cache, for `/perf_metrics`. `lost`: lost instances, as in `result.json`; it may grow.
         `reset_prefix_cache`: for the route of this name; None: there is no such route.
         """
         self.metrics = ServeMetrics(counts_cached)
@@ -87,7 +87,7 @@ class Service:
         self._row_flags = RequestFlag(0)
         if self.perf_metrics.enabled:
             self._row_flags |= RequestFlag.TIMES | RequestFlag.PROMPT_COUNTS
-        if counts_cached:
+        if counts_cached or not served.is_disagg:
             self._row_flags |= RequestFlag.PROMPT_COUNTS
         self._lost = lost
         self._disagg = disagg

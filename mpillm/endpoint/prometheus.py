@@ -78,7 +78,7 @@ class ServeMetrics:
     """Counts since the start; of constant size. `totals` is for `result.json`."""
 
     def __init__(self, counts_cached: bool = False) -> None:
-        """`counts_cached`: the instances report the prompt tokens that were in their KV caches."""
+        """`counts_cached`: the instances report the cached tokens of all prompts."""
         self.totals = Totals()
         self._counts_cached = counts_cached
         self._queried_tokens = self._cached_tokens = 0

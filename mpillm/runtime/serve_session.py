@@ -257,7 +257,7 @@ def _served(planned: RunPlan, takes_text: bool) -> ServedModel:
 
 
 def _counts_cached(planned: RunPlan) -> bool:
-    """Return whether the instances report the prompt tokens that were in their KV caches."""
+    """Return whether the instances report the cached tokens of all prompts. Only some servers do."""
     reports_reuse = BackendRegistry.get(planned.config.core_type).reports_reuse
     return _reuses_nothing(planned) or (reports_reuse and not planned.config.disagg_role)
 

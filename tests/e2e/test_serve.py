@@ -184,7 +184,15 @@ def test_tokens_of_another_server_come_as_it_sends_them(both: Starter, n: int) -
             return plain({"error": {"message": "no nines"}}, "400 Bad Request")
         if asked["prompt"] == [10]:
             return plain({"error": "full"}, "429 Too Many Requests", Retry_After=70)
+        if asked["prompt"] == [11, 12]:
+            return Reply([STREAM, counted]) if asked.get("stream") else plain(reply)
         return Reply(pieces()) if asked.get("stream") else good(request)
+
+    usage = {"prompt_tokens": 2, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 1}}
+    reply = {**choice([13], "t", "length"), "usage": usage}
+    counted = (
+        chunk(event(choice([13], "t", "length"))) + chunk(event({"choices": [], "usage": usage})) + DONE_
+    )
 
     def pieces() -> Iterator[bytes]:
         yield STREAM
@@ -209,6 +217,12 @@ def test_tokens_of_another_server_come_as_it_sends_them(both: Starter, n: int) -
         assert tokens_of(read + stream.read()) == [5, 6, 7, 8]
         whole = answer(host, port, "/v1/completions", **body, prompt=[4])
         assert whole["choices"][0]["token_ids"] == [4, 5, 6, 7]
+        assert "prompt_tokens_details" not in whole["usage"], "the server does not count them"
+        cached = answer(host, port, "/v1/completions", **body, prompt=[11, 12])
+        assert cached["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+        counts = {"stream": True, "stream_options": {"include_usage": True}}
+        streamed = post(host, port, "/v1/completions", **body, prompt=[11, 12], **counts).getresponse().read()
+        assert b'"prompt_tokens_details": {"cached_tokens": 1}' in streamed
         goes_on.clear()
         leaves = post(host, port, "/v1/completions", **body, prompt=[4], stream=True)
         leaves.getresponse().read(20)
@@ -217,7 +231,7 @@ def test_tokens_of_another_server_come_as_it_sends_them(both: Starter, n: int) -
         goes_on.set()
         command.process.send_signal(signal.SIGTERM)
         ended = command.end(TIMEOUT_S).must(DONE)
-    assert (ended.result["samples"], ended.result["errors"], ended.result["aborted"]) == (2, 3, 1)
+    assert (ended.result["samples"], ended.result["errors"], ended.result["aborted"]) == (4, 3, 1)
     assert ended.result["ttft_ms"]["p50"] > 0 and "not streamed" not in ended.out
 
 
