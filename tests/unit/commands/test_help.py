@@ -63,6 +63,7 @@ EXEMPT = {
             "endpoint_type",
             "max_output_len",
             "on_instance_loss",
+            "seed",
             "stall_timeout",
             "stop_words",
         ),
