@@ -25,7 +25,7 @@ latency = {{"avg": 1e6, "total": 1e6 * n, "percentiles": {{"50.0": 1e6, "90.0": 
 summary = dict(version="0.1.0", git_sha=None, n_samples_issued=n, n_samples_completed=n)
 summary |= dict(n_samples_failed={failed}, duration_ns=n * {ns}, complete=True, state="complete", tps=8.0)
 summary |= dict(ttft=latency, tpot=latency, latency=latency)
-summary |= dict(output_sequence_lengths={{"total": 8 * n, "percentiles": {{}}}})
+summary |= dict(output_sequence_lengths={{"total": 2 * n, "percentiles": {{}}}})
 (folder / "performance" / "result_summary.json").write_text(json.dumps(summary))
 """
 

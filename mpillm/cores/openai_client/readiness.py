@@ -342,7 +342,8 @@ async def _probed(
             left = max(0.0, end - time.monotonic())
             status, headers, reply = await endpoint.fetch("POST", dialect.path, left, request)
         except HttpError as error:
-            option = f" ({longer})" if longer and time.monotonic() >= end else ""
+            # A timer may end the wait some microseconds before `end`.
+            option = f" ({longer})" if longer and isinstance(error, NoAnswer) else ""
             raise EndpointError(f"{where}: {error}{option}") from None
         busy_until = min(end, start + _BUSY_S.get(status, 0.0))
         if busy_until - time.monotonic() < 1:
