@@ -268,6 +268,8 @@ class Rank0Control:
 
     def losses(self, ranks: Collection[int]) -> tuple[Failure, ...]:
         """Return the failures to report for ranks from `unresponsive` or `exited`."""
+        if not ranks:  # usually; what follows looks at every rank
+            return ()
         exited = set(self.exited())
         silence = f"no heartbeat for {self._timeouts.heartbeat:g} s (--heartbeat_timeout)"
         if not any(map(self._if_stopped, ranks)):
