@@ -135,14 +135,14 @@ def figures(run: RunFiles) -> dict[str, Any]:
     result = run.result
     n, of = run.computing()
     tpot, ttft = result.get("tpot_ms") or {}, result.get("ttft_ms") or {}
-    window = result.get("conversations") or {}  # without ramp-up and drain
-    requests_per_second = window.get("requests_per_second", result["samples_per_second"])
-    tokens_per_second = window.get("tokens_per_second", result["tokens_per_second"])
-    per = tokens_per_second / n if n and tokens_per_second is not None else None
+    rates = result
+    if (window := result.get("conversations") or {}).get("requests_per_second") is not None:
+        rates = {**window, "samples_per_second": window["requests_per_second"]}  # without ramp-up and drain
+    per = rates["tokens_per_second"] / n if n else None
     return {
         "status": result["status"],
-        "samples_per_second": requests_per_second,
-        "tokens_per_second": tokens_per_second,
+        "samples_per_second": rates["samples_per_second"],
+        "tokens_per_second": rates["tokens_per_second"],
         "tokens_per_second_per_gpu": per,
         "of": of,
         "tokens_per_second_per_user": 1000 / tpot["mean"] if tpot.get("mean") else None,

@@ -17,7 +17,7 @@ BEATS_S = 0.5
 STOPPED = 3
 
 
-@pytest.mark.parametrize("both_reported", [True, False], ids=["both are told", "one is told first"])
+@pytest.mark.parametrize("both_reported", [True, False], ids=["both", "one first"])
 def test_who_waits_for_a_stopped_rank_is_not_blamed(both_reported: bool) -> None:
     """The leader reports instances that send nothing; one whose ranks all beat may wait for the other.
 

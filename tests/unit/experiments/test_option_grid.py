@@ -139,6 +139,10 @@ def test_a_point_has_the_figures_of_conversations(tmp_path: Path) -> None:
     assert (found["first_turns_ttft_p90_ms"], found["later_turns_ttft_p90_ms"]) == (7.0, None)
     assert (found["cached_share"], found["e2e_avg_interactivity"]) == (0.75, 40.0)
     assert found["good_conversations_share"] == 0.5 and found["e2e_normalized_interactivity_p90"] is None
+    for window, per_second in (((3.0, 30.0), 30.0), ((None, None), 12.0)):  # an empty window has no rates
+        rates = dict(zip(("requests_per_second", "tokens_per_second"), window, strict=True))
+        path = make_run(tmp_path / f"{per_second}", result=result | {"conversations": of | rates})
+        assert figures(RunFiles.read(path))["tokens_per_second"] == per_second
     for damage in ({"conversations": 3}, {"conversations": of | {"cached_share": "x", "later_turns": 4}}):
         assert finished(make_run(tmp_path / f"{len(str(damage))}", result=result | damage)) is None
 

@@ -52,7 +52,7 @@ def test_hydras_notice_of_a_lost_rank_does_not(process: subprocess.Popen[str], e
     pending = Path(f"/proc/{process.pid}/status")
     wait_until(lambda: "ShdPnd:\t0000000000000000" in pending.read_text(), "the signal's arrival")
     assert process.poll() is None and read_signal(env) is None
-    process.send_signal(signal.SIGTERM)  # which Hydra sends to the rank's group, too
+    process.send_signal(signal.SIGTERM)  # Hydra also sends it to the rank's group
     assert process.poll() is None
 
 

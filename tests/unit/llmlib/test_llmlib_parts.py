@@ -225,7 +225,7 @@ def test_a_thread_that_does_not_end_is_reported(calls: Calls, caplog: pytest.Log
     assert not core.response_thread.is_alive()
 
 
-def test_a_warm_up_is_reported_to_nobody(calls: Calls) -> None:
+def test_a_warm_up_calls_no_callback(calls: Calls) -> None:
     server = make(calls)
     for core in server.cores:
         assert isinstance(core, Core)

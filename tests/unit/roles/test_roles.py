@@ -357,13 +357,13 @@ def test_loadgen_gets_a_first_token_once(messages: list[list[tuple[int, int]]]) 
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_servers_reason_comes_before_the_error(n: int) -> None:
-    told: list[Any] = []
+    received: list[Any] = []
     test: Any = SimpleNamespace(
         issued=deque([Query(np.arange(n, dtype=np.uint64), np.zeros(n, np.int64), 0.0)]),
         use_token_latencies=False,
         request_flags=0,
-        refused=lambda *row: told.append(row),
-        complete=lambda ids, *_: told.extend(ids),
+        refused=lambda *row: received.append(row),
+        complete=lambda ids, *_: received.extend(ids),
         start=lambda: None,
     )
     sent: list[Batch] = []
@@ -379,7 +379,7 @@ def test_a_servers_reason_comes_before_the_error(n: int) -> None:
         rows += [(id_, len(numbers), ResponseFlag.REFUSED), (id_, 0, is_error)]
     answers = Batch(np.array(rows, RESPONSE), np.array(numbers * n, np.int32))
     route.handlers[Tag.ANSWER](Envelope(1, Tag.ANSWER, ANSWER.write(answers)))
-    assert told == [*((id_, refusal) for id_ in range(n)), *range(n)]
+    assert received == [*((id_, refusal) for id_ in range(n)), *range(n)]
 
 
 def test_answers_import_nothing() -> None:
